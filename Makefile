@@ -1,0 +1,45 @@
+# The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint typecheck lock bench study clean
+
+BIN := .venv/bin
+EXTRAS ?=
+# Python 3.11 under its usual names; failing that any python3, which then says what is wrong with it.
+PYTHON ?= $(shell for python in python3.11 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 && echo $$python && exit; \
+	done; command -v python3)
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for another interpreter)
+	@python="$(PYTHON)"; \
+	command -v "$$python" >/dev/null || { echo "error: Python 3.11 was not found$${python:+ at $$python}: install it, or run 'make setup PYTHON=<path of python3.11>'." >&2; exit 1; }; \
+	"$$python" scripts/setup_env.py --extras "$(EXTRAS)"
+
+quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack, results in runs/quickstart/
+	$(BIN)/python -m miles_async train @examples/quickstart/reverse.args
+
+test: lint typecheck ## every check and every test that runs on CPU
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: setup ## style (ruff) and layers (import-linter)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+typecheck: setup ## types (mypy; strict on the pure packages)
+	$(BIN)/mypy
+
+lock: setup ## resolve requirements/*.in again (UPGRADE=all or UPGRADE=name,name lets pins move)
+	$(BIN)/python scripts/make_lock.py --upgrade "$(UPGRADE)"
+
+bench: setup ## asynchronous against on-policy on the quickstart, with artificial environment latency
+	$(BIN)/python tests/benchmarks/quickstart_overlap.py
+
+study: setup ## the staleness study on the sort task: 70 steps per cell
+	$(BIN)/python examples/staleness_study/study.py
+
+clean: ## remove caches and build outputs, not .venv and not runs/
+	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find arguments miles_async tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +

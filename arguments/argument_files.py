@@ -1,0 +1,67 @@
+r"""``@file`` arguments: a file's words stand where ``@file`` stood.
+
+A file holds words as a shell would read them, one or many per line, with quotes and ``#`` comments; a ``\\``
+at the end of a line is ignored, so that a command can be pasted. ``@other`` inside a file is
+relative to that file; every other relative path in it stays relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from miles_async.errors import ConfigurationError
+
+
+def expand_argument_files(words: Sequence[str]) -> list[str]:
+    """``words`` with every ``@file`` replaced by what it holds. Raises ConfigurationError naming the file."""
+    return list(_expand(words, directory=Path(), including=()))
+
+
+def _expand(words: Sequence[str], directory: Path, including: tuple[Path, ...]) -> Iterator[str]:
+    for word in words:
+        if not (word.startswith("@") and len(word) > 1):
+            yield word
+            continue
+        path = directory / Path(word[1:]).expanduser()
+        if path.resolve() in including:
+            raise ConfigurationError(
+                f"{word}: argument files include each other: {including[-1]} includes {path} again"
+            )
+        yield from _expand(_words_of(path, word, including), path.parent, (*including, path.resolve()))
+
+
+def _words_of(path: Path, word: str, including: tuple[Path, ...]) -> list[str]:
+    origin = f" (named in {including[-1]})" if including else ""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise ConfigurationError(f"{word}: there is no argument file {path}{origin}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{word}: cannot read argument file {path}{origin}: {error}") from None
+    words: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            words += shlex.split(_without_comment(line).rstrip().removesuffix("\\"))
+        except ValueError as error:
+            raise ConfigurationError(f"{path}:{number}: {error}: {line.strip()!r}") from None
+    return words
+
+
+def _without_comment(line: str) -> str:
+    """``line`` up to a ``#`` that starts a word outside of quotes (shlex would also cut inside of words)."""
+    quote, previous, escaped = "", " ", False
+    for index, character in enumerate(line):
+        if escaped:
+            escaped = False
+        elif character == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character == "#" and previous.isspace():
+            return line[:index]
+        previous = character
+    return line

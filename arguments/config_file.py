@@ -1,0 +1,104 @@
+"""``--config file.toml`` and ``--print-config``: the arguments as TOML, written so that it can be read back.
+
+Keys are flag names (``max-weight-staleness`` or ``max_weight_staleness``), at the top or in a table named
+after their group (``[staleness]``). TOML has no null: ``"none"`` means None, as on the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from arguments import Arguments
+from arguments.pass_through import PassThrough, is_pass_through, unflatten, values_from_toml
+from arguments.problems import refuse
+from arguments.renamed_flags import explain_unknown
+from arguments.specification import FlagSpecification, argument_groups, flag_specifications
+from miles_async.errors import ConfigurationError
+
+
+def read_config_file(path: Path) -> tuple[dict[str, Any], PassThrough]:
+    """(field name → value, flags for SGLang and smg). Raises ConfigurationError naming every bad key."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"--config: there is no file {path}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(f"--config: cannot read {path}: {error}") from None
+    values: dict[str, Any] = {}
+    passed: PassThrough = {}
+    problems: list[str] = []
+    for table, key, value in _entries(document):
+        try:
+            _read_key(table, key, value, values, passed)
+        except ValueError as error:
+            problems.append(f"{path}: {f'[{table}] ' if table else ''}{key}: {error}")
+    refuse(problems)
+    return values, passed
+
+
+def _entries(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(table or "", key, value) of every key."""
+    for key, value in document.items():
+        if isinstance(value, dict) and key in argument_groups():
+            yield from ((key, inner, inner_value) for inner, inner_value in value.items())
+        else:
+            yield "", key, value
+
+
+def _read_key(table: str, key: str, value: Any, values: dict[str, Any], passed: PassThrough) -> None:
+    specifications = flag_specifications()
+    name, flag = key.replace("-", "_"), "--" + key.replace("_", "-")
+    specification = specifications.get(name)
+    if specification is None:
+        ours = [item.flag for item in specifications.values()]
+        if table in ("", "engines") and is_pass_through(flag, ours):
+            passed[flag] = values_from_toml(value)
+            return
+        if isinstance(value, dict):
+            raise ValueError(f"there is no such table; tables are {', '.join(argument_groups())}")
+        raise ValueError(explain_unknown(flag, ours).replace("flag --", "key ").replace("mean --", "mean "))
+    if table not in ("", specification.group):
+        raise ValueError(f"belongs to [{specification.group}]")
+    if name in values:
+        raise ValueError("given twice")
+    values[name] = specification.from_toml(value)
+
+
+def to_toml(arguments: Arguments) -> str:
+    """All arguments, defaults too, as TOML that ``--config`` reads back to an equal object."""
+    lines: list[str] = []
+    for group in argument_groups():
+        lines.append(f"[{group}]")
+        values = getattr(arguments, group)
+        for specification in _of_group(group):
+            key = specification.flag.removeprefix("--")
+            lines.append(f"{key} = {_toml_value(getattr(values, specification.name))}")
+        if group == "engines":
+            extras = {"sglang_extra": values.sglang_extra, "router_extra": values.router_extra}
+            for flag, words in unflatten(extras):
+                value = True if not words else words[0] if len(words) == 1 else words
+                lines.append(f"{json.dumps(flag.removeprefix('--'))} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _of_group(group: str) -> list[FlagSpecification]:
+    return [item for item in flag_specifications().values() if item.group == group]
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case None:
+            return '"none"'
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case tuple():
+            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    # A JSON string is a TOML basic string but for DEL, which TOML wants escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,21 @@
+"""SGLang servers and the router. ``--sglang-X`` reaches SGLang and ``--router-X`` smg, as ``--X``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginesArguments:
+    """Engines"""
+
+    engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS")
+    engine_max_restarts: int = flag(3, "times one engine is restarted before it is given up")
+    request_timeout: float = flag(600.0, "seconds one generation request may take", metavar="SECONDS")
+    request_retries: int = flag(5, "tries on another engine after a transient error, with exponential backoff")
+    sglang_router_policy: str = flag("consistent_hashing", "how smg spreads requests")
+    sglang_router_port: int | None = flag(None, "port of the router (default: a free one)")
+    sglang_extra: tuple[str, ...] = ()  # collected from --sglang-*, as SGLang's own arguments
+    router_extra: tuple[str, ...] = ()  # collected from --router-*, as smg's own arguments

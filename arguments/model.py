@@ -1,0 +1,22 @@
+"""What is trained and how it is split over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelArguments:
+    """Model"""
+
+    hf_checkpoint: Path | None = flag(None, "Hugging Face directory: initial weights, config and tokenizer (required)")
+    train_backend: str = flag("megatron", "training backend, a name in the entry point group miles_async.backends")
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
+    pipeline_model_parallel_size: int = flag(1, "ranks that share the layers")
+    sequence_parallel: bool = flag(True, "with tensor parallelism, split the sequence outside of attention and MLP too")
+    bf16: bool = flag(False, "train in bfloat16 with fp32 main parameters (default: fp32)")
+    recompute_granularity: str | None = flag(None, "activation recomputation", choices=("full", "selective"))
+    seed: int = flag(1234, "seed of the trainer's random generators")

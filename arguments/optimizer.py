@@ -1,0 +1,28 @@
+"""Optimizer and batch of the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerArguments:
+    """Optimizer"""
+
+    global_batch_size: int | None = flag(
+        None, "samples per optimizer step (default: the whole rollout batch, one step per rollout)"
+    )
+    max_tokens_per_gpu: int = flag(8192, "tokens packed into one micro-batch; at least the longest sample")
+    lr: float = flag(1e-6, "peak learning rate")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay")
+    lr_decay_style: str = flag(
+        "constant", "shape of the decay over --num-rollout", choices=("constant", "linear", "cosine")
+    )
+    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
+    weight_decay: float = flag(0.0, "AdamW weight decay")
+    adam_beta1: float = flag(0.9, "Adam beta 1")
+    adam_beta2: float = flag(0.95, "Adam beta 2")
+    adam_eps: float = flag(1e-8, "Adam epsilon")
+    clip_grad: float = flag(1.0, "gradient norm clip; 0: off")

@@ -1,0 +1,181 @@
+"""The command line of ``miles-async train``: words → frozen :class:`Arguments`.
+
+Precedence: command line (with its ``@file`` arguments, in order; the last mention wins) over ``--config``
+files over defaults. Nothing is abbreviated and nothing unknown ignored; unknown flags are reported together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich_argparse import RichHelpFormatter
+
+from arguments import Arguments
+from arguments.argument_files import expand_argument_files
+from arguments.config_file import read_config_file
+from arguments.pass_through import PassThrough, flatten, looks_like_flag, split_pass_through
+from arguments.problems import refuse
+from arguments.renamed_flags import explain_unknown
+from arguments.specification import (
+    FlagSpecification,
+    argument_groups,
+    flag_specifications,
+    group_description,
+    group_title,
+)
+from miles_async.errors import ConfigurationError
+
+DESCRIPTION = "Train a language model with fully asynchronous reinforcement learning."
+
+EPILOG = """\
+Examples:
+  miles-async train @arguments.args                          flags from a file, as a shell would read them
+  miles-async train @arguments.args --lr 1e-5                what comes later wins
+  miles-async train --config run.toml --max-weight-staleness 2
+  miles-async train @arguments.args --print-config > run.toml
+  miles-async train @arguments.args --dry-run                check everything, start nothing
+  miles-async train @arguments.args --sglang-mem-fraction-static 0.8    for SGLang: --mem-fraction-static 0.8
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedCommandLine:
+    """What the user asked for. The arguments are typed and complete, but not validated yet."""
+
+    arguments: Arguments
+    print_config: bool
+    dry_run: bool
+
+
+def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> ParsedCommandLine:
+    """Read a command line. Raises ConfigurationError naming the bad flags; ``--help`` raises SystemExit."""
+    parser = build_parser(prog)
+    ours = list(parser._option_string_actions)
+    words, passed = split_pass_through(expand_argument_files(argv), ours)
+    _refuse_unknown(words, ours)
+    namespace, unexpected = parser.parse_known_args(words)
+    if unexpected:
+        raise ConfigurationError(f"unexpected argument {unexpected[0]!r}: every value needs its flag before it")
+    given = vars(namespace)
+    print_config, dry_run = given.pop("print_config"), given.pop("dry_run")
+    values: dict[str, Any] = {}
+    passed_by_files: PassThrough = {}
+    for path in given.pop("config"):
+        file_values, file_passed = read_config_file(path)
+        values |= file_values
+        passed_by_files |= file_passed
+    values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return ParsedCommandLine(
+        arguments=assemble(values, passed_by_files | passed), print_config=print_config, dry_run=dry_run
+    )
+
+
+def assemble(values: Mapping[str, Any], passed: PassThrough) -> Arguments:
+    """Field name → value, over all groups, as one object; what is missing has its default."""
+    by_group: dict[str, dict[str, Any]] = {group: {} for group in argument_groups()}
+    for name, value in values.items():
+        by_group[flag_specifications()[name].group][name] = value
+    by_group["engines"] |= flatten(passed)
+    return Arguments(**{group: argument_groups()[group](**fields) for group, fields in by_group.items()})
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """One argparse group per dataclass. Defaults are suppressed, to tell what was given from what was not."""
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [@FILE ...] [--config FILE] [--FLAG VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+    )
+    general = parser.add_argument_group("This command")
+    general.add_argument(
+        "--config", type=Path, action="append", default=[], metavar="FILE",
+        help="read flags from a TOML file (keys are flag names, at the top or in a table per group below); "
+        "flags on the command line win",
+    )  # fmt: skip
+    general.add_argument("--print-config", action="store_true", help="print all flags as such a TOML file, and stop")
+    general.add_argument("--dry-run", action="store_true", help="check flags, model and data, and stop")
+    for name in argument_groups():
+        group = parser.add_argument_group(group_title(name), group_description(name))
+        for specification in flag_specifications().values():
+            if specification.group == name:
+                _add_flag(group, specification)
+    return parser
+
+
+class _HelpFormatter(RichHelpFormatter):
+    """Fixed columns; texts of several lines (the examples) stay as written."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" not in text:
+            return super()._fill_text(text, width, indent)
+        return "".join(indent + line for line in text.splitlines(keepends=True))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports errors as exceptions; ``miles_async.cli`` alone turns them into an exit code."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message.removeprefix("argument "))
+
+
+def _add_flag(group: argparse._ArgumentGroup, specification: FlagSpecification) -> None:
+    options: dict[str, Any] = {
+        "help": _help(specification),
+        "default": argparse.SUPPRESS,
+        "dest": specification.name,
+    }
+    if specification.kind is bool:
+        group.add_argument(specification.flag, action=argparse.BooleanOptionalAction, **options)
+        return
+
+    def convert(text: str) -> Any:
+        try:
+            return specification.from_text(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    if specification.many:
+        options["nargs"] = "*"
+    metavar = specification.metavar or (
+        "{" + ",".join(specification.choices) + "}" if specification.choices else _default_metavar(specification)
+    )
+    group.add_argument(specification.flag, type=convert, metavar=metavar, **options)
+
+
+def _default_metavar(specification: FlagSpecification) -> str:
+    return {int: "N", float: "X", str: "TEXT", Path: "PATH"}[specification.kind]
+
+
+def _help(specification: FlagSpecification) -> str:
+    text = specification.help
+    mentioned = "default:" in text.lower() or "(required)" in text
+    if not mentioned:
+        text += f" (default: {_shown(specification.default)})"
+    return text.replace("%", "%%")
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case tuple():
+            return " ".join(value) or "none"
+        case None:
+            return "none"
+    return str(value)
+
+
+def _refuse_unknown(words: Iterable[str], ours: Sequence[str]) -> None:
+    known = set(ours)
+    flags = [word.partition("=")[0] for word in words if looks_like_flag(word)]
+    refuse([explain_unknown(flag, ours) for flag in dict.fromkeys(flags) if flag not in known])

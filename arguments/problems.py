@@ -1,0 +1,15 @@
+"""Several problems, one message: a user repairs them all before the next try."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from miles_async.errors import ConfigurationError
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise ConfigurationError listing ``problems``, one per line; nothing if there are none."""
+    if len(problems) == 1:
+        raise ConfigurationError(problems[0])
+    if problems:
+        raise ConfigurationError(f"{len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems))

@@ -1,0 +1,97 @@
+"""The numbers and choices each flag accepts by itself. ``validation.py`` has what flags mean together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from arguments import Arguments
+from arguments.specification import FlagSpecification, flag_specifications
+
+AT_LEAST: dict[str, int] = {
+    "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": 1,
+    "rollout_num_gpus": 1,
+    "rollout_num_gpus_per_engine": 1,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "seed": 0,
+    "rollout_seed": 0,
+    "rollout_max_prompt_len": 1,
+    "num_rollout": 1,
+    "rollout_batch_size": 1,
+    "n_samples_per_prompt": 1,
+    "rollout_max_response_len": 1,
+    "rollout_concurrency_per_engine": 1,
+    "max_sample_failures": 0,
+    "max_prompt_attempts": 1,
+    "max_quarantined_prompts": 0,
+    "max_weight_staleness": 0,
+    "max_rollout_lead": 1,
+    "kl_loss_coef": 0,
+    "global_batch_size": 1,
+    "max_tokens_per_gpu": 1,
+    "min_lr": 0,
+    "lr_warmup_iters": 0,
+    "weight_decay": 0,
+    "clip_grad": 0,
+    "update_weights_interval": 1,
+    "update_weight_buffer_size": 1,
+    "debug_publication_lag": 0,
+    "engine_max_restarts": 0,
+    "request_retries": 0,
+    "sglang_router_port": 1,
+    "save_interval": 1,
+    "eval_interval": 1,
+    "n_samples_per_eval_prompt": 1,
+    "eval_temperature": 0,
+    "eval_max_response_len": 1,
+    "eval_concurrency": 1,
+}
+
+ABOVE_ZERO = {
+    "rollout_temperature",  # the trainer divides logits by it, and equal samples teach nothing
+    "rollout_top_p",
+    "reward_timeout",
+    "eps_clip",
+    "eps_clip_high",
+    "tis_clip",
+    "lr",
+    "adam_eps",
+    "canary_tolerance",
+    "publication_timeout",
+    "engine_start_timeout",
+    "request_timeout",
+    "stall_timeout",
+}
+
+AT_MOST: dict[str, int] = {"rollout_top_p": 1, "sglang_router_port": 65535}
+
+IN_HALF_OPEN_UNIT_INTERVAL = {"adam_beta1", "adam_beta2"}  # [0, 1)
+
+
+def range_problems(arguments: Arguments) -> Iterator[str]:
+    """One line per flag whose value cannot work whatever the others are."""
+    for name, specification in flag_specifications().items():
+        value = getattr(getattr(arguments, specification.group), name)
+        expected = None if value is None else _expectation(specification, value)
+        if expected:
+            yield f"{specification.flag}: expected {expected}, found {value}"
+
+
+def _expectation(specification: FlagSpecification, value: Any) -> str | None:
+    """What ``value`` should have been, or None if it may be what it is."""
+    name = specification.name
+    if specification.choices and value not in specification.choices:
+        return f"one of {', '.join(specification.choices)}"
+    if name in AT_LEAST and not value >= AT_LEAST[name]:
+        return f"at least {AT_LEAST[name]}"
+    if name in ABOVE_ZERO and not value > 0:
+        return "more than 0"
+    if name in AT_MOST and not value <= AT_MOST[name]:
+        return f"at most {AT_MOST[name]}"
+    if name in IN_HALF_OPEN_UNIT_INTERVAL and not 0 <= value < 1:
+        return "at least 0 and less than 1"
+    if name == "rollout_top_k" and not (value == -1 or value >= 1):
+        return "-1 (all tokens) or at least 1"
+    return None

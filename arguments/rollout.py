@@ -1,0 +1,39 @@
+"""What is generated, how much of it, and how it is rewarded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutArguments:
+    """Rollout"""
+
+    num_rollout: int = flag(1, "rollout steps to train: batches cut, trained on and (by interval) published")
+    rollout_batch_size: int = flag(32, "prompts per rollout step")
+    n_samples_per_prompt: int = flag(8, "samples of each prompt, compared with each other")
+    rollout_max_response_len: int = flag(1024, "tokens a response may have")
+    rollout_temperature: float = flag(1.0, "sampling temperature; the trainer's log-probs use it too")
+    rollout_top_p: float = flag(1.0, "nucleus sampling")
+    rollout_top_k: int = flag(-1, "sample among the k likeliest tokens; -1: all")
+    rollout_stop: tuple[str, ...] = flag((), "strings that end a response")
+    rollout_concurrency_per_engine: int = flag(256, "samples in flight per engine at most")
+    custom_generate_function_path: str | None = flag(None, "module:attr of your own Generate", metavar="MODULE:ATTR")
+    rm_type: str | None = flag(None, "reward from the hub", choices=("exact_match",))
+    custom_rm_path: str | None = flag(None, "module:attr of your own Reward", metavar="MODULE:ATTR")
+    reward_timeout: float = flag(60.0, "seconds one reward may take", metavar="SECONDS")
+    group_filter_path: str | None = flag(
+        None, "module:attr of a GroupFilter (default: train every group)", metavar="MODULE:ATTR"
+    )
+    max_sample_failures: int = flag(8, "infrastructure failures one sample survives before its attempt fails")
+    max_prompt_attempts: int = flag(
+        4, "tries a prompt gets (failed or filtered for its own fault, or stale) before it is quarantined"
+    )
+    max_quarantined_prompts: int = flag(100, "quarantined prompts after which the run stops")
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples of one rollout step, when every group is whole."""
+        return self.rollout_batch_size * self.n_samples_per_prompt

@@ -1,0 +1,56 @@
+"""How old what is trained on may be (C1), and how far rollouts may run ahead (C4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arguments.flag import flag
+
+DEFAULT_UNBOUNDED_LEAD = 3
+"""Batches ahead when ages are not bounded: enough to hide one slow batch, and far from racing ahead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StalenessArguments:
+    """Staleness"""
+
+    max_weight_staleness: int | None = flag(
+        None,
+        "oldest age, in weight versions, that is trained: version the optimizer steps from − oldest "
+        "version among "
+        "the sample's tokens that carry loss. Equal to the bound is fresh. none: ages are measured, not "
+        "bounded",
+        metavar="K",
+    )
+    max_rollout_lead: int | None = flag(
+        None,
+        "batches that may be admitted and not yet trained. Default and maximum: K + 1 (when K is none, 3 "
+        "by default "
+        "and no maximum)",
+        metavar="BATCHES",
+    )
+    stale_group_action: str = flag(
+        "recycle",
+        "what to do with a group that is too old at the cut: give its prompt another attempt, or replace "
+        "it by a fresh prompt",
+        choices=("recycle", "drop"),
+    )
+    on_policy: bool = flag(
+        False,
+        "debug, slow: generate with the current weights, train, publish, strictly in turn "
+        "(--max-weight-staleness 0 --max-rollout-lead 1, in place of what these say)",
+    )
+
+    @property
+    def bound(self) -> int | None:
+        """K in force: oldest age that is trained. 0 with ``--on-policy``, None: not bounded."""
+        return 0 if self.on_policy else self.max_weight_staleness
+
+    @property
+    def lead(self) -> int:
+        """Batches that may be admitted and not yet trained, in force. 1: strictly in turn."""
+        if self.on_policy:
+            return 1
+        if self.max_rollout_lead is not None:
+            return self.max_rollout_lead
+        return DEFAULT_UNBOUNDED_LEAD if self.bound is None else self.bound + 1

@@ -1,0 +1,128 @@
+"""What flags point to outside of them: model directories, prompt files, output directories, a port.
+
+Each check yields one line per problem, naming the flag and what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from arguments import Arguments
+
+
+def check_model(arguments: Arguments) -> Iterator[str]:
+    """The model directories hold what will be read from them."""
+    if arguments.model.hf_checkpoint is None:
+        yield "--hf-checkpoint is required: a Hugging Face directory with the initial weights"
+    models = {
+        "--hf-checkpoint": arguments.model.hf_checkpoint,
+        "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
+    }
+    for flag, path in models.items():
+        problem = path and _model_directory_problem(path, flag)
+        if problem:
+            yield problem
+
+
+def _model_directory_problem(path: Path, flag: str) -> str | None:
+    if not path.exists():
+        return f"{flag} {path}: there is no such directory (nothing is downloaded: `hf download` it first)"
+    if not path.is_dir():
+        return f"{flag} {path}: expected a Hugging Face model directory, found a file"
+    if not (path / "config.json").is_file():
+        return f"{flag} {path}: the directory has no config.json, so it is not a Hugging Face model directory"
+    if not any(path.glob("*.safetensors")):
+        return f"{flag} {path}: the directory has no weights (*.safetensors)"
+    return None if _model_config(path) else f"{flag} {path}: config.json is not a JSON object"
+
+
+def _model_config(path: Path) -> dict[str, Any]:
+    """What config.json holds; empty if it cannot be read."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def check_model_fits(arguments: Arguments) -> Iterator[str]:
+    """The model divides by the parallel sizes, and has positions for prompt and response."""
+    path = arguments.model.hf_checkpoint
+    config = _model_config(path) if path else {}
+    sizes = {
+        "--tensor-model-parallel-size": (arguments.model.tensor_model_parallel_size, "num_attention_heads"),
+        "--pipeline-model-parallel-size": (arguments.model.pipeline_model_parallel_size, "num_hidden_layers"),
+        "--rollout-num-gpus-per-engine": (
+            arguments.cluster.rollout_num_gpus_per_engine,
+            "num_attention_heads",
+        ),
+    }
+    for flag, (size, key) in sizes.items():
+        found = config.get(key)
+        if isinstance(found, int) and found % size:
+            yield f"{flag} {size} does not divide the model's {key} {found}"
+    longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and longest > positions:
+        yield (
+            f"prompt and response may have {longest} tokens, more than the model's max_position_embeddings "
+            f"{positions}: "
+            "lower --rollout-max-response-len or --rollout-max-prompt-len"
+        )
+
+
+def check_prompt_files(arguments: Arguments) -> Iterator[str]:
+    """Prompt files are there; their rows are checked by ``miles_async.prompts``."""
+    if arguments.data.prompt_data is None:
+        yield "--prompt-data is required: a .jsonl or .parquet file of prompts"
+    files = {
+        "--prompt-data": arguments.data.prompt_data,
+        "--eval-prompt-data": arguments.evaluation.eval_prompt_data,
+    }
+    for flag, path in files.items():
+        if path is None:
+            continue
+        if not path.exists():
+            yield f"{flag} {path}: there is no such file"
+        elif not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
+            yield f"{flag} {path}: expected a .jsonl or .parquet file"
+    if arguments.evaluation.eval_interval is not None and arguments.evaluation.eval_prompt_data is None:
+        yield "--eval-interval without --eval-prompt-data: give the held-out prompts, or leave it out"
+
+
+def check_outputs(arguments: Arguments) -> Iterator[str]:
+    """Directories can be written, and there is a checkpoint directory where checkpoints are asked for."""
+    checkpoint = arguments.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield "--save-interval without --save: give the directory for checkpoints"
+    if checkpoint.load is not None and not checkpoint.load.is_dir():
+        yield f"--load {checkpoint.load}: there is no such directory; leave --load out to start a new run"
+    outputs = {
+        "--run-dir": arguments.observability.run_dir,
+        "--save": checkpoint.save,
+        "--save-hf": checkpoint.save_hf,
+    }
+    for flag, path in outputs.items():
+        if path is not None and path.exists() and not path.is_dir():
+            yield f"{flag} {path}: expected a directory, found a file"
+
+
+def check_router_port(arguments: Arguments) -> Iterator[str]:
+    """The port that was asked for is free on this machine."""
+    port = arguments.engines.sglang_router_port
+    if port is None:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            yield (
+                f"--sglang-router-port {port} cannot be used ({error.strerror}): stop what listens there, "
+                "choose "
+                "another port, or leave the flag out for a free one"
+            )

@@ -1,0 +1,1 @@
+"""Worked examples; one folder each, with its own README."""

@@ -1,0 +1,1 @@
+"""What staleness does to learning, measured with the real stack: `make study`."""

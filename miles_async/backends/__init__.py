@@ -1,0 +1,19 @@
+"""Training engines behind the protocol TrainBackend, found by the entry point group ``miles_async.backends``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from miles_async.errors import ConfigurationError
+from miles_async.protocols import TrainBackend
+
+ENTRY_POINTS = "miles_async.backends"
+
+
+def create_backend(name: str, **options: Any) -> TrainBackend:
+    """The backend of ``--train-backend``, in this process. Raises ConfigurationError for an unknown name."""
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        raise ConfigurationError(f"--train-backend {name}: expected one of {sorted(found)} (entry points {ENTRY_POINTS})")
+    return found[name].load()(**options)

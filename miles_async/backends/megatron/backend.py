@@ -1,0 +1,185 @@
+"""MegatronBackend: one rank of the trainer, behind the protocol TrainBackend."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from arguments.model import ModelArguments
+from arguments.optimizer import OptimizerArguments
+from miles_async.backends.megatron import hf_config
+from miles_async.backends.megatron.platform import Platform
+from miles_async.errors import CheckpointError, ConfigurationError
+from miles_async.protocols import PolicyLoss
+from miles_async.types import TrainShard
+
+# Files of the source checkpoint that an export repeats byte by byte: all that inference needs besides the weights.
+COMPANION_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+)
+
+
+class MegatronBackend:
+    """Builds the model on construction, which is collective: all ranks at once. Methods are collective too."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        store: dist.Store,
+        model: ModelArguments,
+        optimizer: OptimizerArguments,
+        total_steps: int,
+        temperature: float,
+        loss: Callable[[], PolicyLoss],
+        device: str = "auto",
+        ref_hf_checkpoint: Path | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        """``store``: rendezvous of the ranks. ``loss``: makes the policy loss, in this process.
+
+        ``total_steps``: optimizer steps of the whole run, for the learning rate. ``timeout_seconds``: of one collective.
+        """
+        directory = _checked(model, world_size, temperature)
+        platform = Platform.named(device)
+        self.device = platform.prepare(local_rank)
+
+        # After prepare(), which makes megatron importable.
+        from miles_async.backends.megatron import distributed
+        from miles_async.backends.megatron.model import load_model, make_optimizer
+        from miles_async.backends.megatron.step import StepRunner
+
+        distributed.initialise(
+            store,
+            rank=rank,
+            world_size=world_size,
+            backend=platform.communication_backend,
+            timeout_seconds=timeout_seconds,
+        )
+        _seed(model.seed)
+        self._directory = directory
+        self._model = load_model(directory, model, platform, trainable=True)
+        self._optimizer, self._scheduler = make_optimizer(
+            self._model.modules, optimizer, bf16=model.bf16, total_steps=total_steps
+        )
+        policy_loss = loss()
+        reference = None
+        if policy_loss.needs_reference:
+            reference = load_model(ref_hf_checkpoint or directory, model, platform, trainable=False).modules
+        self._runner = StepRunner(
+            modules=self._model.modules,
+            reference=reference,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            loss=policy_loss,
+            temperature=temperature,
+            align=self._model.align,
+            device=self.device,
+        )
+
+    @property
+    def data_parallel_rank(self) -> int:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def data_parallel_size(self) -> int:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_world_size()
+
+    @property
+    def is_weight_source(self) -> bool:
+        return dist.get_rank() == 0
+
+    def train(self, shard: TrainShard) -> dict[str, float]:
+        return self._runner.train(shard)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
+        """Log-probs of tokens[1:] of each sequence, on every rank; at the rollout temperature unless given."""
+        from miles_async.backends.megatron.distributed import from_last_stage
+        from miles_async.backends.megatron.forward import score
+        from miles_async.backends.megatron.packing import pack_sequences
+
+        packed = pack_sequences(sequences, align=self._model.align, device=self.device)
+        scores = score(self._model.modules, [packed], temperature or self._runner.temperature)
+        flat = from_last_stage(scores[0].tolist() if scores else None)
+        ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
+        return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) in a fixed order, dtypes as trained. Every rank must iterate to the end."""
+        for name, tensor in self._model.bridge.export_hf_weights(self._model.modules, show_progress=False):
+            yield name, tensor.detach()
+
+    def save(self, directory: Path) -> None:
+        from miles_async.backends.megatron import checkpoint
+
+        checkpoint.save(directory, self._model.modules, self._optimizer, self._scheduler)
+
+    def load(self, directory: Path) -> None:
+        from miles_async.backends.megatron import checkpoint
+
+        checkpoint.load(directory, self._model.modules, self._optimizer, self._scheduler)
+
+    def save_hf(self, directory: Path) -> None:
+        """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError."""
+        try:
+            self._model.bridge.save_hf_pretrained(self._model.modules, str(directory), show_progress=False)
+            if dist.get_rank() == 0:
+                _copy_companions(self._directory, directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot export to {directory}: {error}") from error
+        dist.barrier()
+
+    def close(self) -> None:
+        """Give up the process groups, so that this process can build another backend. Collective."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _checked(model: ModelArguments, world_size: int, temperature: float) -> Path:
+    """Everything that can be refused before megatron is imported."""
+    if model.hf_checkpoint is None:
+        raise ConfigurationError("--hf-checkpoint is required: a Hugging Face directory with the initial weights")
+    if temperature <= 0:
+        raise ConfigurationError(f"--rollout-temperature {temperature}: training needs a temperature above 0")
+    config = hf_config.read_config(model.hf_checkpoint)
+    hf_config.check_model(config, model.hf_checkpoint)
+    hf_config.check_layout(config, model, world_size)
+    return model.hf_checkpoint
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    """The bridge saves what transformers makes of these files (a tokenizer even where there was none)."""
+    for pattern in COMPANION_FILES:
+        for made_up in target.glob(pattern):
+            made_up.unlink()
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)

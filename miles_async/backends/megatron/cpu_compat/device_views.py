@@ -1,0 +1,127 @@
+"""A view of ``torch`` in which every CUDA device is the host. ``torch`` itself stays as it is.
+
+For megatron-core 0.16 and megatron-bridge 0.3, which write ``device="cuda"``, ``torch.cuda.current_device()`` and
+``torch.cuda.Stream()`` literally. ``torch.cuda.is_available()`` stays False for everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FACTORIES = (
+    "tensor as_tensor zeros ones empty full arange linspace eye rand randn randint randperm "
+    "zeros_like ones_like empty_like full_like"
+).split()
+
+
+class View(types.ModuleType):
+    """A module that answers from ``overrides`` first and from the real module otherwise."""
+
+    def __init__(self, real: types.ModuleType, overrides: dict[str, Any]) -> None:
+        super().__init__(real.__name__, real.__doc__)
+        self.__dict__.update(overrides)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+class HostStream:
+    """One in-order queue, always drained: what a stream is on the host."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        return event or HostEvent()
+
+
+class HostEvent:
+    """An event that has always happened already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def torch_view() -> View:
+    """What the name ``torch`` means inside megatron modules."""
+    overrides: dict[str, Any] = {name: _on_host(getattr(torch, name)) for name in FACTORIES}
+    overrides["cuda"] = _cuda_view()
+    return View(torch, overrides)
+
+
+def patch_cuda_methods() -> None:
+    """``tensor.cuda()`` and ``module.cuda()`` raise on a machine without CUDA; here they stay where they are."""
+    torch.Tensor.cuda = _same  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _same  # type: ignore[method-assign]
+
+
+def _same(self: Any, *_: Any, **__: Any) -> Any:
+    return self
+
+
+def _host_device(device: Any) -> Any:
+    """"cuda", "cuda:3", cuda device objects and bare ordinals all name the host."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return "cpu"
+    if isinstance(device, str | torch.device) and str(device).startswith("cuda"):
+        return "cpu"
+    return device
+
+
+def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _host_device(kwargs["device"])
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _answer(value: Any = None) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def _cuda_view() -> View:
+    overrides: dict[str, Any] = {
+        "current_device": _answer("cpu"),  # every caller passes it on as device=
+        "device_count": _answer(1),
+        "Stream": HostStream,
+        "Event": HostEvent,
+        "stream": contextlib.nullcontext,
+        "current_stream": lambda *_: HostStream(),
+        "default_stream": lambda *_: HostStream(),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "nvtx": types.SimpleNamespace(
+            range_push=_answer(), range_pop=_answer(), range=lambda *_, **__: contextlib.nullcontext()
+        ),
+    }
+    overrides |= dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _answer())
+    overrides |= dict.fromkeys(
+        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _answer(0)
+    )
+    return View(torch.cuda, overrides)

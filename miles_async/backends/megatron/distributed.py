@@ -1,0 +1,53 @@
+"""torch.distributed and megatron's process groups, and small reductions over them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def initialise(store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_seconds: float) -> None:
+    """The default process group. Before megatron-bridge, which would choose NCCL on any machine."""
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+
+
+def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, float]:
+    """Over data-parallel ranks: sums, and the largest of names ending in ``_max``; then to every pipeline stage.
+
+    Collective. Only the last pipeline stage passes metrics, the same names on each of its ranks.
+    """
+    from megatron.core import parallel_state
+
+    reduced: dict[str, float] = {}
+    if parallel_state.is_pipeline_last_stage():
+        group = parallel_state.get_data_parallel_group()
+        for operation, suffixed in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
+            names = sorted(name for name in sums if name.endswith("_max") is suffixed)
+            if names:
+                values = torch.stack([sums[name].detach().to(device, torch.float64) for name in names])
+                dist.all_reduce(values, op=operation, group=group)
+                reduced |= dict(zip(names, values.tolist(), strict=True))
+    return from_last_stage(reduced)
+
+
+def from_last_stage(value: Any) -> Any:
+    """A picklable object of the last pipeline stage, on every stage. Collective over the pipeline group."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return box[0]

@@ -1,0 +1,111 @@
+"""Layer spec without Transformer Engine: megatron's own layers plus the two parts they lack.
+
+megatron-core's local spec has a norm that refuses sequence parallelism and an attention that refuses packed
+sequences. This spec replaces both with plain PyTorch, on any device; ``Platform`` says where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient ``finalize_model_grads`` sums over tensor-parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class SdpaAttention(MegatronModule):
+    """Causal attention by ``scaled_dot_product_attention``, for [s, b, h, d] batches and packed [t, h, d] sequences."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        assert config.context_parallel_size == 1, "the host spec has no context parallelism"
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Returns [s, b, h · d], or [t, h · d] for packed sequences. ``attention_mask`` is unused: always causal."""
+        if packed_seq_params is None:
+            out = self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
+            return out.reshape(*out.shape[:2], -1)
+        out = torch.zeros_like(query)
+        for index, valid in padded_groups(packed_seq_params.cu_seqlens_q):
+            group = self._attend(query[index], key[index], value[index])
+            out = out.index_put((index[valid],), group[valid])
+        return out.reshape(out.shape[0], -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[b, s, h, d] → [b, s, h, d]."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=self.softmax_scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2)
+
+
+def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Packed sequences of similar length as right-padded batches: (token index [b, s], valid [b, s] bool).
+
+    Sequences are grouped by the next power of two of their length, so that few attention calls are made and at
+    most half of a batch is padding. Padding stands to the right, where causal attention never looks.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    buckets = torch.where(lengths > 0, lengths.float().log2().ceil().long(), -1)
+    for bucket in buckets.unique().tolist():
+        if bucket < 0:
+            continue
+        chosen = buckets == bucket
+        start, length = starts[chosen, None], lengths[chosen, None]
+        position = torch.arange(int(length.max()), device=cu_seqlens.device)
+        yield start + position.minimum(length - 1), position < length
+
+
+def host_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    attention.core_attention = SdpaAttention
+    return spec
+
+
+def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm."""
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[host_layer_spec(config)] * layers, layer_norm=RMSNorm)

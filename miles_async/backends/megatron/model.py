@@ -1,0 +1,135 @@
+"""Hugging Face checkpoint → megatron model, through megatron-bridge; optimizer and schedule around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
+
+from arguments.model import ModelArguments
+from arguments.optimizer import OptimizerArguments
+from miles_async.backends.megatron import hf_config
+from miles_async.backends.megatron.platform import Platform
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A megatron model (one module per virtual pipeline stage, here always one) and the bridge that made it."""
+
+    modules: list[Any]
+    bridge: Any
+
+    @property
+    def align(self) -> int:
+        """Packed lengths are multiples of this: sequence parallelism splits them over tensor-parallel ranks."""
+        config = get_model_config(self.modules[0])
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+def load_model(directory: Path, model: ModelArguments, platform: Platform, *, trainable: bool) -> LoadedModel:
+    """The model with its weights on this rank's device. Collective.
+
+    ``trainable`` wraps it in DistributedDataParallel with a distributed optimizer's buffers; without, it is
+    frozen, for use as a reference. Raises ConfigurationError for what would be trained wrongly.
+    """
+    config = hf_config.read_config(directory)
+    hf_config.check_model(config, directory)
+    bridge = AutoBridge.from_hf_pretrained(str(directory))
+    provider = _provider(bridge, model, platform)
+    if not parallel_state.is_initialized():
+        provider.initialize_model_parallel(seed=model.seed)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
+    modules = provider.provide_distributed_model(
+        ddp_config=ddp if trainable else None,
+        wrap_with_ddp=trainable,
+        # Every rank reads the same checkpoint: there is nothing to broadcast.
+        data_parallel_random_init=False,
+        use_cpu_initialization=platform.device == "cpu",
+        bf16=model.bf16,
+    )
+    if trainable:
+        get_model_config(modules[0]).finalize_model_grads_func = finalize_model_grads
+    for module in modules:
+        module.train(trainable).requires_grad_(trainable)
+    return LoadedModel(modules, bridge)
+
+
+def make_optimizer(
+    modules: list[Any], arguments: OptimizerArguments, *, bf16: bool, total_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """AdamW over data-parallel shards, and the learning rate over ``total_steps`` optimizer steps.
+
+    The schedule is stepped *before* the optimizer, so that step k of the warm-up has k / warm-up of the peak
+    rate and none is wasted at rate 0.
+    """
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=arguments.lr,
+            min_lr=arguments.min_lr,
+            weight_decay=arguments.weight_decay,
+            adam_beta1=arguments.adam_beta1,
+            adam_beta2=arguments.adam_beta2,
+            adam_eps=arguments.adam_eps,
+            clip_grad=arguments.clip_grad,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=True,
+        ),
+        modules,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=arguments.lr,
+        min_lr=min(arguments.min_lr, arguments.lr),
+        lr_warmup_steps=arguments.lr_warmup_iters,
+        # Megatron wants the decay to outlast the warm-up, which short runs need not do.
+        lr_decay_steps=max(total_steps, arguments.lr_warmup_iters + 1),
+        lr_decay_style=arguments.lr_decay_style,
+        start_wd=arguments.weight_decay,
+        end_wd=arguments.weight_decay,
+        wd_incr_steps=max(total_steps, 1),
+        wd_incr_style="constant",
+        # A resumed run may have other flags (a longer --num-rollout, say): the flags win.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    return optimizer, scheduler
+
+
+def _provider(bridge: Any, model: ModelArguments, platform: Platform) -> Any:
+    provider = bridge.to_megatron_provider(load_weights=True)
+    theta = hf_config.rope_theta(bridge.hf_pretrained.config.to_dict())
+    # With transformers 5 the bridge (0.3) misses rope_parameters and keeps megatron's default: the export is
+    # clean all the same, and every logit is wrong.
+    provider.rotary_base = int(theta) if theta.is_integer() else theta
+    provider.transformer_layer_spec = platform.layer_spec()
+    provider.tensor_model_parallel_size = model.tensor_model_parallel_size
+    provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size
+    provider.sequence_parallel = model.sequence_parallel and model.tensor_model_parallel_size > 1
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
+    provider.bf16, provider.fp16 = model.bf16, False
+    for name, enabled in platform.fusions.items():
+        setattr(provider, name, enabled)
+    # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
+    provider.calculate_per_token_loss = True
+    provider.variable_seq_lengths = True  # packed micro-batches differ in length
+    provider.moe_token_dispatcher_type = "alltoall"  # the only one that takes them
+    if model.recompute_granularity:
+        provider.recompute_granularity = model.recompute_granularity
+        if model.recompute_granularity == "full":
+            provider.recompute_method, provider.recompute_num_layers = "uniform", 1
+    provider.finalize()
+    return provider

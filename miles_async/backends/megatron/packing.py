@@ -1,0 +1,101 @@
+"""Several samples as one sequence: a TrainBatch becomes what one megatron forward pass takes (packed, THD).
+
+The samples stand one behind another in a sequence of shape [1, T]; ``cu_seqlens`` keeps attention and positions
+inside each. A padding tail, itself a sequence without loss, rounds T up to what sequence parallelism needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from miles_async.types import TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """One micro-batch on the device. N tokens of samples, T >= N with the padding tail."""
+
+    tokens: Tensor  # int64 [1, T]
+    labels: Tensor  # int64 [1, T]: the token after each position, 0 where there is none
+    position_ids: Tensor  # int64 [1, T], from 0 in every sample
+    is_first: Tensor  # bool [N]: no prefix predicts these tokens
+    attention: PackedSeqParams
+    fields: dict[str, Tensor]  # [N] per token: what PolicyLoss gets; empty for scoring only
+    num_tokens: int  # N
+    loss_tokens: int
+
+    @property
+    def padded_length(self) -> int:
+        return self.tokens.shape[1]
+
+
+def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> PackedBatch:
+    """A micro-batch with its loss fields. ``align``: T is a multiple of it and at least ``align``."""
+    lengths = np.diff(batch.offsets)
+    fields = {
+        "tokens": _tensor(batch.tokens, torch.int64, device),
+        "loss_mask": _tensor(batch.loss_mask, torch.float32, device),
+        "rollout_logprobs": _tensor(batch.rollout_logprobs, torch.float32, device),
+        "weight_versions": _tensor(batch.weight_versions, torch.int64, device),
+        "advantages": _tensor(np.repeat(batch.advantages, lengths), torch.float32, device),
+    }
+    loss_tokens = int(np.count_nonzero(batch.loss_mask))
+    return _pack(batch.tokens, batch.offsets, fields, loss_tokens, align=align, device=device)
+
+
+def pack_sequences(sequences: Sequence[Sequence[int]], *, align: int, device: torch.device) -> PackedBatch:
+    """Token sequences to score, without loss fields."""
+    offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
+    tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
+    return _pack(tokens, offsets, {}, 0, align=align, device=device)
+
+
+def _pack(
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    fields: dict[str, Tensor],
+    loss_tokens: int,
+    *,
+    align: int,
+    device: torch.device,
+) -> PackedBatch:
+    total = len(tokens)
+    padded = max(align, -(-total // align) * align)
+    boundaries = np.append(offsets, padded) if padded > total else np.asarray(offsets)
+    lengths = np.diff(boundaries)
+    is_first = np.zeros(padded, dtype=bool)
+    is_first[boundaries[:-1][lengths > 0]] = True
+    all_tokens = np.zeros(padded, dtype=np.int64)
+    all_tokens[:total] = tokens
+    labels = np.roll(all_tokens, -1)
+    labels[np.roll(is_first, -1)] = 0
+    positions = np.arange(padded) - np.repeat(boundaries[:-1], lengths)
+    cu_seqlens = _tensor(boundaries, torch.int32, device)
+    longest = int(lengths.max())
+    return PackedBatch(
+        tokens=_tensor(all_tokens, torch.int64, device)[None],
+        labels=_tensor(labels, torch.int64, device)[None],
+        position_ids=_tensor(positions, torch.int64, device)[None],
+        is_first=_tensor(is_first[:total], torch.bool, device),
+        attention=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        ),
+        fields=fields,
+        num_tokens=total,
+        loss_tokens=loss_tokens,
+    )
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # A copy, always: arrays from Ray's object store are read-only, tensors must not be.
+    return torch.tensor(array, dtype=dtype, device=device)

@@ -1,0 +1,95 @@
+"""All that differs between running on CUDA and on the host, in one record. The rest of the backend is one code path.
+
+Import this before megatron: :meth:`Platform.prepare` installs what the platform needs.
+What CPU runs do not exercise: Transformer Engine kernels, fused Adam, NCCL, communication overlap.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from miles_async.errors import ConfigurationError
+
+HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(
+    (
+        "gradient_accumulation_fusion",
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "masked_softmax_fusion",
+        "apply_rope_fusion",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "cross_entropy_loss_fusion",
+        "persist_layer_norm",
+    ),
+    False,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Platform:
+    """Where tensors live, what carries collectives, which layers and fusions the model is built of."""
+
+    device: str  # "cpu" or "cuda"
+    communication_backend: str  # of torch.distributed
+    transformer_engine: bool  # layers: Transformer Engine's, or host_spec's
+    fusions: Mapping[str, bool] = field(default_factory=dict)  # provider fields to overwrite
+
+    @classmethod
+    def cpu(cls) -> Platform:
+        return cls(
+            device="cpu", communication_backend="gloo", transformer_engine=False, fusions=HOST_FUSIONS_OFF
+        )
+
+    @classmethod
+    def cuda(cls) -> Platform:
+        """With Transformer Engine where it is installed; otherwise host_spec's layers, correct but slower."""
+        engine = importlib.util.find_spec("transformer_engine") is not None
+        return cls(
+            device="cuda",
+            communication_backend="nccl",
+            transformer_engine=engine,
+            fusions={} if engine else HOST_FUSIONS_OFF,
+        )
+
+    @classmethod
+    def named(cls, device: str) -> Platform:
+        """The value of ``--device``: cpu, cuda or auto. Raises ConfigurationError where CUDA is asked for in vain."""
+        if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+            return cls.cpu()
+        if not torch.cuda.is_available():
+            raise ConfigurationError("--device cuda, but torch sees no CUDA device: use --device cpu or auto")
+        return cls.cuda()
+
+    def prepare(self, local_rank: int) -> torch.device:
+        """Make megatron importable and choose this process's device. Before the first import of megatron."""
+        from miles_async.backends.megatron import bridge_fixes, cpu_compat
+
+        if self.device == "cpu":
+            if torch.cuda.is_available():
+                raise ConfigurationError(
+                    "--device cpu on a machine with CUDA: megatron takes CUDA wherever it finds it; "
+                    "hide it with CUDA_VISIBLE_DEVICES= or use --device cuda"
+                )
+            cpu_compat.install()
+            device = torch.device("cpu")
+        else:
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+        bridge_fixes.apply()
+        return device
+
+    def layer_spec(self) -> Callable[..., Any]:
+        """For ``GPTModelProvider.transformer_layer_spec``."""
+        if self.transformer_engine:
+            from megatron.bridge.models.gpt_provider import transformer_engine_layer_spec
+
+            return transformer_engine_layer_spec
+        from miles_async.backends.megatron.host_spec import host_block_spec
+
+        return host_block_spec

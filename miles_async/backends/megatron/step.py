@@ -1,0 +1,167 @@
+"""One rollout step of the trainer: every optimizer step of a TrainShard.
+
+The loss is a mean over all loss tokens of an optimizer step, over all micro-batches and data-parallel ranks, so
+neither packing nor the number of ranks changes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_async.backends.megatron.distributed import reduce_metrics
+from miles_async.backends.megatron.forward import accumulate_gradients, score
+from miles_async.backends.megatron.mismatch import mismatch_metrics, mismatch_sums
+from miles_async.backends.megatron.packing import PackedBatch, pack_batch
+from miles_async.backends.megatron.scores import token_entropy, token_logprobs
+from miles_async.errors import ContractViolation, TrainerError
+from miles_async.protocols import PolicyLoss
+from miles_async.types import TrainShard
+
+Packs = list[PackedBatch]
+
+# Sums that are not means over loss tokens; everything else in the reduced sums is one.
+NOT_PER_TOKEN = frozenset({"tokens", "loss_tokens"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRunner:
+    """What one rank needs to train: built once by the backend, holds no state of its own."""
+
+    modules: Sequence[Any]
+    reference: Sequence[Any] | None  # frozen model of the KL loss
+    optimizer: Any
+    scheduler: Any
+    loss: PolicyLoss
+    temperature: float
+    align: int
+    device: torch.device
+
+    def train(self, shard: TrainShard) -> dict[str, float]:
+        """All optimizer steps of the shard; metrics over all ranks. Collective.
+
+        Raises TrainerError when a gradient is not finite, ContractViolation when the ranks' loss tokens are not
+        those that the shard promises.
+        """
+        started = time.perf_counter()
+        steps = [[pack_batch(batch, align=self.align, device=self.device) for batch in step] for step in shard.optimizer_steps]
+        if self.loss.needs_reference:
+            assert self.reference is not None, "the loss needs a reference model"
+            steps = self._with_scores(steps, "ref_logprobs", self.reference)
+        if self.loss.needs_old_logprobs and len(steps) > 1:
+            steps = self._with_scores(steps, "old_logprobs", self.modules)
+        totals: dict[str, Tensor] = {}
+        norms: list[float] = []
+        for index, packs in enumerate(steps):
+            if shard.loss_tokens[index] == 0:
+                # Nothing carries loss on any rank: Adam's momentum must not move the weights on its own (R10).
+                self.scheduler.step(1)
+                continue
+            sums, norm = self._optimizer_step(packs, index, shard.target_version)
+            _accumulate(totals, sums)
+            norms.append(norm)
+        reduced = reduce_metrics(totals, self.device)
+        _check_loss_tokens(reduced, shard)
+        return self._metrics(reduced, norms, len(steps), time.perf_counter() - started)
+
+    def _with_scores(self, steps: list[Packs], field: str, modules: Sequence[Any]) -> list[Packs]:
+        """Adds what ``modules`` make of the tokens now, before any optimizer step."""
+        scores = score(modules, [packed for packs in steps for packed in packs], self.temperature)
+        if not scores:  # not the last pipeline stage: no loss here
+            return steps
+        remaining = iter(scores)
+        return [
+            [dataclasses.replace(packed, fields=packed.fields | {field: next(remaining)}) for packed in packs]
+            for packs in steps
+        ]
+
+    def _optimizer_step(self, packs: Packs, index: int, target_version: int) -> tuple[dict[str, Tensor], float]:
+        def loss(packed: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            return self._loss(packed, logits, index, target_version)
+
+        for module in self.modules:
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums: dict[str, Tensor] = {}
+        _accumulate(sums, *accumulate_gradients(self.modules, packs, loss))
+        self.scheduler.step(1)
+        _, norm, _ = self.optimizer.step()
+        norm = float(norm)
+        if not math.isfinite(norm):
+            raise TrainerError(
+                f"gradient norm {norm} at optimizer step {index + 1} from weight version {target_version}: the weights "
+                "in memory are lost, the last checkpoint is not; a lower --lr or --clip-grad may help"
+            )
+        return sums, norm
+
+    def _loss(
+        self, packed: PackedBatch, logits: Tensor, index: int, target_version: int
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        entropy = token_entropy(logits, packed, self.temperature)
+        logprobs = token_logprobs(logits, packed, self.temperature)
+        recomputed = packed.fields.get("old_logprobs")
+        fields = packed.fields
+        if recomputed is None and self.loss.needs_old_logprobs:
+            fields = fields | {"old_logprobs": logprobs.detach()}  # the only step: the old policy is the current one
+        total, sums = self.loss(logprobs, entropy, fields)
+        before = recomputed if recomputed is not None else logprobs.detach() if index == 0 else None
+        if before is not None:
+            sums = sums | mismatch_sums(before, fields, target_version)
+        sums = sums | {
+            "loss": total.detach(),
+            "tokens": torch.tensor(float(packed.num_tokens), device=self.device),
+            "loss_tokens": torch.tensor(float(packed.loss_tokens), device=self.device),
+        }
+        return total, torch.tensor(packed.loss_tokens, dtype=torch.int, device=self.device), sums
+
+    def _metrics(
+        self, reduced: Mapping[str, float], norms: Sequence[float], steps: int, seconds: float
+    ) -> dict[str, float]:
+        tokens = max(reduced.get("loss_tokens", 0.0), 1.0)
+        measured = mismatch_metrics(reduced)
+        per_token = {
+            name: value if name.endswith("_max") else value / tokens
+            for name, value in reduced.items()
+            if name not in NOT_PER_TOKEN and name not in measured and name not in ("mismatch_tokens", "logprob_diff_sum")
+        }
+        return per_token | measured | {
+            "tokens": reduced.get("tokens", 0.0),
+            "loss_tokens": reduced.get("loss_tokens", 0.0),
+            "grad_norm": sum(norms) / max(len(norms), 1),
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "optimizer_steps": float(steps),
+            "skipped_optimizer_steps": float(steps - len(norms)),
+            "step_seconds": seconds,
+        }
+
+
+def _accumulate(totals: dict[str, Tensor], *more: Mapping[str, Tensor]) -> None:
+    """In float64: sums over many micro-batches must not depend on how these were cut."""
+    for name, value in _items(more):
+        value = value.detach().double()
+        if name not in totals:
+            totals[name] = value
+        elif name.endswith("_max"):
+            totals[name] = torch.maximum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value
+
+
+def _items(mappings: Iterable[Mapping[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    return (item for mapping in mappings for item in mapping.items())
+
+
+def _check_loss_tokens(reduced: Mapping[str, float], shard: TrainShard) -> None:
+    promised, found = sum(shard.loss_tokens), reduced.get("loss_tokens", 0.0)
+    if found != promised:
+        raise ContractViolation(
+            f"the batch for version {shard.target_version} promises {promised} loss tokens over all ranks, trained were "
+            f"{found:g}: its shards do not belong together"
+        )

@@ -1,0 +1,100 @@
+"""Checkpoints of the whole run: both sides and the loop's position in one directory, whole or absent.
+
+::
+
+    SAVE/iter_0000040/trainer/       weights, optimizer, scheduler, RNG (the backend's format)
+    SAVE/iter_0000040/rollout.json   prompt cursor, attempts that are owed to a prompt, balance
+    SAVE/iter_0000040/position.json  step and weight version
+
+A checkpoint is written to ``iter_0000040.partial`` and renamed when everything is on disk, so a directory with
+the final name is whole. What was in flight or buffered is saved as owed attempts and generated anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from miles_async.controller import Position
+from miles_async.errors import CheckpointError
+from miles_async.protocols import RolloutSide, TrainerSide
+
+log = structlog.get_logger(__name__)
+
+
+class RunCheckpoints:
+    """Saves to ``--save``, loads from ``--load``."""
+
+    def __init__(
+        self, trainer: TrainerSide, rollout: RolloutSide, *, save: Path | None, load: Path | None
+    ) -> None:
+        self._trainer = trainer
+        self._rollout = rollout
+        self._save = save.absolute() if save else None
+        self._load = load.absolute() if load else None
+
+    async def save(self, position: Position) -> None:
+        """Write one checkpoint. Raises CheckpointError naming the directory."""
+        assert self._save is not None
+        final = self._save / f"iter_{position.step:07d}"
+        partial = final.with_suffix(".partial")
+        try:
+            await asyncio.to_thread(_make_empty, partial)
+            await self._trainer.save(partial / "trainer")
+            state = await self._rollout.state()
+            await asyncio.to_thread(_write, partial / "rollout.json", msgspec.json.encode(state))
+            await asyncio.to_thread(_write, partial / "position.json", msgspec.json.encode(position))
+            await asyncio.to_thread(_replace, partial, final)
+        except OSError as error:
+            raise CheckpointError(f"--save {self._save}: {error}") from error
+        log.info("checkpoint saved", directory=str(final))
+
+    async def load(self) -> Position | None:
+        """Restore both sides from the newest whole checkpoint. None without ``--load``."""
+        if self._load is None:
+            return None
+        directory = await asyncio.to_thread(newest_checkpoint, self._load)
+        position = msgspec.json.decode(
+            await asyncio.to_thread((directory / "position.json").read_bytes), type=Position
+        )
+        state = msgspec.json.decode(await asyncio.to_thread((directory / "rollout.json").read_bytes))
+        await self._trainer.load(directory / "trainer")
+        await self._rollout.restore(state)
+        log.info("resumed", directory=str(directory), step=position.step, version=position.version)
+        return position
+
+
+def newest_checkpoint(directory: Path) -> Path:
+    """The whole checkpoint with the highest step. Raises CheckpointError if there is none."""
+    whole = sorted(path for path in directory.glob("iter_*") if path.suffix != ".partial" and path.is_dir())
+    if not whole:
+        raise CheckpointError(f"--load {directory}: no checkpoint there (expected a folder iter_NNNNNNN)")
+    return whole[-1]
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(partial: Path, final: Path) -> None:
+    if final.exists():  # a run that resumed before this step and came here again
+        shutil.rmtree(final)
+    partial.rename(final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

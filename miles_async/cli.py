@@ -1,0 +1,145 @@
+"""The command ``miles-async``. Turns errors into messages and exit codes; torch and Ray load only for a run.
+
+Exit codes: 0 done; 1 the run failed; 2 flags or data cannot work, nothing was started; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from arguments import Arguments
+from arguments.config_file import to_toml
+from arguments.parser import parse_arguments
+from arguments.validation import validate
+from miles_async import __version__
+from miles_async.errors import ConfigurationError, DataError, MilesAsyncError
+
+HELP = f"""\
+Usage: miles-async COMMAND ...
+
+Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, neither waits for the other.
+
+Commands:
+  train          train a model; `miles-async train --help` lists its flags
+  --version      print the version ({__version__})
+
+Examples:
+  miles-async train @examples/quickstart/reverse.args              the quick start (CPU, minutes)
+  miles-async train @examples/quickstart/reverse.args --dry-run    check everything, start nothing
+  miles-async train @examples/quickstart/reverse.args --max-weight-staleness 0 --max-rollout-lead 1
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process exit code. ``--help`` raises SystemExit(0)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except (ConfigurationError, DataError) as error:
+        return _report(error, 2)
+    except MilesAsyncError as error:
+        return _report(error, 1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    command = words[0] if words else "--help"
+    if command in ("-h", "--help", "help"):
+        _show(HELP)
+        return 0 if words else 2
+    if command == "--version":
+        print(f"miles-async {__version__}")
+        return 0
+    if command not in COMMANDS:
+        nearest = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"commands: {', '.join(COMMANDS)}"
+        raise ConfigurationError(f"unknown command {command}; {hint}")
+    return COMMANDS[command](words[1:])
+
+
+def _train(words: Sequence[str]) -> int:
+    parsed = parse_arguments(words, prog="miles-async train")
+    if parsed.print_config:
+        _show(to_toml(parsed.arguments))
+        return 0
+    validate(parsed.arguments)
+    check_hooks(parsed.arguments)
+    prompts = check_prompts(parsed.arguments)
+    if parsed.dry_run:
+        _show(summarize(parsed.arguments, prompts) + "\n")
+        return 0
+    from miles_async.train import run  # here, since it brings torch and Ray with it
+
+    return run(parsed.arguments)
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"train": _train}
+
+
+def check_prompts(arguments: Arguments) -> dict[str, int]:
+    """Check every row; path → number of prompts. Raises DataError naming file and line."""
+    from miles_async.prompts.source import open_prompts
+
+    paths = (arguments.data.prompt_data, arguments.evaluation.eval_prompt_data)
+    return {str(path): len(open_prompts(replace(arguments.data, prompt_data=path))) for path in paths if path}
+
+
+def check_hooks(arguments: Arguments) -> None:
+    """Import what ``module:attr`` flags name and check it against its protocol. Raises ConfigurationError.
+
+    The processes that call the hooks load them again; here a mistake costs no start-up.
+    """
+    from miles_async.hooks import load_object
+    from miles_async.protocols import Generate, GroupFilter
+    from miles_async.rewards.hub import resolve_reward
+
+    rollout = arguments.rollout
+    resolve_reward(rollout)
+    if rollout.custom_generate_function_path:
+        load_object(rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
+    if rollout.group_filter_path:
+        load_object(rollout.group_filter_path, GroupFilter, "--group-filter-path")
+
+
+def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
+    """What would run, for people."""
+    cluster, model, rollout = arguments.cluster, arguments.model, arguments.rollout
+    staleness, steps = (
+        arguments.staleness,
+        arguments.rollout.samples_per_rollout // arguments.global_batch_size,
+    )
+    bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"
+    lines = {
+        "model": model.hf_checkpoint,
+        "trainer": f"{cluster.trainer_world_size} ranks on {cluster.device}: DP "
+        f"{arguments.data_parallel_size}, "
+        f"TP {model.tensor_model_parallel_size}, PP {model.pipeline_model_parallel_size}",
+        "engines": f"{cluster.num_engines} of {cluster.rollout_num_gpus_per_engine} GPUs (CPU: processes) each",
+        **{f"prompts {number}": f"{path} ({count})" for number, (path, count) in enumerate(prompts.items(), start=1)},
+        "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
+        f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
+        "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
+        "reward": rollout.custom_rm_path or rollout.rm_type,
+        "run directory": arguments.observability.run_dir,
+    }
+    return "Dry run: flags, model directory, prompts and hooks are in order. Nothing was started.\n" + "\n".join(
+        f"  {name:<14} {value}" for name, value in lines.items()
+    )
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # `... | head`: the reader has seen enough; Python's own flush at exit must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report(error: Exception, exit_code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return exit_code

@@ -1,0 +1,264 @@
+"""The loop: cut → train → publish, while rollouts go on and the next batch is made ready.
+
+::
+
+    rollout side   ── generate ── generate ── generate ── generate ──      (dispatcher, in the RolloutManager)
+                       cut(v+1)╲             cut(v+2)╲
+    trainer        ── train from v ── publish v+1 ── train from v+1 ── publish v+2 ──
+
+    loop                 consumes                     waits for                      is unblocked by
+    ----                 --------                     ---------                      ---------------
+    dispatcher           prompts                      room: admitted − trained       commit_version
+    train loop           a batch, cut for the         rollout_batch_size fresh       groups being finished
+                         version it will step from    groups
+    publication          the trainer's new weights    engines                        (nothing: they are paused)
+    repair               joining engines              the publisher's lock           engines coming up
+
+The age bound (C1) holds because a batch is cut for exactly the version that the optimizer steps from:
+while step s trains, the next batch is cut for ``version + 1`` if step s will be published and for ``version``
+otherwise, and the loop publishes before it takes that batch. ``_check_age`` asserts it once more where the
+optimizer is about to step.
+
+Either side's failure cancels the other and surfaces as the first error (C10). This module knows protocols
+only; ``train.py`` decides what stands behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from arguments import (
+    CheckpointArguments,
+    EvaluationArguments,
+    RolloutArguments,
+    StalenessArguments,
+    WeightsArguments,
+)
+from miles_async.errors import ContractViolation, MilesAsyncError
+from miles_async.protocols import RolloutSide, TrainerSide
+from miles_async.types import PreparedBatch
+
+log = structlog.get_logger(__name__)
+
+
+class PublicationRecord(Protocol):
+    """What the controller reads of a publication."""
+
+    version: int
+    prepare_seconds: float
+    pause_seconds: float
+    canary_difference: float
+
+
+class Publisher(Protocol):
+    """weights.publisher.WeightPublisher, as seen from here."""
+
+    async def publish(self, version: int) -> PublicationRecord: ...
+
+    async def repair(self) -> tuple[str, ...]: ...
+
+    async def close(self) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """Atomic checkpoints of both sides and of the loop's own position."""
+
+    async def save(self, position: Position) -> None: ...
+
+    async def load(self) -> Position | None: ...
+
+
+class Recorder(Protocol):
+    """What the outside sees of the run: metrics, progress, summary."""
+
+    def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None: ...
+
+    def publication(self, record: PublicationRecord) -> None: ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the loop stands: ``step`` rollout steps are trained, ``version`` is what the trainer holds."""
+
+    step: int = 0
+    version: int = 0
+    unpublished: int = 0  # steps trained since ``version`` was published
+
+
+class Controller:
+    """Runs a training run from its first publication to its last evaluation."""
+
+    def __init__(
+        self,
+        *,
+        rollout: RolloutSide,
+        trainer: TrainerSide,
+        publisher: Publisher,
+        checkpoints: Checkpoints,
+        recorder: Recorder,
+        rollout_arguments: RolloutArguments,
+        staleness: StalenessArguments,
+        weights: WeightsArguments,
+        evaluation: EvaluationArguments,
+        checkpoint: CheckpointArguments,
+    ) -> None:
+        self._rollout = rollout
+        self._trainer = trainer
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._recorder = recorder
+        self._num_steps = rollout_arguments.num_rollout
+        self._bound = staleness.bound
+        self._interval = weights.update_weights_interval
+        self._lag = weights.debug_publication_lag
+        self._evaluation = evaluation
+        self._checkpoint = checkpoint
+        self.position = Position()
+
+    async def run(self) -> None:
+        """The whole run. Raises the first error of either side, everything else being cancelled by then."""
+        loaded = await self._checkpoints.load() or Position()
+        # A version names one set of weights for ever: what was trained and never published gets a new one.
+        self.position = Position(step=loaded.step, version=loaded.version + (loaded.unpublished > 0))
+        async with asyncio.TaskGroup() as scope:
+            rollout = scope.create_task(self._rollout.run(), name="rollout")
+            repair = scope.create_task(self._repair_engines(), name="repair")
+            await self._publish()  # version 0, or where the checkpoint left off
+            await self._train(scope)
+            repair.cancel()
+            await self._rollout.close()  # ends what is in flight; lets rollout.run() return
+            await rollout
+        await self._publisher.close()
+
+    # ------------------------------------------------------------------------------------------ the loop
+    async def _train(self, scope: asyncio.TaskGroup) -> None:
+        first = self.position.step
+        evaluation = self._start_evaluation(scope, first) if self._evaluate_at(first) else None
+        batch = self._start_cut(scope, first, self.position.version)
+        for step in range(first, self._num_steps):
+            started = time.monotonic()
+            prepared = await batch
+            waited = time.monotonic() - started
+            version, publishes = self.position.version, self._publishes_after(step)
+            self._check_age(prepared, version)
+            if step + 1 < self._num_steps:
+                batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
+            trained = time.monotonic()
+            train_metrics = await self._trainer.train(prepared.shards)
+            train_seconds = time.monotonic() - trained
+            await self._rollout.trained(prepared.batch_id)
+            if evaluation is not None:  # it is pinned to the version that is visible now
+                await evaluation
+                evaluation = None
+            publication = await self._advance(step + 1, publishes=publishes)
+            self._record(step, prepared, train_metrics, publication, started, waited, train_seconds, version)
+            if self._evaluate_at(step + 1):
+                evaluation = self._start_evaluation(scope, step + 1)
+            if self._checkpoint_at(step + 1):
+                await self._checkpoints.save(self.position)
+        if evaluation is not None:
+            await evaluation
+
+    async def _advance(self, step: int, *, publishes: bool) -> PublicationRecord | None:
+        """One more step is trained: publish it, or say that the visible version stays."""
+        version, unpublished = self.position.version, self.position.unpublished
+        if publishes:
+            self.position = Position(step=step, version=version + 1)
+            return await self._publish()
+        self.position = Position(step=step, version=version, unpublished=unpublished + 1)
+        await self._rollout.commit_version(version)
+        return None
+
+    async def _publish(self) -> PublicationRecord:
+        record = await self._publisher.publish(self.position.version)
+        await self._rollout.commit_version(self.position.version)
+        self._recorder.publication(record)
+        return record
+
+    def _start_cut(self, scope: asyncio.TaskGroup, step: int, version: int) -> asyncio.Task[PreparedBatch]:
+        return scope.create_task(self._rollout.next_batch(version), name=f"cut for step {step}")
+
+    async def _repair_engines(self) -> None:
+        """Bring engines that came (back) up to the current version without waiting for the next publication."""
+        while True:
+            await self._rollout.wait_for_joining()
+            if repaired := await self._publisher.repair():
+                log.info("engines repaired", engines=repaired, version=self.position.version)
+
+    # ----------------------------------------------------------------------------------------- decisions
+    def _publishes_after(self, step: int) -> bool:
+        """By interval; after the last step only if its evaluation will use the weights (P6)."""
+        if step + 1 == self._num_steps:
+            return self._evaluate_at(step + 1)
+        return (step + 1) % self._interval == 0
+
+    def _evaluate_at(self, step: int) -> bool:
+        if self._evaluation.eval_prompt_data is None:
+            return False
+        interval = self._evaluation.eval_interval
+        return step in (0, self._num_steps) or (interval is not None and step % interval == 0)
+
+    def _checkpoint_at(self, step: int) -> bool:
+        if self._checkpoint.save is None:
+            return False
+        interval = self._checkpoint.save_interval
+        return step == self._num_steps or (interval is not None and step % interval == 0)
+
+    def _check_age(self, batch: PreparedBatch, version: int) -> None:
+        """C1, where it matters: the optimizer is about to step from ``version``."""
+        if batch.target_version != version:
+            raise ContractViolation(
+                f"batch cut for version {batch.target_version}, but the trainer is at {version}"
+            )
+        if self._bound is not None and version - batch.oldest_version > self._bound:
+            raise ContractViolation(
+                f"a sample of version {batch.oldest_version} would be trained from version {version}, "
+                f"above --max-weight-staleness {self._bound}"
+            )
+
+    # ---------------------------------------------------------------------------------------- evaluation
+    def _start_evaluation(self, scope: asyncio.TaskGroup, step: int) -> asyncio.Task[None]:
+        return scope.create_task(self._evaluate(step), name=f"evaluation at step {step}")
+
+    async def _evaluate(self, step: int) -> None:
+        try:
+            metrics = await self._rollout.evaluate()
+        except MilesAsyncError as error:  # supervision point: a failing evaluation never stops training (C9)
+            log.warning("evaluation failed", step=step, error=str(error))
+            return
+        self._recorder.evaluation(step, metrics)
+
+    # ----------------------------------------------------------------------------------------- recording
+    def _record(
+        self,
+        step: int,
+        batch: PreparedBatch,
+        train_metrics: Mapping[str, float],
+        publication: PublicationRecord | None,
+        started: float,
+        waited: float,
+        train_seconds: float,
+        version: int,
+    ) -> None:
+        metrics: dict[str, Any] = {
+            **batch.metrics,
+            **{f"train/{name}": value for name, value in train_metrics.items()},
+            "weight_version/trainer": version,
+            "time/step_seconds": time.monotonic() - started,
+            "time/wait_seconds": waited,
+            "time/train_seconds": train_seconds,
+        }
+        if publication is not None:
+            metrics |= {
+                "publish/pause_seconds": publication.pause_seconds,
+                "publish/prepare_seconds": publication.prepare_seconds,
+                "publish/canary_difference": publication.canary_difference,
+            }
+        self._recorder.step(step, metrics, batch.ages)

@@ -1,0 +1,83 @@
+"""Lets packages that are not installed be imported and mentioned, though never used.
+
+SGLang's server imports torchvision, triton and ``sgl_kernel`` at module level even where nothing of them runs
+(``--device cpu``, text models). Here ``import triton.language as tl`` succeeds where triton is absent;
+using a name of it raises NotImplementedError. Packages that are installed are left alone.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+_DECORATOR_FACTORIES = ("triton.jit", "triton.autotune", "triton.heuristics")
+
+
+class _MentionedType(type):
+    """A class that has every attribute: enough for ``T.X``, ``class A(T.B)`` and ``isinstance(x, T.C)``."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _mentioned(f"{cls.__name__}.{name}")
+
+
+def _mentioned(full_name: str) -> _MentionedType:
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # As a decorator, bare or with arguments, it hands the function back.
+        if len(args) == 1 and isinstance(args[0], types.FunctionType) and not kwargs:
+            return args[0]
+        if (not args and kwargs) or full_name in _DECORATOR_FACTORIES:
+            return lambda function: function
+        raise NotImplementedError(f"{full_name} is not installed in this environment")
+
+    return _MentionedType(full_name, (), {"__new__": __new__})
+
+
+class AbsentPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finder and loader for ``root`` and everything below; ``values`` are names that must really work."""
+
+    def __init__(self, root: str, values: Mapping[str, Any]) -> None:
+        """``values``: dotted below root ("language.constexpr") → object."""
+        self._root = root
+        self._values = {f"{root}.{name}": value for name, value in values.items()}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == self._root or fullname.startswith(self._root + "."):
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return types.ModuleType(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def __getattr__(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            value = _mentioned(f"{module.__name__}.{name}")
+            setattr(module, name, value)
+            return value
+
+        module.__getattr__ = __getattr__  # type: ignore[method-assign]
+        module.__path__ = []
+        for name, value in self._values.items():
+            parent, _, leaf = name.rpartition(".")
+            if parent == module.__name__:
+                setattr(module, leaf, value)
+
+
+def is_absent(root: str) -> bool:
+    """Whether ``import root`` would fail."""
+    return root not in sys.modules and importlib.util.find_spec(root) is None
+
+
+def allow_mentioning(root: str, values: Mapping[str, Any]) -> None:
+    """Install the finder for ``root``, after all real ones."""
+    sys.meta_path.append(AbsentPackage(root, values))

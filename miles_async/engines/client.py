@@ -1,0 +1,285 @@
+"""Token-in-token-out generation through the router: the EngineClient protocol over HTTP.
+
+One request goes: wait until requests may go out (``registry.py``) → dispatch under the version of that
+moment → answer → wait again if a publication began meanwhile → return. The second wait is what makes C8
+hold for requests in flight: what an engine answered between the arrival of new weights and their
+verification counts only once they are verified; if its engine is fenced instead, the request is done again.
+
+Every request carries ``extra_key=v<version>``, which is part of SGLang's prefix-cache key: after an in-place
+update, which flushes nothing, new requests never reuse what older weights computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import stamina
+
+from miles_async.engines.engine_api import EngineApi
+from miles_async.engines.http import Http
+from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.traffic import Traffic
+from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
+from miles_async.types import FinishReason, Generation, VersionSpan
+
+ROUTING_KEY = "X-SMG-Routing-Key"  # the only header that consistent hashing looks at
+ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
+
+_ABORT_SECONDS = 1.0
+_ERROR_TEXT = 500  # characters of an answer that go into a message
+
+
+ParseVersions = Callable[[object, object, int, int], tuple[VersionSpan, ...]]
+"""``staleness.versions.parse_spans``: (reported spans or None, reported label or None, number of output
+tokens, version at dispatch) → spans. Raises VersionUnknownError.
+"""
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish
+    prompt_tokens: int
+    cached_tokens: int = 0
+    weight_version: Any = None  # what it is worth is judged by ParseVersions
+    weight_versions: Any = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+
+
+class _Reply(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """One answered request."""
+
+    body: bytes
+    engine_url: str
+    dispatch_version: int
+
+
+_decoder = msgspec.json.Decoder(_Reply)
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class RouterClient:
+    """Implements ``protocols.EngineClient``. One per run, on one event loop."""
+
+    def __init__(
+        self,
+        http: Http,
+        registry: EngineRegistry,
+        traffic: Traffic,
+        *,
+        router_url: Callable[[], str],
+        parse_versions: ParseVersions,
+        request_timeout: float,
+        retries: int,
+        gate_timeout: float,
+        backoff_seconds: float = 0.2,
+    ) -> None:
+        """``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
+        ``backoff_seconds``: before the first retry; doubles, with jitter, up to 10 s.
+        """
+        self._traffic = traffic
+        self._http = http
+        self._registry = registry
+        self._api = EngineApi(http)
+        self._router_url = router_url
+        self._parse_versions = parse_versions
+        self._request_timeout = request_timeout
+        self._tries = retries + 1
+        self._gate_timeout = gate_timeout
+        self._backoff_seconds = backoff_seconds
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at an engine now."""
+        return self._traffic.in_flight
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds so far with at least one request at an engine."""
+        return self._traffic.busy_seconds()
+
+    async def close(self) -> None:
+        """Close the shared HTTP session."""
+        await self._http.close()
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str
+    ) -> Generation:
+        """See ``protocols.EngineClient``. Raises StalledError when no engine serves within the gate's
+        deadline.
+        """
+        async for attempt in stamina.retry_context(
+            on=TransientEngineError,
+            attempts=self._tries,
+            timeout=None,
+            wait_initial=self._backoff_seconds,
+            wait_max=10.0,
+            wait_jitter=self._backoff_seconds,
+        ):
+            with attempt:
+                # Another key is another engine, where there is one; the prefix cache is a small loss then.
+                key = routing_key if attempt.num == 1 else f"{routing_key}#{attempt.num}"
+                return await self._try(input_ids, sampling, key)
+        raise AssertionError("stamina returns or raises")
+
+    async def _try(
+        self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str
+    ) -> Generation:
+        await self._gate()
+        answer = await self._request(input_ids, sampling, routing_key)
+        await self._verified(answer.engine_url)
+        return self._generation(answer)
+
+    async def _gate(self) -> None:
+        """Until requests may go out."""
+        try:
+            async with asyncio.timeout(self._gate_timeout):
+                await self._registry.wait_until(self._registry.may_dispatch)
+        except TimeoutError:
+            raise StalledError(
+                f"requests waited {self._gate_timeout:g} s for engines: {self._registry.describe()}"
+            ) from None
+
+    async def _request(
+        self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str
+    ) -> _Answer:
+        request_id = uuid.uuid4().hex
+        version = self._registry.version
+        body = {
+            "rid": request_id,
+            "input_ids": list(map(int, input_ids)),
+            "sampling_params": dict(sampling),
+            "return_logprob": True,
+            "extra_key": f"v{version}",
+        }
+        try:
+            with self._traffic.request(request_id):
+                async with asyncio.timeout(self._request_timeout):
+                    status, content, engine_url = await self._post(msgspec.json.encode(body), routing_key)
+        except TimeoutError:
+            self._traffic.failed += 1
+            await self._abort(request_id)
+            raise TransientEngineError(
+                f"no answer within {self._request_timeout:g} s (--request-timeout): "
+                f"{self._registry.describe()}"
+            ) from None
+        except aiohttp.ClientError as error:
+            self._traffic.failed += 1
+            await self._abort(request_id)
+            raise TransientEngineError(f"connection to the router failed: {error!r}") from error
+        except asyncio.CancelledError:
+            await self._abort(request_id)
+            raise
+        if status != 200:
+            self._traffic.failed += 1
+            raise http_error(status, content.decode(errors="replace"))
+        return _Answer(body=content, engine_url=engine_url, dispatch_version=version)
+
+    async def _post(self, body: bytes, routing_key: str) -> tuple[int, bytes, str]:
+        headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
+        url = self._router_url() + "/generate"
+        async with self._http.session.post(url, data=body, headers=headers) as response:
+            return response.status, await response.read(), response.headers.get(ROUTED_WORKER, "")
+
+    async def _abort(self, request_id: str) -> None:
+        """End a request that nobody waits for any more: an engine notices a closed connection late.
+
+        Which engine has it is only known from its answer, so all are asked; best effort, bounded in time.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_SECONDS), asyncio.TaskGroup() as scope:
+                for url in self._registry.urls():
+                    scope.create_task(self._abort_at(url, request_id))
+
+    async def _abort_at(self, url: str, request_id: str) -> None:
+        with suppress(EngineError):
+            await self._api.abort(url, request_id, _ABORT_SECONDS)
+
+    async def _verified(self, engine_url: str) -> None:
+        """Until what this engine answered may be used; raises TransientEngineError if it was fenced
+        instead.
+        """
+
+        def known() -> bool:
+            return self._registry.may_dispatch() or self._registry.serving_at(engine_url) is None
+
+        try:
+            async with asyncio.timeout(self._gate_timeout):
+                await self._registry.wait_until(known)
+        except TimeoutError:
+            raise StalledError(
+                f"an answer waited {self._gate_timeout:g} s for its engine to be verified: "
+                f"{self._registry.describe()}"
+            ) from None
+        if self._registry.serving_at(engine_url) is None:
+            self._traffic.failed += 1
+            raise TransientEngineError(
+                f"engine at {engine_url or 'unknown address'} was fenced while it answered"
+            )
+
+    def _generation(self, answer: _Answer) -> Generation:
+        try:
+            reply = _decoder.decode(answer.body)
+        except msgspec.DecodeError as error:
+            raise TransientEngineError(f"cut or malformed answer of {answer.engine_url}: {error}") from error
+        meta = reply.meta_info
+        finish_reason = _FINISH_REASONS.get(meta.finish_reason.type)
+        if finish_reason is None:
+            raise TransientEngineError(f"{answer.engine_url}: finish reason {meta.finish_reason}")
+        output_ids, logprobs = _tokens_and_logprobs(reply, answer.engine_url)
+        engine = self._registry.serving_at(answer.engine_url)
+        assert engine is not None
+        self._traffic.completed[engine.engine_id] += 1
+        return Generation(
+            output_ids=output_ids,
+            logprobs=logprobs,
+            spans=self._parse_versions(
+                meta.weight_versions, meta.weight_version, len(output_ids), answer.dispatch_version
+            ),
+            finish_reason=finish_reason,
+            engine_id=engine.engine_id,
+            cached_tokens=meta.cached_tokens,
+            prompt_tokens=meta.prompt_tokens,
+        )
+
+
+def _tokens_and_logprobs(reply: _Reply, engine_url: str) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [T] and float32 [T]; raises TransientEngineError unless there is one log-prob per token."""
+    entries = reply.meta_info.output_token_logprobs
+    output_ids = np.asarray(reply.output_ids, np.int32)
+    scored_ids = np.fromiter((entry[1] for entry in entries), np.int32, len(entries))
+    if not np.array_equal(output_ids, scored_ids):
+        raise TransientEngineError(
+            f"{engine_url}: expected one log-prob for each of {len(output_ids)} output tokens, "
+            f"found {len(entries)}{' of other tokens' if len(entries) == len(output_ids) else ''}"
+        )
+    # SGLang sends null for a log-prob that is not a number.
+    logprobs = np.asarray([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
+    if not np.isfinite(logprobs).all():
+        raise TransientEngineError(
+            f"{engine_url}: a log-prob is not finite; the engine's numerics are broken"
+        )
+    return output_ids, logprobs
+
+
+def http_error(status: int, text: str) -> EngineError:
+    """What an answer other than 200 means: the request's own fault, or worth another try."""
+    shown = f"HTTP {status}: {text[:_ERROR_TEXT]}"
+    if status >= 500 or status in (408, 429) or (status == 404 and "model_not_found" in text):
+        return TransientEngineError(shown)
+    return RequestRejectedError(shown)

@@ -1,0 +1,157 @@
+"""HTTP calls straight to one engine, for what the router does not pass on: weights, pauses, aborts, the
+canary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from miles_async.engines.http import Http
+from miles_async.errors import EngineError
+from miles_async.types import CanaryScore, TensorMeta
+
+_ERROR_TEXT = 500  # characters of an answer that go into a message
+
+
+class ModelInfo(msgspec.Struct):
+    """The part of GET /model_info that we read. ``weight_version`` is "default" until weights were
+    published.
+    """
+
+    weight_version: str
+    model_path: str = ""
+
+
+class _ScoreMeta(msgspec.Struct):
+    weight_version: str
+    input_token_logprobs: list[tuple[float | None, int, Any]]
+
+
+class _ScoreReply(msgspec.Struct):
+    meta_info: _ScoreMeta
+
+
+class EngineApi:
+    """All methods take the engine's URL and a deadline in seconds, and raise EngineError with its own
+    words.
+    """
+
+    def __init__(self, http: Http) -> None:
+        self._http = http
+
+    async def model_info(self, url: str, timeout: float) -> ModelInfo:
+        return msgspec.json.decode(await self._call("GET", url, "/model_info", None, timeout), type=ModelInfo)
+
+    async def pause(self, url: str, mode: str, timeout: float) -> None:
+        await self._post(url, "/pause_generation", {"mode": mode}, timeout)
+
+    async def resume(self, url: str, timeout: float) -> None:
+        await self._post(url, "/continue_generation", {}, timeout)
+
+    async def flush_cache(self, url: str, timeout: float) -> None:
+        await self._post(url, "/flush_cache", {}, timeout)
+
+    async def abort(self, url: str, request_id: str, timeout: float) -> None:
+        await self._post(url, "/abort_request", {"rid": request_id}, timeout)
+
+    async def abort_all(self, url: str, timeout: float) -> None:
+        await self._post(url, "/abort_request", {"abort_all": True}, timeout)
+
+    async def join_group(
+        self,
+        url: str,
+        *,
+        group_name: str,
+        address: str,
+        port: int,
+        first_rank: int,
+        world_size: int,
+        backend: str,
+        timeout: float,
+    ) -> None:
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._post(url, "/init_weights_update_group", body, timeout)
+
+    async def leave_group(self, url: str, group_name: str, timeout: float) -> None:
+        await self._post(url, "/destroy_weights_update_group", {"group_name": group_name}, timeout)
+
+    async def begin_update(self, url: str, timeout: float) -> None:
+        await self._post(url, "/begin_weight_update", {}, timeout)
+
+    async def end_update(self, url: str, timeout: float) -> None:
+        await self._post(url, "/end_weight_update", {}, timeout)
+
+    async def receive_bucket(
+        self,
+        url: str,
+        group_name: str,
+        tensors: Sequence[TensorMeta],
+        version: int,
+        flush_cache: bool,
+        timeout: float,
+    ) -> None:
+        """Tensors are broadcast one by one in this order; the engine has the version's name from the first
+        on.
+        """
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
+        await self._post(url, "/update_weights_from_distributed", body, timeout)
+
+    async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
+        """Log-probs of tokens[1:] given their prefix, at temperature 1 whatever the rollout's is.
+
+        ``logprob_start_len=0`` makes SGLang compute all positions anew: no prefix cache hides wrong weights.
+        """
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = msgspec.json.decode(await self._post(url, "/generate", body, timeout), type=_ScoreReply)
+        logprobs = [entry[0] for entry in reply.meta_info.input_token_logprobs[1:]]
+        if len(logprobs) != len(tokens) - 1 or any(value is None for value in logprobs):
+            raise EngineError(f"{url}: expected {len(tokens) - 1} log-probs of the canary, found {logprobs}")
+        return CanaryScore(
+            weight_version=reply.meta_info.weight_version,
+            logprobs=tuple(value for value in logprobs if value is not None),
+        )
+
+    async def _post(self, url: str, path: str, body: Mapping[str, Any], timeout: float) -> bytes:
+        return await self._call("POST", url, path, msgspec.json.encode(body), timeout)
+
+    async def _call(self, method: str, url: str, path: str, body: bytes | None, timeout: float) -> bytes:
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                self._http.session.request(
+                    method, url + path, data=body, headers={"Content-Type": "application/json"}
+                ) as response,
+            ):
+                answer = await response.read()
+        except TimeoutError:
+            raise EngineError(f"{method} {url}{path}: no answer within {timeout:g} s") from None
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{method} {url}{path}: {error!r}") from error
+        if response.status != 200:
+            text = answer.decode(errors="replace")[:_ERROR_TEXT]
+            raise EngineError(f"{method} {url}{path}: expected 200, found {response.status}: {text}")
+        return answer

@@ -1,0 +1,93 @@
+"""Which engines there are, in what state, and whether requests may go out. The truth; the router mirrors it.
+
+::
+
+    starting ──► joining ──► serving
+        ▲       (weights        │
+        │        unknown)       │ died, unreachable, wrong weights
+        │                       ▼
+        └──── restarted ◄──── fenced ──► gone (restarts used up)
+
+Requests go out while at least one engine serves and every serving engine is running verified weights. So from
+the pause of a publication until its commit they wait at our side, as they do while no engine is left.
+Only ``Fleet`` and ``Router`` write here; the client reads. One event loop: no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class EngineState(Enum):
+    """Where an engine is in its life."""
+
+    STARTING = "starting"
+    JOINING = "joining"
+    SERVING = "serving"
+    FENCED = "fenced"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class EngineRecord:
+    """What is known of one engine. ``incarnation`` changes whenever what we knew of it became void."""
+
+    engine_id: str
+    ranks: int = 1
+    state: EngineState = EngineState.STARTING
+    incarnation: int = 0
+    restarts: int = 0
+    url: str | None = None
+    paused: bool = False
+    verified: bool = False  # its weights are those of the registry's version
+    reason: str = ""  # why it was last fenced
+
+
+@dataclass(slots=True)
+class EngineRegistry:
+    """All engines of a run."""
+
+    engines: dict[str, EngineRecord] = field(default_factory=dict)
+    version: int = 0  # of the weights that serving engines hold; the dispatch version of new requests
+    router_up: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def in_state(self, state: EngineState) -> tuple[EngineRecord, ...]:
+        """Engines in ``state``, in the order of their ids."""
+        return tuple(record for record in self.engines.values() if record.state is state)
+
+    def may_dispatch(self) -> bool:
+        """Whether a new request may go out now."""
+        serving = self.in_state(EngineState.SERVING)
+        return self.router_up and bool(serving) and all(r.verified and not r.paused for r in serving)
+
+    def serving_at(self, url: str) -> EngineRecord | None:
+        """The serving engine behind ``url``; None once it is fenced."""
+        return next((record for record in self.in_state(EngineState.SERVING) if record.url == url), None)
+
+    def urls(self) -> tuple[str, ...]:
+        """Of all engines that are up."""
+        return tuple(record.url for record in self.engines.values() if record.url is not None)
+
+    def notify(self) -> None:
+        """To be called after every change: wakes who waits for one."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until ``condition()`` holds; it is asked again after every change."""
+        while not condition():
+            await self._changed.wait()
+
+    def describe(self) -> str:
+        """One line for messages: what keeps requests from going out."""
+        states = [
+            f"{r.engine_id} {r.state.value}"
+            + (" paused" if r.paused else "")
+            + (" unverified" if r.state is EngineState.SERVING and not r.verified else "")
+            for r in self.engines.values()
+        ]
+        return f"{', '.join(states) or 'no engines'}; router {'up' if self.router_up else 'down'}"

@@ -1,0 +1,205 @@
+"""The router (smg, a subprocess): spreads requests over the engines that we register, and nothing else.
+
+Its own health checks, retries, overload protection and circuit breakers are off: which engines serve is
+decided in ``registry.py`` alone, retries happen in our client with a fresh request id, and a paused engine
+is not an ill one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import structlog
+
+from miles_async.engines.addresses import LOOPBACK, HeldPort
+from miles_async.engines.http import Http
+from miles_async.engines.process import ChildProcess
+from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.errors import EngineError, EngineStartError
+
+log = structlog.get_logger(__name__)
+
+_POLL_SECONDS = 0.1
+_CALL_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_FOREVER = "86400"  # seconds; deadlines are the client's
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """The part of the router's GET /workers that we read."""
+
+    id: str
+    url: str
+    is_healthy: bool = False
+
+
+class _Workers(msgspec.Struct):
+    workers: list[Worker]
+
+
+class Router:
+    """Supervises smg and mirrors the registry's serving engines into it."""
+
+    def __init__(
+        self,
+        registry: EngineRegistry,
+        http: Http,
+        *,
+        log_dir: Path,
+        policy: str = "consistent_hashing",
+        host: str = LOOPBACK,
+        port: int | None = None,
+        start_timeout: float = 60.0,
+        max_restarts: int = 10,
+        extra: Sequence[str] = (),
+    ) -> None:
+        """``port``: None for a free one. ``extra``: smg's own arguments; they win."""
+        self._registry = registry
+        self._http = http
+        self._log_dir = log_dir
+        self._policy = policy
+        self._host = host
+        self._port = port
+        self._start_timeout = start_timeout
+        self._max_restarts = max_restarts
+        self._extra = tuple(extra)
+        self._process: ChildProcess | None = None
+        self._starts = 0
+        self.url = ""  # known after start(), kept over restarts
+
+    async def start(self) -> None:
+        """Start smg and register who serves. Raises EngineStartError; ConfigurationError for a taken port."""
+        log_path = self._log_dir / f"router.{self._starts}.log"
+        self._starts += 1
+        # The ports stay held until smg listens: Linux lets it, since it binds with SO_REUSEADDR like us.
+        with HeldPort(self._host, self._port) as port, HeldPort(LOOPBACK) as metrics_port:
+            self._port = port.number
+            self.url = f"http://{self._host}:{port.number}"
+            command = router_command(self._host, port.number, metrics_port.number, self._policy, self._extra)
+            self._process = ChildProcess("router", command, log_path=log_path, environment={})
+            self._process.start()
+            try:
+                async with asyncio.timeout(self._start_timeout):
+                    await self._until_up(self._process)
+            except TimeoutError:
+                message = f"router did not come up within {self._start_timeout:g} s:\n{self._process.tail()}"
+                await self.stop()
+                raise EngineStartError(message) from None
+        for record in self._registry.in_state(EngineState.SERVING):
+            if record.url is not None:
+                await self.add(record.url)
+        self._registry.router_up = True
+        self._registry.notify()
+
+    async def supervise(self) -> None:
+        """Restart smg when it dies, with the engines that serve. Raises EngineError if it dies too often."""
+        while True:
+            assert self._process is not None
+            status = await self._process.wait()
+            self._registry.router_up = False
+            self._registry.notify()
+            tail = self._process.tail()
+            if self._starts > self._max_restarts:
+                raise EngineError(f"router died {self._starts} times, now with status {status}:\n{tail}")
+            log.warning("router died; restarting it", status=status, log=str(self._process.log_path))
+            await self.start()
+
+    async def stop(self) -> None:
+        """End smg at once; it keeps nothing."""
+        self._registry.router_up = False
+        self._registry.notify()
+        if self._process is not None:
+            await self._process.stop(grace_seconds=0)
+
+    async def pid(self) -> int:
+        """Of smg."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def add(self, url: str, timeout: float = 30.0) -> None:
+        """Register an engine and wait until requests can reach it. No-op if it is registered.
+
+        Waits for a router that is being restarted, too. Raises EngineError past ``timeout`` seconds.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while not await self._is_routable(url):  # noqa: ASYNC110  (smg tells nobody)
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            raise EngineError(f"router did not accept {url} within {timeout:g} s") from None
+
+    async def remove(self, url: str) -> None:
+        """No new requests to this engine. No-op if it is not registered."""
+        for worker in await self.workers():
+            if worker.url == url:
+                await self._call("DELETE", f"/workers/{worker.id}", None, accept=(200, 202, 404))
+
+    async def workers(self) -> list[Worker]:
+        """What the router knows."""
+        return msgspec.json.decode(
+            await self._call("GET", "/workers", None, accept=(200,)), type=_Workers
+        ).workers
+
+    async def _is_routable(self, url: str) -> bool:
+        """Ask for it if nobody did yet: smg registers in the background, and forgets all when it restarts."""
+        try:
+            known = [worker for worker in await self.workers() if worker.url == url]
+            if not known:
+                body = {"url": url, "worker_type": "regular"}
+                await self._call("POST", "/workers", body, accept=(200, 202, 409))  # 409: asked already
+        except EngineError as error:
+            log.debug("router does not answer yet", error=str(error))
+            return False
+        return any(worker.is_healthy for worker in known)
+
+    async def _until_up(self, process: ChildProcess) -> None:
+        while process.returncode is None:
+            try:
+                await self._call("GET", "/health", None, accept=(200,))
+                return
+            except EngineError:
+                await asyncio.sleep(_POLL_SECONDS)
+        raise EngineStartError(f"router ended with status {process.returncode}:\n{process.tail()}")
+
+    async def _call(self, method: str, path: str, body: Any, *, accept: Sequence[int]) -> bytes:
+        try:
+            async with self._http.session.request(
+                method, self.url + path, json=body, timeout=_CALL_TIMEOUT
+            ) as response:
+                answer = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"router: {method} {path}: {error!r}") from error
+        if response.status not in accept:
+            text = answer.decode(errors="replace")[:500]
+            raise EngineError(f"router: {method} {path}: expected {accept}, found {response.status}: {text}")
+        return answer
+
+
+def router_command(host: str, port: int, metrics_port: int, policy: str, extra: Sequence[str]) -> list[str]:
+    """Arguments of the interpreter that start smg; later ones win, the user's come last."""
+    return [
+        "-m",
+        "smg",
+        "launch",
+        f"--host={host}",
+        f"--port={port}",
+        f"--prometheus-host={LOOPBACK}",
+        f"--prometheus-port={metrics_port}",
+        f"--policy={policy}",
+        "--disable-retries",
+        "--disable-circuit-breaker",
+        "--disable-health-check",
+        "--disable-worker-overload-protection",
+        f"--worker-wedge-secs={_FOREVER}",
+        f"--worker-stall-secs={_FOREVER}",
+        "--max-concurrent-requests=0",  # unlimited: concurrency is bounded by the dispatcher
+        f"--request-timeout-secs={_FOREVER}",
+        "--disable-tokenizer-autoload",
+        "--worker-startup-check-interval=1",
+        "--log-level=warn",
+        *extra,
+    ]

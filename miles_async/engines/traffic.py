@@ -1,0 +1,47 @@
+"""How many requests are in flight, and for how long there was any: the rollout side's idle fraction."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Traffic:
+    """Requests that are at an engine (or the router) right now; those that wait at our side don't count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.completed: Counter[str] = Counter()  # answers per engine id
+        self.failed = 0  # tries that ended in an error
+        self._clock = clock
+        self._started: dict[str, float] = {}  # request id → when; insertion order is age order
+        self._busy_seconds = 0.0
+        self._busy_since = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._started)
+
+    @contextmanager
+    def request(self, request_id: str) -> Iterator[None]:
+        """Count one request while inside."""
+        now = self._clock()
+        if not self._started:
+            self._busy_since = now
+        self._started[request_id] = now
+        try:
+            yield
+        finally:
+            del self._started[request_id]
+            if not self._started:
+                self._busy_seconds += self._clock() - self._busy_since
+
+    def busy_seconds(self) -> float:
+        """Seconds so far with at least one request in flight."""
+        running = self._clock() - self._busy_since if self._started else 0.0
+        return self._busy_seconds + running
+
+    def oldest_seconds(self) -> float:
+        """Age of the oldest request in flight."""
+        return self._clock() - next(iter(self._started.values())) if self._started else 0.0

@@ -1,0 +1,74 @@
+"""The one exception tree. Messages say what was expected, what was found and which flag to change.
+
+ValueError-like problems of users derive from :class:`ConfigurationError` or :class:`DataError`;
+``assert`` is for invariants. All are picklable, since they cross Ray actors.
+"""
+
+from __future__ import annotations
+
+
+class MilesAsyncError(Exception):
+    """Base of everything this project raises on purpose."""
+
+
+class ConfigurationError(MilesAsyncError):
+    """A flag, file or combination of them that cannot work. Raised before anything starts."""
+
+
+class DataError(MilesAsyncError):
+    """Prompt data that cannot be used; names the file and the line."""
+
+
+class EngineError(MilesAsyncError):
+    """An inference engine misbehaved."""
+
+
+class EngineStartError(EngineError):
+    """A server process did not come up in time; carries its last log lines in the message."""
+
+
+class TransientEngineError(EngineError):
+    """The request may succeed on another try or another engine (connection cut, 429, 503, ...)."""
+
+
+class RequestRejectedError(EngineError):
+    """The engine says that the request itself is wrong (400): retrying cannot help."""
+
+
+class VersionUnknownError(EngineError):
+    """The engine reported no usable weight version: an error for that sample, never "fresh" (C1)."""
+
+
+class RewardError(MilesAsyncError):
+    """The reward function failed for one sample: costs that sample's attempt, not the run."""
+
+
+class PublicationError(MilesAsyncError):
+    """No engine could be brought to the version that was to be published."""
+
+
+class TrainerError(MilesAsyncError):
+    """A trainer rank failed."""
+
+
+class CheckpointError(MilesAsyncError):
+    """A checkpoint could not be written or is not whole."""
+
+
+class ContractViolation(MilesAsyncError):
+    """C1 (staleness) or C2 (conservation) does not hold. Always a bug: the run stops."""
+
+
+class StalledError(MilesAsyncError):
+    """A wait passed its deadline; the message names who waits for whom (C10)."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error that a task group failed with: exception groups unwrapped, cancellations passed over.
+
+    >>> first_error(ExceptionGroup("unhandled errors", [EngineError("engine-0 is gone")]))
+    EngineError('engine-0 is gone')
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,109 @@
+"""``module:attr`` → an object of the user's, checked against its protocol once, at start.
+
+The attribute is a function, or a class that is instantiated without arguments. What is checked: it has the
+methods of the protocol, they take its arguments, and they are ``async def`` where the protocol's are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from miles_async.errors import ConfigurationError
+
+
+def load_object(path: str, protocol: type, flag: str) -> Any:
+    """The object that ``flag`` names, or ConfigurationError saying what it lacks.
+
+    >>> reward = load_object("my_package.rewards:length_penalty", Reward, "--custom-rm-path")
+    """
+    named = f"{flag} {path}"
+    module_name, colon, attribute = path.partition(":")
+    if not (colon and module_name and attribute.isidentifier()):
+        raise ConfigurationError(f"{named}: expected module:attr, such as my_package.my_module:my_function")
+    loaded = _attribute(_module(module_name, named), attribute, named)
+    if inspect.isclass(loaded):
+        try:
+            loaded = loaded()
+        except TypeError as error:
+            raise ConfigurationError(f"{named}: cannot make one without arguments: {error}") from error
+    problems = list(_problems(loaded, protocol))
+    if problems:
+        raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
+    return loaded
+
+
+def _module(name: str, named: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigurationError(
+                f"{named}: there is no module {error.name!r}; put the directory that holds it into "
+                "PYTHONPATH "
+                "(it reaches every Ray worker, see --forward-env)"
+            ) from None
+        raise ConfigurationError(f"{named}: importing {name} failed: {error}") from error
+    except (
+        Exception
+    ) as error:  # the user's own code runs here: whatever it raises is told together with the flag
+        raise ConfigurationError(
+            f"{named}: importing {name} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _attribute(module: Any, attribute: str, named: str) -> Any:
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        nearest = difflib.get_close_matches(attribute, public, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigurationError(f"{named}: {module.__name__} has no {attribute!r}{hint}") from None
+
+
+def _problems(loaded: Any, protocol: type) -> Iterator[str]:
+    for name, expected in _methods(protocol).items():
+        found = loaded if name == "__call__" and inspect.isroutine(loaded) else getattr(loaded, name, None)
+        if not callable(found):
+            yield (
+                f"it cannot be called (found {type(loaded).__name__})"
+                if name == "__call__"
+                else f"it has no {name}()"
+            )
+            continue
+        label = "it" if name == "__call__" else f"{name}()"
+        if inspect.iscoroutinefunction(expected) != _is_async(found):
+            yield f"{label} must {'' if inspect.iscoroutinefunction(expected) else 'not '}be `async def`"
+        problem = _arity_problem(found, expected)
+        if problem:
+            yield f"{label} must take {problem}"
+
+
+def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
+    return {
+        name: member
+        for name, member in vars(protocol).items()
+        if inspect.isfunction(member) and (name == "__call__" or not name.startswith("_"))
+    }
+
+
+def _is_async(found: Any) -> bool:
+    return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
+
+
+def _arity_problem(found: Any, expected: Callable[..., Any]) -> str | None:
+    """The expected parameters, if ``found`` cannot be called the way the protocol is."""
+    parameters = list(inspect.signature(expected).parameters.values())[1:]  # without self
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    try:
+        inspect.signature(found).bind(*positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return f"({', '.join([*positional, *(f'{name}=' for name in keywords)])})"
+    except ValueError:  # a builtin without a signature: believed
+        return None
+    return None

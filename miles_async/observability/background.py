@@ -1,0 +1,86 @@
+"""Runs a tracker that may be slow, hang or fail on a thread of its own, behind a bounded queue.
+
+Telemetry never blocks or kills training: opening and logging happen on a daemon thread; a full queue drops
+and counts; a failure is one warning; the end of the run waits only so long.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from miles_async.protocols import Tracker
+
+log = structlog.get_logger(__name__)
+
+_Step = tuple[dict[str, float], int]  # metrics, step
+
+
+class BackgroundTracker:
+    """A Tracker in front of another one, which ``open_tracker`` makes on the thread."""
+
+    def __init__(
+        self,
+        name: str,
+        open_tracker: Callable[[], Tracker],
+        *,
+        capacity: int = 1024,
+        finish_timeout: float = 60.0,
+    ) -> None:
+        """``capacity``: steps that may wait. ``finish_timeout``: seconds :meth:`finish` waits for them."""
+        self.dropped = 0
+        self.errors = 0
+        self._name = name
+        self._open = open_tracker
+        self._capacity = capacity
+        self._finish_timeout = finish_timeout
+        self._queue: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()  # None: the end
+        self._usable = True
+        self._finished = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Queues; drops where the tracker is too far behind, gone or finished."""
+        if not self._usable or self._finished:
+            return
+        if self._queue.qsize() >= self._capacity:
+            self.dropped += 1
+            if self.dropped == 1:
+                log.warning("tracker is behind: metrics are dropped", tracker=self._name, step=step)
+            return
+        self._queue.put((dict(metrics), step))
+
+    def finish(self) -> None:
+        """Lets the tracker write what is queued, for as long as ``finish_timeout``; twice is once."""
+        if self._finished:
+            return
+        self._finished = True
+        self._queue.put(None)
+        self._thread.join(self._finish_timeout)
+        if self._thread.is_alive():
+            log.warning("tracker did not finish in time and is left behind", tracker=self._name)
+        if self.dropped or self.errors:
+            log.warning("tracker lost steps", tracker=self._name, dropped=self.dropped, errors=self.errors)
+
+    def _run(self) -> None:
+        try:
+            tracker = self._open()
+        except Exception as error:  # supervision point: a run without this tracker is better than no run
+            self._usable = False
+            log.warning("tracker unavailable; going on without it", tracker=self._name, error=str(error))
+            return
+        while (item := self._queue.get()) is not None:
+            self._guarded(lambda metrics, step: tracker.log(metrics, step=step), *item)
+        self._guarded(tracker.finish)
+
+    def _guarded(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # supervision point: counted, warned of once
+            self.errors += 1
+            if self.errors == 1:
+                log.warning("tracker failed; the run goes on", tracker=self._name, error=str(error))

@@ -1,0 +1,125 @@
+"""Logging: structlog over the standard library; readable on the console, JSON lines in the run directory.
+
+Modules say ``log = structlog.get_logger(__name__)`` and log events with fields. Libraries that use the
+standard ``logging`` come out the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import structlog
+from structlog.typing import EventDict
+
+NOISY_LIBRARIES = (
+    "asyncio",
+    "filelock",
+    "fsspec",
+    "httpcore",
+    "httpx",
+    "matplotlib",
+    "PIL",
+    "urllib3",
+    "wandb",
+)
+
+_SHARED: tuple[Any, ...] = (
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_log_level,
+    structlog.stdlib.add_logger_name,
+    structlog.stdlib.ExtraAdder(),
+    structlog.processors.StackInfoRenderer(),
+)
+
+
+class _CurrentStderr(logging.StreamHandler):
+    """Writes to whatever ``sys.stderr`` is now: the live display puts itself in front of it while it runs."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> IO[str]:  # type: ignore[override]
+        return sys.stderr
+
+
+def configure_logging(run_dir: Path, level: str = "info", *, name: str = "driver", console: bool = True) -> Path:
+    """Sets up logging of this process and returns ``<run_dir>/logs/<name>.log``. The last call counts.
+
+    ``level`` (debug, info, warning, error) is the console's; the file has info and above, or debug with it.
+    """
+    path = run_dir / "logs" / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    severity = logging.getLevelNamesMapping()[level.upper()]
+    handlers: list[logging.Handler] = [_file_handler(path, min(severity, logging.INFO))]
+    if console:
+        handlers.append(_console_handler(severity))
+    close_logging()
+    root = logging.getLogger()
+    root.setLevel(min(handler.level for handler in handlers))
+    for handler in handlers:
+        root.addHandler(handler)
+    for library in NOISY_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *_SHARED,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,  # so that a second set-up reaches loggers made before it
+    )
+    return path
+
+
+def close_logging() -> None:
+    """Flushes, closes and removes what :func:`configure_logging` added, and nothing else."""
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if getattr(handler, "_miles_async", False)]:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def _file_handler(path: Path, level: int) -> logging.Handler:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    renderers = (
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.dict_tracebacks,
+        structlog.processors.JSONRenderer(default=str),
+    )
+    return _ours(handler, level, renderers)
+
+
+def _console_handler(level: int) -> logging.Handler:
+    colors = sys.stderr.isatty()
+    renderers = (
+        structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+        _short_logger_name,
+        structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback),
+    )
+    return _ours(_CurrentStderr(), level, renderers)
+
+
+def _ours(handler: logging.Handler, level: int, renderers: tuple[Any, ...]) -> logging.Handler:
+    handler.setLevel(level)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=_SHARED,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
+        )
+    )
+    handler._miles_async = True  # type: ignore[attr-defined]
+    return handler
+
+
+def _short_logger_name(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    """``miles_async.weights.publisher`` → ``weights.publisher``: all of ours start the same."""
+    if (name := event.get("logger")) is not None:
+        event["logger"] = name.removeprefix("miles_async.")
+    return event

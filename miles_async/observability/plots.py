@@ -1,0 +1,97 @@
+"""``reward.png``: the run at a glance.
+
+Drawn from metrics.jsonl alone, so that it can be drawn again at any time, with
+``python -m miles_async.observability.plots runs/quickstart``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from miles_async.observability.metrics_file import FILE_NAME, read_metrics
+from miles_async.observability.tracker import AGE_COUNT
+
+AVERAGE_WINDOW = 5
+REWARD_COLOR, EVAL_COLOR = "#1f77b4", "#d62728"
+Rows = Sequence[dict[str, Any]]
+
+
+def plot_run(run_dir: Path, output: Path | None = None) -> Path:
+    """Draws ``run_dir``/metrics.jsonl into ``output`` (default: ``run_dir``/reward.png), which it returns.
+
+    Raises FileNotFoundError without metrics.jsonl and ValueError if it has no trained step.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and no display is needed
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(run_dir / FILE_NAME)
+    if not any("reward/mean" in row for row in rows):
+        raise ValueError(f"{run_dir / FILE_NAME} has no step with reward/mean: nothing was trained yet")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [2, 1]})
+    draw_reward(upper, rows)
+    draw_ages(lower, rows)
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+    output = output or run_dir / "reward.png"
+    figure.savefig(output, dpi=150)
+    return output
+
+
+def draw_reward(axes: Any, rows: Rows) -> None:
+    """Reward per step, its moving average, and the evaluations."""
+    steps, rewards = _series(rows, "reward/mean")
+    axes.plot(steps, rewards, color=REWARD_COLOR, alpha=0.3, linewidth=1, label="reward, per step")
+    label = f"reward, mean of {AVERAGE_WINDOW} steps"
+    axes.plot(steps, moving_average(rewards), color=REWARD_COLOR, linewidth=2, label=label)
+    evaluated, accuracies = _series(rows, "eval/accuracy")
+    if evaluated:
+        axes.plot(evaluated, accuracies, "o", color=EVAL_COLOR, markersize=5, label="held-out accuracy")
+    axes.set_ylim(min(0.0, *rewards) - 0.02, max(1.0, *rewards) + 0.03)
+    axes.set_ylabel("reward")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower right", fontsize="small")
+
+
+def draw_ages(axes: Any, rows: Rows) -> None:
+    """Samples per age, stacked, for every step; mean and maximum where only those were recorded."""
+    names = {name for row in rows for name in row if name.startswith(AGE_COUNT)}
+    ages = sorted(int(name.removeprefix(AGE_COUNT)) for name in names)
+    if not ages:
+        for name, style in (("age/mean", "-"), ("age/max", "--")):
+            axes.plot(*_series(rows, name), style, color="#555555", label=name.removeprefix("age/"))
+        axes.set_ylabel("age (versions)")
+    else:
+        import matplotlib
+
+        colors = matplotlib.colormaps["viridis_r"]
+        trained = [row for row in rows if "reward/mean" in row]
+        steps, bottom = [row["step"] for row in trained], [0.0] * len(trained)
+        for age in ages:
+            counts = [row.get(f"{AGE_COUNT}{age}") or 0.0 for row in trained]
+            color = colors(0.15 + 0.75 * age / max(ages[-1], 2))
+            axes.bar(steps, counts, bottom=bottom, width=0.9, color=color, label=f"age {age}")
+            bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
+        axes.set_ylabel("samples by age")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize="small", ncols=6, loc="lower right", bbox_to_anchor=(1.0, 0.98))
+
+
+def moving_average(values: Sequence[float], window: int = AVERAGE_WINDOW) -> list[float]:
+    """Mean of each value and up to ``window - 1`` before it."""
+    windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in windows]
+
+
+def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+if __name__ == "__main__":
+    print(plot_run(Path(sys.argv[1])))

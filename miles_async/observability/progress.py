@@ -1,0 +1,183 @@
+"""Progress on the console: a live display on a terminal, one plain line per step elsewhere.
+
+Used as a context manager, so that every ending, Ctrl-C included, gives the terminal back as it was. Both
+displays always show lead and age together (P9): a run that is ahead is not necessarily training on old data.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from miles_async.observability.progress_state import ProgressState, StepView
+
+REFRESH_PER_SECOND = 4  # a redraw costs a millisecond; more would only flicker over slow connections
+
+
+class Progress(Protocol):
+    """What a display offers to the run."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def phase(self, name: str) -> None:
+        """A phase of start-up begins ("engines"); the one before has ended. The first step ends the last."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None:
+        """Ends the display; twice is once."""
+        ...
+
+
+def open_progress(total_steps: int, *, live: bool = True, console: Console | None = None) -> Progress:
+    """The display that fits: live on a terminal if ``live`` (``--progress``), plain lines otherwise."""
+    console = console or Console()
+    state = ProgressState(total_steps)
+    return LiveProgress(state, console) if live and console.is_terminal else PlainProgress(state)
+
+
+class _Display:
+    """What both displays share: a context manager around ``close``."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class PlainProgress(_Display):
+    """One line per phase, step and evaluation: for log files and pipes."""
+
+    def __init__(self, state: ProgressState, write: Callable[[str], None] | None = None) -> None:
+        self._state = state
+        self._write = write or _write_line
+
+    def phase(self, name: str) -> None:
+        self._end_phase(name)
+        self._write(f"starting {name} ...")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._end_phase(None)
+        self._write(step_line(self._state.add_step(step, metrics)))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._state.add_evaluation(metrics)
+        self._write(evaluation_line(step, metrics))
+
+    def close(self) -> None:
+        self._state.begin_phase(None)
+
+    def _end_phase(self, next_phase: str | None) -> None:
+        if (ended := self._state.begin_phase(next_phase)) is not None:
+            self._write(f"{ended[0]} ready after {ended[1]:.1f} s")
+
+
+class LiveProgress(_Display):
+    """A bar, the reward's curve and the state of both sides, redrawn in place; logs scroll above it."""
+
+    def __init__(self, state: ProgressState, console: Console) -> None:
+        self._state = state
+        self._spinner = Spinner("dots")  # one for all redraws: it keeps its place in the animation
+        self._live = Live(
+            console=console,
+            get_renderable=self._render,
+            refresh_per_second=REFRESH_PER_SECOND,
+            redirect_stdout=True,
+            redirect_stderr=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def phase(self, name: str) -> None:
+        self._end_phase(name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._end_phase(None)
+        self._state.add_step(step, metrics)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._state.add_evaluation(metrics)
+        self._live.console.print(evaluation_line(step, metrics), style="cyan", highlight=False)
+
+    def close(self) -> None:
+        self._state.begin_phase(None)
+        self._live.stop()
+
+    def _end_phase(self, next_phase: str | None) -> None:
+        if (ended := self._state.begin_phase(next_phase)) is not None:
+            line = Text.assemble(("✓ ", "green"), ended[0], (f" {ended[1]:.1f} s", "dim"))
+            self._live.console.print(line)
+
+    def _render(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        if self._state.phase is not None:
+            seconds = (f"{self._state.phase_seconds:.0f} s", "dim")
+            self._spinner.update(text=Text.assemble(f"starting {self._state.phase} ", seconds))
+            parts.append(self._spinner)
+        if (view := self._state.view) is not None:
+            parts += [_bar(view), _details(view)]
+        return Group(*parts)
+
+
+def _bar(view: StepView) -> RenderableType:
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=view.total, completed=view.step, width=30)
+    title = Text(f"step {view.step}/{view.total}", "bold")
+    row.add_row(title, bar, f"{view.step_seconds} per step", f"ETA {view.eta}")
+    return row
+
+
+def _details(view: StepView) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    reward = Text.assemble((view.reward, "bold"), f" (avg {view.reward_average}) ", (view.spark, "green"))
+    for label, value in (
+        ("reward", reward),
+        ("eval accuracy", view.evaluation),
+        ("age", view.age),
+        ("lead", f"{view.lead} groups: {view.in_flight} in flight, {view.buffered} buffered"),
+        ("trainer idle", view.trainer_idle),
+    ):
+        grid.add_row(Text(label, "dim"), value)
+    return grid
+
+
+def step_line(view: StepView) -> str:
+    """The plain form of one step."""
+    return (
+        f"step {view.step}/{view.total}  reward {view.reward} (avg {view.reward_average})  age {view.age}  "
+        f"lead {view.lead}  in flight {view.in_flight}  buffered {view.buffered}  "
+        f"trainer idle {view.trainer_idle}  {view.step_seconds}  ETA {view.eta}"
+    )
+
+
+def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """The plain form of one evaluation, of the weights after ``step`` steps."""
+    return f"evaluation after {step} steps: accuracy {metrics.get('eval/accuracy', float('nan')):.3f}"
+
+
+def _write_line(line: str) -> None:
+    print(line, file=sys.stdout, flush=True)  # flushed: whoever follows a log wants the step when it happens

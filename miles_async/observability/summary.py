@@ -1,0 +1,142 @@
+"""The run in one record: ``summary.json``.
+
+Everything is computed from what actually happened: ages from the per-token versions of what was trained,
+groups from the ledger. Numbers that were never measured are null, never 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REWARD_WINDOW = 5  # reward_last is a mean over so many steps: a single step of a small batch swings by ±0.1
+GROUP_ENDS = ("trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled")
+GROUP_STAGES = ("in_flight", "buffered")
+
+
+class RunSummary:
+    """Accumulates a run, step by step, and finishes it into a dictionary. A resumed run starts anew."""
+
+    def __init__(self) -> None:
+        self._rewards: list[float] = []
+        self._steps = 0
+        self._ages: Counter[int] = Counter()
+        self._stages: defaultdict[str, float] = defaultdict(float)
+        self._pauses: list[float] = []
+        self._preparations: list[float] = []
+        self._accuracies: list[float] = []
+        self._difference_sum = self._difference_tokens = 0.0
+        self._difference_max = math.nan
+        self._version: int | None = None
+
+    def record_step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
+        """One trained step. ``ages``: age in weight versions → number of samples trained at that age."""
+        self._steps += 1
+        if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
+            self._rewards.append(reward)
+        self._ages.update(ages)
+        for name, value in metrics.items():
+            if name.startswith("time/") and name.endswith("_seconds") and math.isfinite(value):
+                self._stages[name.removeprefix("time/").removesuffix("_seconds")] += value
+        self._add_difference(metrics)
+
+    def record_stage(self, name: str, seconds: float) -> None:
+        """A stage outside of the steps, such as the start of the engines."""
+        self._stages[name] += seconds
+
+    def stage_seconds(self, name: str) -> float:
+        """Seconds recorded for a stage so far; "wait" is the trainer waiting for data."""
+        return self._stages.get(name, 0.0)
+
+    def record_publication(self, pause_seconds: float, prepare_seconds: float, version: int) -> None:
+        """``version`` became visible. ``pause``: what rollouts felt; ``prepare``: export and staging."""
+        self._pauses.append(pause_seconds)
+        self._preparations.append(prepare_seconds)
+        self._version = version
+
+    def record_eval(self, step: int, accuracy: float) -> None:
+        """Accuracy on held-out prompts of the weights after ``step`` steps."""
+        if math.isfinite(accuracy):
+            self._accuracies.append(accuracy)
+
+    def finish(
+        self,
+        balance: Mapping[str, int],
+        trainer_idle_seconds: float,
+        rollout_idle_seconds: float,
+        wall_seconds: float,
+        weight_version: int | None = None,
+        *,
+        loop_seconds: float | None = None,
+    ) -> dict[str, Any]:
+        """The summary.
+
+        ``balance``: groups issued, and how many ended or stand where. ``wall_seconds``: the whole run.
+        ``loop_seconds``: what idle seconds are a fraction of; by default the sum of all steps, since
+        start-up is nobody's idling. ``weight_version``: by default the last one published.
+        """
+        loop = loop_seconds or self._stages.get("step") or wall_seconds
+        groups = {name: int(balance.get(name, 0)) for name in ("issued", *GROUP_ENDS, *GROUP_STAGES)}
+        groups |= {name: int(count) for name, count in balance.items()}
+        return {
+            "steps": self._steps,
+            "wall_seconds": _rounded(wall_seconds),
+            "reward_first": _rounded(self._rewards[0]) if self._rewards else None,
+            "reward_last": _mean(self._rewards[-REWARD_WINDOW:]),
+            "eval_accuracy_first": _rounded(self._accuracies[0]) if self._accuracies else None,
+            "eval_accuracy_last": _rounded(self._accuracies[-1]) if self._accuracies else None,
+            "age_max": max((age for age, count in self._ages.items() if count), default=None),
+            "age_histogram": {str(age): count for age, count in sorted(self._ages.items()) if count},
+            "groups": groups,
+            "balanced": groups["issued"] == sum(count for name, count in groups.items() if name != "issued"),
+            "trainer_idle_fraction": _fraction(trainer_idle_seconds, loop),
+            "rollout_idle_fraction": _fraction(rollout_idle_seconds, loop),
+            "publish": {
+                "count": len(self._pauses),
+                "pause_seconds_mean": _mean(self._pauses),
+                "prepare_seconds_mean": _mean(self._preparations),
+            },
+            "logprob_diff": {
+                "mean": self._difference_sum / self._difference_tokens if self._difference_tokens else None,
+                "max": self._difference_max if math.isfinite(self._difference_max) else None,
+            },
+            "weight_version": self._version if weight_version is None else weight_version,
+            "stage_seconds": {name: _rounded(seconds) for name, seconds in self._stages.items()},
+        }
+
+    def _add_difference(self, metrics: Mapping[str, float]) -> None:
+        """Engine against trainer, same tokens, same weights; steps without such tokens don't count."""
+        tokens = metrics.get("train/logprob_diff_tokens", 1.0)
+        mean = metrics.get("train/logprob_diff_mean", math.nan)
+        largest = metrics.get("train/logprob_diff_max", math.nan)
+        if not tokens:
+            return
+        if math.isfinite(mean):
+            self._difference_sum += mean * tokens
+            self._difference_tokens += tokens
+        if math.isfinite(largest):
+            self._difference_max = max(largest, self._difference_max) if self._difference_tokens else largest
+
+
+def write_summary(summary: Mapping[str, Any], path: Path) -> None:
+    """Writes it whole or not at all: readers poll for this file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".partial")
+    unfinished.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _mean(values: list[float]) -> float | None:
+    return _rounded(sum(values) / len(values)) if values else None
+
+
+def _fraction(part: float, whole: float) -> float | None:
+    return _rounded(min(max(part / whole, 0.0), 1.0)) if whole > 0 else None
+
+
+def _rounded(value: float) -> float:
+    return round(value, 6)

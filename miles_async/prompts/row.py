@@ -1,0 +1,111 @@
+"""One row of prompt data: what it must hold, and the words for what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from arguments.data import DataArguments
+from miles_async.errors import DataError
+
+Message = Mapping[str, Any]
+Content = str | list[Message]
+"""A text, or messages ``[{"role": "user", "content": "rev 12"}]``."""
+
+
+class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked row, not tokenized yet."""
+
+    row_id: str | None  # value of --prompt-id-key, None without that flag
+    content: Content
+    label: str | None
+    metadata: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The prompt as a person reads it: the text, or the contents of its messages."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(message["content"] for message in self.content)
+
+
+def read_row(row: Mapping[str, Any], arguments: DataArguments, location: str) -> PromptRow:
+    """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
+    return PromptRow(
+        row_id=_row_id(row, arguments, location),
+        content=_content(row, arguments, location),
+        label=_label(row, arguments, location),
+        metadata=_metadata(row, arguments, location),
+    )
+
+
+def _value(row: Mapping[str, Any], key: str, flag: str, location: str) -> Any:
+    try:
+        return row[key]
+    except KeyError:
+        found = ", ".join(sorted(row)) or "none"
+        raise DataError(f"{location}: no key {key!r} ({flag}); keys of this row: {found}") from None
+
+
+def _content(row: Mapping[str, Any], arguments: DataArguments, location: str) -> Content:
+    value = _value(row, arguments.input_key, "--input-key", location)
+    named = f"{location}: {arguments.input_key!r} (--input-key)"
+    if isinstance(value, str):
+        if not value:
+            raise DataError(f"{named} is an empty text")
+        return value
+    if not isinstance(value, Sequence) or not value or not all(_is_message(item) for item in value):
+        expected = "a text or a list of messages, objects with the texts 'role' and 'content'"
+        raise DataError(f"{named} must be {expected}; found {_shown(value)}")
+    if not arguments.apply_chat_template:
+        raise DataError(
+            f"{named} holds messages, which need the chat template: leave --no-apply-chat-template out"
+        )
+    return list(value)
+
+
+def _is_message(item: Any) -> bool:
+    return (
+        isinstance(item, Mapping)
+        and isinstance(item.get("role"), str)
+        and isinstance(item.get("content"), str)
+    )
+
+
+def _label(row: Mapping[str, Any], arguments: DataArguments, location: str) -> str | None:
+    if arguments.label_key is None:
+        return None
+    value = _value(row, arguments.label_key, "--label-key; none: no labels", location)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        named = f"{location}: {arguments.label_key!r} (--label-key)"
+        raise DataError(
+            f"{named} must be a text or a number; found {_shown(value)}. Use --metadata-key for the rest"
+        )
+    return str(value)
+
+
+def _metadata(row: Mapping[str, Any], arguments: DataArguments, location: str) -> Mapping[str, Any]:
+    if arguments.metadata_key is None:
+        return {}
+    value = _value(row, arguments.metadata_key, "--metadata-key", location)
+    if value is not None and not isinstance(value, Mapping):
+        named = f"{location}: {arguments.metadata_key!r} (--metadata-key)"
+        raise DataError(f"{named} must be an object; found {_shown(value)}")
+    return value or {}
+
+
+def _row_id(row: Mapping[str, Any], arguments: DataArguments, location: str) -> str | None:
+    if arguments.prompt_id_key is None:
+        return None
+    value = _value(row, arguments.prompt_id_key, "--prompt-id-key", location)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        named = f"{location}: {arguments.prompt_id_key!r} (--prompt-id-key)"
+        raise DataError(f"{named} must be a text or a whole number; found {_shown(value)}")
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -1,0 +1,1 @@
+"""Rewards: one finished sample and its prompt → a number."""

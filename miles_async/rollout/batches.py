@@ -1,0 +1,50 @@
+"""Groups that were cut → what the trainer's ranks train on, and what is worth logging about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from arguments import AlgorithmArguments
+from miles_async.staleness.policy import check_ages
+from miles_async.train_data.advantages import compute_advantages
+from miles_async.train_data.batch import build_batch
+from miles_async.train_data.dp_split import split
+from miles_async.train_data.metrics import age_histogram, batch_metrics
+from miles_async.types import Group, TrainShard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """One batch, converted."""
+
+    shards: tuple[TrainShard, ...]  # by data-parallel rank
+    metrics: Mapping[str, float]
+    ages: Mapping[int, int]  # age → samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchMaker:
+    """advantages → flat arrays → packing → data-parallel split, as one pure function of the groups."""
+
+    algorithm: AlgorithmArguments
+    dp_size: int
+    max_tokens: int  # per micro-batch
+    samples_per_optimizer_step: int
+    bound: int | None  # C1
+
+    def make(self, groups: tuple[Group, ...], target_version: int) -> Converted:
+        """Raises ContractViolation if a sample is too old, ConfigurationError if one is too long."""
+        batch = build_batch(groups, compute_advantages(groups, self.algorithm))
+        check_ages(batch.oldest_versions.tolist(), target_version, self.bound)
+        return Converted(
+            shards=split(
+                batch,
+                dp_size=self.dp_size,
+                max_tokens=self.max_tokens,
+                samples_per_optimizer_step=self.samples_per_optimizer_step,
+                target_version=target_version,
+            ),
+            metrics=batch_metrics(groups, target_version),
+            ages=age_histogram(batch.oldest_versions, target_version),
+        )

@@ -1,0 +1,176 @@
+"""What follows an attempt that ended untrained: another attempt, a fresh prompt, quarantine (C5, C6).
+
+Every such end is followed by exactly one new attempt, so the pool keeps its size (C3): the slot it frees is
+filled by :meth:`AttemptBook.issue`, which takes waiting retries first and fresh prompts otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import DataError
+from miles_async.staleness.ledger import Outcome
+from miles_async.types import Attempt, Prompt
+
+
+class Cause(enum.StrEnum):
+    """Why an attempt ended untrained."""
+
+    STALE = "stale"  # too old at the cut
+    FILTERED = "filtered"  # nothing to learn from it now; not its fault
+    INFRASTRUCTURE = "infrastructure"  # engines or network, past what one sample survives
+    DATA = "data"  # its own fault: rejected, no reward, no usable output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryPolicy:
+    """Bounds. Each cause has its own counter, so a broken network never spends the budget of bad data."""
+
+    max_prompt_attempts: int  # ends of one cause after which a prompt gets no more
+    max_quarantined_prompts: int  # quarantined prompts after which the run stops
+    recycle_stale: bool  # another attempt for a stale group's prompt (recycle), or a fresh prompt (drop)
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that gets no more attempts, and why."""
+
+    prompt_id: str
+    epoch: int
+    reasons: tuple[str, ...]  # one per ended attempt, in order
+
+
+class Retry(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that waits for its next attempt. What earlier ones left: counters, nothing else (M7)."""
+
+    prompt: Prompt
+    epoch: int
+    data_failures: int
+    infra_failures: int
+    stale_count: int
+    history: tuple[str, ...]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """How the attempt is to be entered in the ledger, and what its prompt gets."""
+
+    outcome: Outcome
+    reason: str
+    retry: Retry | None = None  # queued already; None: a fresh prompt follows
+    dead_letter: DeadLetter | None = None
+
+
+class AttemptBook:
+    """Issues attempts: numbers them, retries first, never a quarantined prompt."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._next_id = 0
+        self._retries: deque[Retry] = deque()
+        self._quarantined: set[str] = set()
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """Ids of the prompts that get no more attempts."""
+        return frozenset(self._quarantined)
+
+    @property
+    def waiting_retries(self) -> int:
+        """Prompts that wait for another attempt."""
+        return len(self._retries)
+
+    def issue(self, fresh: Callable[[], tuple[int, Prompt]], issued_version: int) -> Attempt:
+        """The next attempt; ``fresh`` gives the next (epoch, prompt) of the prompt source.
+
+        Raises:
+            DataError: the prompt source has only quarantined prompts left.
+        """
+        attempt_id, self._next_id = self._next_id, self._next_id + 1
+        if not self._retries:
+            epoch, prompt = self._take_fresh(fresh)
+            return Attempt(attempt_id=attempt_id, prompt=prompt, epoch=epoch, issued_version=issued_version)
+        retry = self._retries.popleft()
+        return Attempt(
+            attempt_id=attempt_id,
+            prompt=retry.prompt,
+            epoch=retry.epoch,
+            data_failures=retry.data_failures,
+            infra_failures=retry.infra_failures,
+            stale_count=retry.stale_count,
+            history=retry.history,
+            issued_version=issued_version,
+        )
+
+    def ended(self, attempt: Attempt, cause: Cause, reason: str) -> Verdict:
+        """An attempt ended untrained. A retry, if that is the verdict, is queued.
+
+        Filtered: a fresh prompt; the same weights would likely give the same rewards again, and an easy
+        prompt is no bad prompt. Stale: another attempt by ``--stale-group-action recycle``, up to
+        ``--max-prompt-attempts`` times, then, and by ``drop``, a fresh prompt; never quarantine, since being
+        slow is no fault of the prompt and it should return in the next epoch. Failed: another attempt;
+        quarantine when one cause has ended ``--max-prompt-attempts`` of them.
+
+        Raises:
+            DataError: more prompts are quarantined than ``--max-quarantined-prompts`` allows.
+        """
+        if cause is Cause.FILTERED:
+            return Verdict(outcome=Outcome.FILTERED, reason=reason)
+        last_stale = attempt.stale_count + 1 >= self._policy.max_prompt_attempts
+        if cause is Cause.STALE and (last_stale or not self._policy.recycle_stale):
+            return Verdict(outcome=Outcome.STALE_DROPPED, reason=reason)
+        retry = Retry(
+            prompt=attempt.prompt,
+            epoch=attempt.epoch,
+            data_failures=attempt.data_failures + (cause is Cause.DATA),
+            infra_failures=attempt.infra_failures + (cause is Cause.INFRASTRUCTURE),
+            stale_count=attempt.stale_count + (cause is Cause.STALE),
+            history=(*attempt.history, f"{cause}: {reason}"),
+        )
+        if max(retry.data_failures, retry.infra_failures) >= self._policy.max_prompt_attempts:
+            return self._quarantine(retry, f"{cause}: {reason}")
+        self._retries.append(retry)
+        outcome = Outcome.STALE_RECYCLED if cause is Cause.STALE else Outcome.FAILED
+        return Verdict(outcome=outcome, reason=reason, retry=retry)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-serializable."""
+        return {
+            "next_id": self._next_id,
+            "retries": msgspec.to_builtins(tuple(self._retries)),
+            "quarantined": sorted(self._quarantined),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken; ids are not reused."""
+        self._next_id = int(state["next_id"])
+        self._retries = deque(msgspec.convert(state["retries"], tuple[Retry, ...]))
+        self._quarantined = set(state["quarantined"])
+
+    def _quarantine(self, last: Retry, reason: str) -> Verdict:
+        self._quarantined.add(last.prompt.prompt_id)
+        # Overlapping epochs: another attempt of the same prompt may be waiting for its next try.
+        self._retries = deque(
+            retry for retry in self._retries if retry.prompt.prompt_id not in self._quarantined
+        )
+        if len(self._quarantined) > self._policy.max_quarantined_prompts:
+            raise DataError(
+                f"expected at most --max-quarantined-prompts {self._policy.max_quarantined_prompts}, found "
+                f"{len(self._quarantined)}; the last is {last.prompt.prompt_id!r}: {'; '.join(last.history)}"
+            )
+        letter = DeadLetter(prompt_id=last.prompt.prompt_id, epoch=last.epoch, reasons=last.history)
+        return Verdict(outcome=Outcome.QUARANTINED, reason=reason, dead_letter=letter)
+
+    def _take_fresh(self, fresh: Callable[[], tuple[int, Prompt]]) -> tuple[int, Prompt]:
+        # The end of one epoch and the start of the next hold each quarantined prompt at most once.
+        for _ in range(2 * len(self._quarantined) + 1):
+            epoch, prompt = fresh()
+            if prompt.prompt_id not in self._quarantined:
+                return epoch, prompt
+        raise DataError(
+            f"expected a prompt that is not quarantined, found only the {len(self._quarantined)} that are"
+        )

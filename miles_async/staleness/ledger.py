@@ -1,0 +1,227 @@
+"""Conservation (C2): every issued attempt ends exactly once, and at any step nothing is missing.
+
+``issued = in flight + buffered + cut + ended``. In memory: one row per live attempt, counters for ended ones.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import ContractViolation
+from miles_async.types import Attempt
+
+
+class Stage(enum.StrEnum):
+    """Where a live attempt is. It moves forward only: in flight → buffered → cut."""
+
+    IN_FLIGHT = "in_flight"
+    BUFFERED = "buffered"
+    CUT = "cut"  # in a batch that is prepared or being trained
+
+
+class Outcome(enum.StrEnum):
+    """How an attempt ends."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    STALE_RECYCLED = "stale_recycled"  # its prompt gets another attempt
+    STALE_DROPPED = "stale_dropped"  # a fresh prompt takes its place
+    FAILED = "failed"
+    QUARANTINED = "quarantined"  # it was the last one its prompt gets
+    CANCELLED = "cancelled"  # the run ended first
+
+
+ENDS_FROM: Mapping[Outcome, Collection[Stage]] = {
+    Outcome.TRAINED: {Stage.CUT},
+    Outcome.FILTERED: {Stage.IN_FLIGHT},
+    Outcome.STALE_RECYCLED: {Stage.BUFFERED},
+    Outcome.STALE_DROPPED: {Stage.BUFFERED},
+    Outcome.FAILED: {Stage.IN_FLIGHT},
+    Outcome.QUARANTINED: {Stage.IN_FLIGHT},
+    Outcome.CANCELLED: set(Stage),
+}
+"""What may end how: only what was cut is trained, and only what waited in the buffer is too old."""
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One live attempt."""
+
+    attempt_id: int
+    prompt_id: str
+    stage: Stage = Stage.IN_FLIGHT
+    issued_version: int
+    target_version: int | None = None  # of the cut
+
+
+class Balance(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger in numbers."""
+
+    issued: int
+    in_flight: int
+    buffered: int
+    cut: int
+    ended: Mapping[str, int]  # every Outcome, 0 too
+    reasons: Mapping[str, int]  # "outcome: reason" → attempts
+
+    def summary(self) -> dict[str, int]:
+        """The ``groups`` of summary.json: ``issued`` is the sum of all the others."""
+        ended = dict(self.ended)
+        return {
+            "issued": self.issued,
+            "recycled": ended.pop(Outcome.STALE_RECYCLED),
+            "dropped": ended.pop(Outcome.STALE_DROPPED),
+            **{str(outcome): count for outcome, count in ended.items()},
+            "in_flight": self.in_flight,
+            "buffered": self.buffered,
+            "cut": self.cut,
+        }
+
+
+class Ledger:
+    """One row per live attempt; refuses every move that loses or doubles one."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Row] = {}
+        self._stages: Counter[Stage] = Counter()
+        self._issued = 0
+        self._last_id = -1
+        self._ended: Counter[Outcome] = Counter()
+        self._reasons: Counter[str] = Counter()
+
+    def issue(self, attempt: Attempt) -> None:
+        """An attempt was admitted. Ids must rise, so that none is ever reused.
+
+        Raises:
+            ContractViolation: the id is not above all earlier ones.
+        """
+        if attempt.attempt_id <= self._last_id:
+            raise ContractViolation(
+                f"C2: expected an attempt id above {self._last_id}, found {attempt.attempt_id} "
+                f"(prompt {attempt.prompt.prompt_id!r})"
+            )
+        self._rows[attempt.attempt_id] = Row(
+            attempt_id=attempt.attempt_id,
+            prompt_id=attempt.prompt.prompt_id,
+            issued_version=attempt.issued_version,
+        )
+        self._last_id = attempt.attempt_id
+        self._issued += 1
+        self._stages[Stage.IN_FLIGHT] += 1
+
+    def buffered(self, attempt_id: int) -> None:
+        """Its group is finished, rewarded and in the buffer."""
+        self._move(self._live([attempt_id]), Stage.IN_FLIGHT, Stage.BUFFERED)
+
+    def cut(self, attempt_ids: Iterable[int], target_version: int) -> None:
+        """Their groups left the buffer for the batch that steps from ``target_version``."""
+        rows = self._live(attempt_ids)
+        self._move(rows, Stage.BUFFERED, Stage.CUT)
+        for row in rows:
+            row.target_version = target_version
+
+    def end(self, attempt_id: int, outcome: Outcome, reason: str = "") -> None:
+        """It ends, for ever.
+
+        Raises:
+            ContractViolation: it is not live (ended, or never issued), or can't end so from its stage.
+        """
+        (row,) = self._live([attempt_id])
+        if row.stage not in ENDS_FROM[outcome]:
+            raise ContractViolation(f"C2: cannot end as {outcome} from {row.stage}: {row}")
+        del self._rows[attempt_id]
+        self._stages[row.stage] -= 1
+        self._ended[outcome] += 1
+        if reason:
+            self._reasons[f"{outcome}: {reason}"] += 1
+
+    def live(self) -> tuple[Row, ...]:
+        """The live rows, oldest admission first; for dumps of the state (C10)."""
+        return tuple(self._rows.values())
+
+    def balance(self) -> Balance:
+        """The numbers, now."""
+        return Balance(
+            issued=self._issued,
+            in_flight=self._stages[Stage.IN_FLIGHT],
+            buffered=self._stages[Stage.BUFFERED],
+            cut=self._stages[Stage.CUT],
+            ended={outcome: self._ended[outcome] for outcome in Outcome},
+            reasons=dict(self._reasons),
+        )
+
+    def check(self, *, in_flight: Iterable[int] | None = None, buffered: Iterable[int] | None = None) -> None:
+        """The run-time check of C2: the sum, and the rows against what the parts really hold.
+
+        Args:
+            in_flight: attempt ids that the dispatcher is working on.
+            buffered: attempt ids in the buffer.
+
+        Raises:
+            ContractViolation: names the rows that the ledger and a part disagree about.
+        """
+        balance, rows = self.balance(), self._rows.values()
+        accounted = balance.in_flight + balance.buffered + balance.cut + sum(balance.ended.values())
+        if balance.issued != accounted or len(rows) != sum(self._stages.values()):
+            raise ContractViolation(
+                f"C2: issued ≠ in flight + buffered + cut + ended: {balance}; live: {self.live()}"
+            )
+        for stage, held in ((Stage.IN_FLIGHT, in_flight), (Stage.BUFFERED, buffered)):
+            expected = {row.attempt_id for row in rows if row.stage is stage}
+            found = expected if held is None else set(held)
+            if expected != found:
+                raise ContractViolation(
+                    f"C2: attempts that are {stage} in the ledger and nowhere else: "
+                    f"{[self._rows[i] for i in sorted(expected - found)]}; held as {stage} but not in the "
+                    f"ledger: {[self._rows.get(i, i) for i in sorted(found - expected)]}"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """Counters and live rows, JSON-serializable."""
+        return {
+            "issued": self._issued,
+            "last_id": self._last_id,
+            "ended": {str(outcome): count for outcome, count in self._ended.items()},
+            "reasons": dict(self._reasons),
+            "live": msgspec.to_builtins(self.live()),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> tuple[Row, ...]:
+        """Take over the counters of an earlier process. What was live then is cancelled ("restart") and
+        returned: its generations died with that process, and its prompts are issued again as new attempts.
+        """
+        rows = msgspec.convert(state["live"], tuple[Row, ...])
+        self._rows, self._stages = {}, Counter()
+        self._issued, self._last_id = int(state["issued"]), int(state["last_id"])
+        self._ended = Counter({Outcome(outcome): int(count) for outcome, count in state["ended"].items()})
+        self._reasons = Counter(dict(state["reasons"]))
+        if rows:
+            self._ended[Outcome.CANCELLED] += len(rows)
+            self._reasons[f"{Outcome.CANCELLED}: restart"] += len(rows)
+        return rows
+
+    def _live(self, attempt_ids: Iterable[int]) -> list[Row]:
+        attempt_ids = list(attempt_ids)
+        rows = [self._rows[attempt_id] for attempt_id in attempt_ids if attempt_id in self._rows]
+        if len(rows) < len(attempt_ids):
+            unknown = [attempt_id for attempt_id in attempt_ids if attempt_id not in self._rows]
+            raise ContractViolation(
+                f"C2: not live: ended already {[i for i in unknown if i <= self._last_id]}, "
+                f"never issued {[i for i in unknown if i > self._last_id]}"
+            )
+        return rows
+
+    def _move(self, rows: list[Row], before: Stage, after: Stage) -> None:
+        wrong = [row for row in rows if row.stage is not before]
+        if wrong or len({row.attempt_id for row in rows}) < len(rows):
+            raise ContractViolation(
+                f"C2: expected distinct attempts that are {before}, found {wrong or rows}"
+            )
+        for row in rows:
+            row.stage = after
+        self._stages[before] -= len(rows)
+        self._stages[after] += len(rows)

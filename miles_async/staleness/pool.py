@@ -1,0 +1,166 @@
+"""The pool of attempts: admission, buffer, ledger and attempt book moved together, one call per event.
+
+Whoever runs it (``rollout.dispatcher`` on an event loop, the property tests by hand) calls one method per
+thing that happens, and the four parts can't come apart: every ending is entered in the ledger, frees or keeps
+its slot, and settles what its prompt gets. No waiting, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import ContractViolation
+from miles_async.staleness.admission import Admission
+from miles_async.staleness.attempts import AttemptBook, Cause, DeadLetter, Retry, RetryPolicy
+from miles_async.staleness.buffer import StalenessBuffer
+from miles_async.staleness.ledger import Balance, Ledger, Outcome
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.types import Attempt, Group, Prompt
+
+
+class Pool:
+    """Attempts from admission to their end."""
+
+    def __init__(self, policy: StalenessPolicy, retries: RetryPolicy) -> None:
+        self._admission = Admission(policy.capacity)
+        self._buffer = StalenessBuffer(policy.batch_size, policy.bound)
+        self._ledger = Ledger()
+        self._book = AttemptBook(retries)
+        self._live: dict[int, Attempt] = {}
+        self._fresh: deque[tuple[int, Prompt]] = deque()
+        self._visible_version: int | None = None  # None: no engine serves anything yet
+        self.dead_letters: list[
+            DeadLetter
+        ] = []  # quarantined since the start; whoever runs the pool writes them out
+
+    # -------------------------------------------------------------------------------------------- admission
+    def room(self) -> int:
+        """Attempts that may be issued now; none before the first version is visible."""
+        return 0 if self._visible_version is None else self._admission.room()
+
+    def needs_prompt(self) -> bool:
+        """Whether :meth:`issue` has neither a retry nor an offered prompt to issue."""
+        return not self._book.waiting_retries and not self._fresh
+
+    def offer(self, epoch: int, prompt: Prompt) -> None:
+        """A fresh prompt from the source; passed over if it is quarantined."""
+        if prompt.prompt_id not in self._book.quarantined:
+            self._fresh.append((epoch, prompt))
+
+    def issue(self, visible_version: int) -> Attempt:
+        """Admit one attempt: a retry if one waits, else an offered prompt. Ask :meth:`room` and :meth:`needs_prompt`."""
+        self._admission.admit()
+        attempt = self._book.issue(self._fresh.popleft, visible_version)
+        self._ledger.issue(attempt)
+        self._live[attempt.attempt_id] = attempt
+        return attempt
+
+    # ------------------------------------------------------------------------------------------ its endings
+    def finished(self, group: Group) -> None:
+        """Generated and rewarded: it waits for a cut."""
+        self._buffer.put(group)
+        self._ledger.buffered(group.attempt.attempt_id)
+
+    def failed(self, attempt: Attempt, reason: str, *, infrastructure: bool) -> None:
+        """It brought no group. Raises DataError past ``--max-quarantined-prompts``."""
+        self._end_untrained(attempt, Cause.INFRASTRUCTURE if infrastructure else Cause.DATA, reason)
+
+    def filtered(self, attempt: Attempt, reason: str) -> None:
+        """Its group is of no use (group filter)."""
+        self._end_untrained(attempt, Cause.FILTERED, reason)
+
+    def cut(self, target_version: int) -> tuple[Group, ...] | None:
+        """One batch, fresh for ``target_version`` (C1), or None; what is too old for it leaves either way."""
+        cut = self._buffer.cut(target_version)
+        for group in cut.stale:
+            age = target_version - group.oldest_version
+            self._end_untrained(group.attempt, Cause.STALE, f"age {age}")
+        if not cut.groups:
+            return None
+        self._ledger.cut((group.attempt.attempt_id for group in cut.groups), target_version)
+        self.check()
+        return cut.groups
+
+    def trained(self, groups: tuple[Group, ...], target_version: int) -> None:
+        """The optimizer stepped with them from ``target_version``; their slots are free at the next commit."""
+        for group in groups:
+            self._ledger.end(group.attempt.attempt_id, Outcome.TRAINED)
+            del self._live[group.attempt.attempt_id]
+        self._admission.trained(len(groups), leads_to=target_version + 1)
+
+    def commit(self, version: int) -> None:
+        """``version`` is visible; the same one again says that the last step was not published."""
+        if version == self._visible_version:
+            self._admission.release()
+        else:
+            self._admission.commit(version)
+            self._visible_version = version
+
+    def cancel_all(self) -> None:
+        """The run ends: so does everything that is live."""
+        for attempt_id in list(self._live):
+            self._ledger.end(attempt_id, Outcome.CANCELLED)
+        self._admission.leave(len(self._live))
+        self._live.clear()
+
+    # -------------------------------------------------------------------------------------------- inspection
+    def check(self) -> None:
+        """C2, against what the buffer really holds. Raises ContractViolation naming the rows."""
+        self._ledger.check(buffered=(group.attempt.attempt_id for group in self._buffer))
+        live = {row.attempt_id for row in self._ledger.live()}
+        if live != self._live.keys():
+            raise ContractViolation(
+                f"C2: the ledger and the pool disagree about {sorted(live ^ self._live.keys())}"
+            )
+
+    def balance(self) -> Balance:
+        """Attempts by stage and outcome."""
+        return self._ledger.balance()
+
+    def lead(self) -> int:
+        """Attempts admitted and not yet trained (C4)."""
+        return self._admission.occupied
+
+    def describe(self) -> str:
+        """One line for whoever asks why nothing moves (C10)."""
+        balance = self.balance()
+        return (
+            f"{balance.in_flight} attempts in flight, {balance.buffered} groups buffered, {balance.cut} cut, "
+            f"room for {self.room()} more of {self._admission.capacity}, visible version {self._visible_version}"
+        )
+
+    # -------------------------------------------------------------------------------------------- checkpoint
+    def state(self) -> dict[str, Any]:
+        """JSON-serializable. What is live or was offered is saved as owed to its prompt, and issued again."""
+        owed = [_owed(attempt) for attempt in self._live.values()]
+        owed += [_owed(Attempt(attempt_id=-1, prompt=prompt, epoch=epoch)) for epoch, prompt in self._fresh]
+        return {"ledger": self._ledger.state(), "book": self._book.state(), "owed": msgspec.to_builtins(owed)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Before anything was issued."""
+        self._ledger.restore(state["ledger"])
+        book = dict(state["book"])
+        self._book.restore({**book, "retries": [*state["owed"], *book["retries"]]})
+
+    def _end_untrained(self, attempt: Attempt, cause: Cause, reason: str) -> None:
+        verdict = self._book.ended(attempt, cause, reason)
+        self._ledger.end(attempt.attempt_id, verdict.outcome, verdict.reason)
+        del self._live[attempt.attempt_id]
+        self._admission.leave()
+        if verdict.dead_letter:
+            self.dead_letters.append(verdict.dead_letter)
+
+
+def _owed(attempt: Attempt) -> Retry:
+    return Retry(
+        prompt=attempt.prompt,
+        epoch=attempt.epoch,
+        data_failures=attempt.data_failures,
+        infra_failures=attempt.infra_failures,
+        stale_count=attempt.stale_count,
+        history=attempt.history,
+    )

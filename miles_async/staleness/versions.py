@@ -1,0 +1,208 @@
+"""Which weights sampled which token: from an engine's raw report to one version per token (C1).
+
+An engine reports ``meta_info.weight_versions`` (spans; absent in SGLang 0.5.10) and
+``meta_info.weight_version`` (one label, of the end of the response, hence too fresh for the tokens before
+it). Neither is taken as is: the rule everywhere is that the result may be *older* than the truth and never
+fresher.
+
+That rests on two facts: weights only get newer during one generation call, and a serving engine is never
+older than the version that was visible when the call was dispatched (C8: publication is all-or-nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from miles_async.errors import VersionUnknownError
+from miles_async.types import NO_VERSION, Attempt, Group, Int32, Sample, UInt8, VersionSpan
+
+EDGE_TOLERANCE = 1
+"""Tokens by which each reported start or end may be wrong. An engine that overlaps scheduling with computing
+has one token in flight when weights change: sampled by the old weights, counted under the new ones.
+"""
+
+MAX_VERSION = int(np.iinfo(np.int32).max)  # versions travel as int32 arrays
+
+
+def parse_spans(
+    reported_spans: object,
+    reported_scalar: object,
+    num_tokens: int,
+    dispatch_version: int,
+    *,
+    newest_possible: int = MAX_VERSION,
+) -> tuple[VersionSpan, ...]:
+    """Spans that cover [0, num_tokens) and are nowhere fresher than the truth.
+
+    1. No tokens: ``()``.
+    2. Reported spans are believed if they start at 0, follow each other and reach the end, each within
+       ``EDGE_TOLERANCE`` tokens, and get newer. A span without a usable version is an error: its tokens came
+       from unknown weights.
+    3. At an edge the earlier version is the truth: the first token of every later span goes to the earlier
+       one. The start of the call is an edge too, if the first span is newer than ``dispatch_version``: a
+       prefill in flight when weights change in place is reported under the new version from token 0 on.
+    4. A cover that ends one token short is extended (a later token is at least as fresh as the one before
+       it); one that ends late is clipped.
+    5. Otherwise one span of the oldest version in sight: at dispatch, the label, any span.
+
+    Args:
+        reported_spans: sequence of mappings ``{version, start, end}`` (version an int or digits), or None.
+        reported_scalar: the label of the response, an int or digits; "default" means never updated.
+        num_tokens: output tokens of the call.
+        dispatch_version: visible when the call was sent.
+        newest_possible: a version above it cannot have been published yet, so the report is wrong.
+
+    Raises:
+        VersionUnknownError: nothing usable was reported: absent, "default", negative, malformed, too new.
+
+    >>> reported = [{"version": "3", "start": 0, "end": 4}, {"version": "4", "start": 4, "end": 6}]
+    >>> parse_spans(reported, "4", num_tokens=6, dispatch_version=3)
+    (VersionSpan(version=3, start=0, end=5), VersionSpan(version=4, start=5, end=6))
+    """
+    if num_tokens == 0:
+        return ()
+    dispatched = _parse_version(dispatch_version, "dispatch", newest_possible)
+    reported = _read_spans(reported_spans, newest_possible)
+    versions = [span.version for span in reported]
+    if reported and _is_believable(reported, num_tokens):
+        return _assign_edges(reported, num_tokens, dispatched)
+    if reported_scalar is not None or not versions:
+        versions.append(_parse_version(reported_scalar, "weight_version", newest_possible))
+    return (VersionSpan(min(dispatched, *versions), 0, num_tokens),)
+
+
+def _parse_version(raw: object, source: str, newest_possible: int) -> int:
+    version = -1
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        version = int(raw)
+    elif isinstance(raw, str) and raw.isascii() and raw.isdigit() and len(raw) <= len(str(MAX_VERSION)):
+        version = int(raw)
+    if not 0 <= version <= newest_possible:
+        raise VersionUnknownError(
+            f"expected a version from 0 to {newest_possible} as {source}, found {raw!r}; an engine that "
+            f'says "default" or nothing was not given a version by a publication'
+        )
+    return version
+
+
+def _read_spans(raw: object, newest_possible: int) -> list[VersionSpan]:
+    """The reported spans, positions unchecked; [] if there are none or they are not spans at all."""
+    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
+        return []
+    spans = []
+    for entry in raw:
+        if not isinstance(entry, Mapping):
+            raise VersionUnknownError(
+                f"expected weight_versions entries {{version, start, end}}, found {entry!r}"
+            )
+        version = _parse_version(entry.get("version"), "weight_versions", newest_possible)
+        start, end = entry.get("start"), entry.get("end")
+        if isinstance(start, int) and isinstance(end, int):
+            spans.append(VersionSpan(version, start, end))
+        else:  # still names a version that took part, but makes the positions of all unbelievable
+            spans.append(VersionSpan(version, -1, -1))
+    return spans
+
+
+def _is_believable(spans: Sequence[VersionSpan], num_tokens: int) -> bool:
+    return (
+        spans[0].start == 0
+        and abs(spans[-1].end - num_tokens) <= EDGE_TOLERANCE
+        and all(span.start <= span.end for span in spans)
+        and all(
+            abs(after.start - before.end) <= EDGE_TOLERANCE and before.version <= after.version
+            for before, after in pairwise(spans)
+        )
+    )
+
+
+def _assign_edges(spans: Sequence[VersionSpan], num_tokens: int, dispatched: int) -> tuple[VersionSpan, ...]:
+    """Shift every edge later by the tolerance, drop what becomes empty, merge equal neighbours.
+
+    Where one span's end and the next one's start disagree, the later of both is the edge.
+    """
+    first = spans[0]
+    edges = [(min(first.version, dispatched), 0)]  # (version, first token it has)
+    edges.append((first.version, EDGE_TOLERANCE if first.version > dispatched else 0))
+    edges += [
+        (after.version, max(before.end, after.start) + EDGE_TOLERANCE) for before, after in pairwise(spans)
+    ]
+    stops = [start for _, start in edges[1:]] + [num_tokens]
+    result: list[VersionSpan] = []
+    for (version, _), stop in zip(edges, stops, strict=True):
+        start = result[-1].end if result else 0
+        stop = min(stop, num_tokens)
+        if stop <= start:
+            continue
+        if result and result[-1].version == version:
+            result[-1] = VersionSpan(version, result[-1].start, stop)
+        else:
+            result.append(VersionSpan(version, start, stop))
+    return tuple(result)
+
+
+def versions_per_token(spans: Sequence[VersionSpan], num_tokens: int) -> Int32:
+    """int32 [num_tokens]. ``spans`` cover [0, num_tokens) without gaps, as :func:`parse_spans` returns."""
+    edges = [0, *(span.end for span in spans)]
+    assert [span.start for span in spans] == edges[:-1], spans
+    assert edges[-1] == num_tokens, (spans, num_tokens)
+    versions = np.array([span.version for span in spans], dtype=np.int32)
+    return np.repeat(versions, [span.end - span.start for span in spans])
+
+
+def _loss_versions(weight_versions: Int32, loss_mask: UInt8) -> Int32:
+    versions: Int32 = weight_versions[loss_mask != 0]
+    if versions.size == 0:
+        raise VersionUnknownError(
+            "expected at least one token that carries loss, found none: the sample has no age"
+        )
+    if versions.min() <= NO_VERSION:
+        raise VersionUnknownError(
+            "expected a weight version for every token that carries loss, found one without"
+        )
+    return versions
+
+
+def oldest_version(weight_versions: Int32, loss_mask: UInt8) -> int:
+    """The version that decides the age of a sample: the oldest among its tokens that carry loss.
+
+    Prompt and tool-output tokens don't count. A sample without a loss token has nothing to train on and no
+    version; it is an error like any other unknown version, for that sample.
+
+    Args:
+        weight_versions: int32 [T], NO_VERSION where no engine generated the token.
+        loss_mask: uint8 [T].
+
+    Raises:
+        VersionUnknownError: no token carries loss, or one that does has no version.
+    """
+    return int(_loss_versions(weight_versions, loss_mask).min())
+
+
+def newest_version(weight_versions: Int32, loss_mask: UInt8) -> int:
+    """The newest version among the tokens that carry loss. Arguments and errors of :func:`oldest_version`."""
+    return int(_loss_versions(weight_versions, loss_mask).max())
+
+
+def is_mixed(weight_versions: Int32, loss_mask: UInt8) -> bool:
+    """Whether tokens that carry loss came from several versions."""
+    versions = _loss_versions(weight_versions, loss_mask)
+    return bool(versions.min() != versions.max())
+
+
+def group_of(attempt: Attempt, samples: Sequence[Sample]) -> Group:
+    """The group of an attempt's finished samples, as old as the oldest of them (M5).
+
+    Raises:
+        VersionUnknownError: of one of the samples.
+    """
+    assert samples, f"attempt {attempt.attempt_id}: a group is never empty"
+    return Group(
+        attempt=attempt,
+        samples=tuple(samples),
+        oldest_version=min(oldest_version(s.weight_versions, s.loss_mask) for s in samples),
+        newest_version=max(newest_version(s.weight_versions, s.loss_mask) for s in samples),
+    )

@@ -1,0 +1,192 @@
+"""The composition root: Arguments in, a finished run out. Only this file sees all of the system.
+
+Driver process: controller, publisher, recorder. The rollout actor (``rollout_parts.py``) and the trainer's ranks
+are Ray actors. Whatever way the run ends (done, error on either side, Ctrl-C, SIGTERM), both sides are
+stopped, then Ray, and the summary says what was done so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+
+from arguments import Arguments
+from arguments.config_file import to_toml
+from miles_async.checkpoints import RunCheckpoints
+from miles_async.cluster import ray_cluster, worker_environment
+from miles_async.controller import Controller
+from miles_async.errors import first_error
+from miles_async.observability.logs import configure_logging
+from miles_async.observability.metrics_file import MetricsFile
+from miles_async.observability.plots import plot_run
+from miles_async.observability.progress import Progress, open_progress
+from miles_async.observability.recorder import RunRecorder
+from miles_async.observability.summary import RunSummary, write_summary
+from miles_async.observability.summary_view import print_summary
+from miles_async.observability.tracker import CompositeTracker
+from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+from miles_async.protocols import EngineFleet, RolloutSide, Tracker
+from miles_async.rollout.actor import RolloutProcess
+from miles_async.rollout_parts import build_rollout
+from miles_async.run_directory import prepare_run_directory
+from miles_async.trainer.group import TrainerGroup
+from miles_async.trainer_parts import trainer_group
+from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.verify import default_tolerance
+
+log = structlog.get_logger(__name__)
+
+STOP_SECONDS = 30.0  # for a side to stop by itself before its processes are ended
+STATS_SECONDS = 10.0
+EXIT_INTERRUPTED = 130
+
+
+def run(arguments: Arguments) -> int:
+    """Run to the end. Returns the exit code: 0 done, 130 interrupted. Raises the first error of either side."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # --custom-*-path modules, as for the workers
+    run_dir = prepare_run_directory(arguments.observability.run_dir)
+    configure_logging(run_dir, arguments.observability.log_level)
+    (run_dir / "config.toml").write_text(to_toml(arguments))
+    training = Run(arguments, run_dir)
+    try:
+        asyncio.run(training.main())
+    except KeyboardInterrupt:
+        training.report("interrupted")
+        return EXIT_INTERRUPTED
+    except BaseException as error:
+        training.report("failed")
+        raise first_error(error) from error
+    training.report("finished")
+    return 0
+
+
+class Run:
+    """One run: its parts, in the order in which they start and, reversed, stop."""
+
+    def __init__(self, arguments: Arguments, run_dir: Path) -> None:
+        self._arguments = arguments
+        self._run_dir = run_dir
+        self._device = _device(arguments.cluster.device)
+        self._summary = RunSummary()
+        self._started = time.monotonic()
+        self._stats: dict[str, Any] = {}  # of the rollout side, as last heard
+        self._version = 0
+
+    async def main(self) -> None:
+        """Start everything, run the controller, stop everything."""
+        arguments = self._arguments
+        _cancel_on_sigterm()
+        environment = worker_environment(arguments.cluster.forward_env, cpu=self._device == "cpu")
+        with open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress:
+            progress.phase("starting Ray")
+            with ray_cluster(arguments.cluster.ray_address, environment):
+                progress.phase("starting engines, router and trainer ranks")
+                rollout = RolloutProcess(partial(build_rollout, arguments, self._run_dir, self._device))
+                trainer = trainer_group(arguments, self._run_dir, self._device, environment)
+                try:
+                    async with asyncio.TaskGroup() as scope:
+                        scope.create_task(rollout.start())
+                        scope.create_task(trainer.start())
+                    await self._control(progress, rollout, trainer)
+                finally:
+                    progress.phase("stopping")
+                    async with asyncio.TaskGroup() as scope:
+                        scope.create_task(rollout.stop(STOP_SECONDS))
+                        scope.create_task(trainer.stop())
+
+    async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:
+        arguments = self._arguments
+        manager = cast(RolloutSide, rollout.manager)
+        self._summary.record_stage("start", time.monotonic() - self._started)
+        tracker = self._tracker()
+        controller = Controller(
+            rollout=manager,
+            trainer=trainer,
+            publisher=WeightPublisher(
+                trainer,
+                cast(EngineFleet, rollout.fleet),
+                arguments.weights,
+                tolerance=arguments.weights.canary_tolerance or default_tolerance(arguments.model.bf16),
+                backend="nccl" if self._device == "cuda" else "gloo",
+            ),
+            checkpoints=RunCheckpoints(
+                trainer, manager, save=arguments.checkpoint.save, load=arguments.checkpoint.load
+            ),
+            recorder=RunRecorder(tracker, progress, self._summary),
+            rollout_arguments=arguments.rollout,
+            staleness=arguments.staleness,
+            weights=arguments.weights,
+            evaluation=arguments.evaluation,
+            checkpoint=arguments.checkpoint,
+        )
+        progress.phase("publishing the first weights")
+        try:
+            await controller.run()
+            if arguments.checkpoint.save_hf is not None:
+                await trainer.save_hf(arguments.checkpoint.save_hf.absolute())
+        finally:
+            self._version = controller.position.version
+            self._stats = await _last_stats(manager)
+            await asyncio.to_thread(tracker.finish)
+
+    def _tracker(self) -> CompositeTracker:
+        observability = self._arguments.observability
+        trackers: list[Tracker] = [MetricsFile(self._run_dir / "metrics.jsonl")]
+        if observability.use_wandb:
+            options = WandbOptions(
+                directory=self._run_dir,
+                mode=observability.wandb_mode,
+                project=observability.wandb_project,
+                group=observability.wandb_group,
+                config=asdict(self._arguments),
+            )
+            trackers.append(open_wandb(options))
+        return CompositeTracker(trackers)
+
+    def report(self, ending: str) -> None:
+        """summary.json, the plot and the closing table: of what was done, however the run ended."""
+        now = time.monotonic()
+        summary = self._summary.finish(
+            balance=self._stats.get("balance", {}),
+            trainer_idle_seconds=self._summary.stage_seconds("wait"),
+            rollout_idle_seconds=self._stats.get("seconds", 0.0) - self._stats.get("busy_seconds", 0.0),
+            wall_seconds=now - self._started,
+            weight_version=self._version,
+        )
+        summary["ending"] = ending
+        write_summary(summary, self._run_dir / "summary.json")
+        if summary["steps"]:
+            plot_run(self._run_dir)
+        print_summary(summary, run_dir=self._run_dir)
+
+
+async def _last_stats(manager: RolloutSide) -> dict[str, Any]:
+    """For the summary; {} from a rollout side that is gone."""
+    try:
+        async with asyncio.timeout(STATS_SECONDS):
+            return await manager.stats()
+    except Exception as error:  # supervision point: the run is ending, and its first error must surface
+        log.warning("no last word from the rollout side", error=repr(error))
+        return {}
+
+
+def _device(choice: str) -> str:
+    if choice != "auto":
+        return choice
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _cancel_on_sigterm() -> None:
+    """SIGTERM ends the run as Ctrl-C does."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)

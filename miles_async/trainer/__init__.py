@@ -1,0 +1,1 @@
+"""The trainer's processes: ``group`` (all ranks, from outside), ``actor`` (one rank), ``losses`` (what is minimised)."""

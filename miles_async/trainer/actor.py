@@ -1,0 +1,173 @@
+"""One trainer rank as a Ray actor: the training backend, and on the sending rank the staged weights.
+
+Methods are blocking, since training is. They run in two threads: ``train`` and everything collective over the ranks in
+one, the transport of weights in the other, so that an engine which fails to answer never holds up training.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from miles_async.errors import TrainerError
+from miles_async.protocols import TrainBackend, WeightSender
+from miles_async.types import StagedWeights, TrainShard
+
+if TYPE_CHECKING:  # the driver imports this module, and has no use for torch
+    import torch.distributed as dist
+
+BackendFactory = Callable[..., TrainBackend]
+"""Called with rank, world_size, local_rank and store."""
+
+SenderFactory = Callable[[str], WeightSender]
+"""Called with this node's address, on the sending rank only."""
+
+Stage = Callable[[Iterator[tuple[str, Any]], int], Sequence[Any]]
+"""``weights.export.stage_on_host``: exported tensors and bytes → buckets with metas, tensors and num_bytes."""
+
+WEIGHTS_THREAD = "weights"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """What the group learns of a rank after its start."""
+
+    rank: int
+    data_parallel_rank: int
+    is_weight_source: bool
+    pid: int
+
+
+class TrainerActor:
+    """Made by TrainerGroup. Every method is called on all ranks at once, except those of the weights thread."""
+
+    def __init__(self, rank: int, world_size: int, *, single_node: bool, log_file: Path | None) -> None:
+        if log_file is not None:
+            _redirect_output(log_file)
+        warnings.filterwarnings("ignore", module="megatron")  # about fused kernels that are absent by choice
+        self._rank = rank
+        self._world_size = world_size
+        self._address = "127.0.0.1" if single_node else ray.util.get_node_ip_address()
+        self._store: dist.Store | None = None
+        self._backend: TrainBackend | None = None
+        self._sender: WeightSender | None = None
+        self._staged: OrderedDict[int, Sequence[Any]] = OrderedDict()
+
+    def listen(self) -> tuple[str, int]:
+        """Rank 0: the rendezvous of all ranks, on a port of the system's choice that is held from now on."""
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        return self._address, self._store.port
+
+    def initialize(
+        self, address: str, port: int, backend: BackendFactory, sender: SenderFactory, threads: int | None
+    ) -> RankInfo:
+        """Build the backend; returns when all ranks have."""
+        import torch
+        import torch.distributed as dist
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if self._store is None:
+            self._store = dist.TCPStore(address, port, is_master=False)
+        # Ray shows each actor its own GPU only, as device 0.
+        self._backend = backend(rank=self._rank, world_size=self._world_size, local_rank=0, store=self._store)
+        if self._backend.is_weight_source:
+            self._sender = sender(self._address)
+        return RankInfo(
+            rank=self._rank,
+            data_parallel_rank=self._backend.data_parallel_rank,
+            is_weight_source=self._backend.is_weight_source,
+            pid=os.getpid(),
+        )
+
+    def train(self, shard: TrainShard) -> dict[str, float]:
+        return self._ready.train(shard)
+
+    def stage_weights(
+        self, version: int, stage: Stage, bucket_bytes: int, canary_tokens: tuple[int, ...], keep: int
+    ) -> StagedWeights | None:
+        """Copy the weights to host memory, the newest ``keep`` versions of them; None on ranks that don't send."""
+        started = time.perf_counter()
+        backend = self._ready
+        tensors = backend.export_weights()
+        if backend.is_weight_source:
+            self._staged[version] = stage(tensors, bucket_bytes)
+            self._staged.move_to_end(version)
+            while len(self._staged) > keep:
+                self._staged.popitem(last=False)
+        else:
+            for _ in tensors:  # the export is collective
+                pass
+        # Engines score prompts at temperature 1, whatever they sample at.
+        canary = backend.logprobs([canary_tokens], temperature=1.0)[0] if canary_tokens else []
+        if not backend.is_weight_source:
+            return None
+        buckets = self._staged[version]
+        return StagedWeights(
+            version=version,
+            buckets=tuple(bucket.metas for bucket in buckets),
+            total_bytes=sum(bucket.num_bytes for bucket in buckets),
+            canary_tokens=tuple(canary_tokens),
+            canary_logprobs=tuple(canary),
+            prepare_seconds=time.perf_counter() - started,
+        )
+
+    def save(self, directory: Path) -> None:
+        self._ready.save(directory)
+
+    def save_hf(self, directory: Path) -> None:
+        self._ready.save_hf(directory)
+
+    def load(self, directory: Path) -> None:
+        self._ready.load(directory)
+
+    # ------------------------------------------------------------------------------------ weights thread
+    @ray.method(concurrency_group=WEIGHTS_THREAD)
+    def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
+        return self._transport.open_group(group_name, world_size)
+
+    @ray.method(concurrency_group=WEIGHTS_THREAD)
+    def join_group(self, group_name: str) -> None:
+        self._transport.join_group(group_name)
+
+    @ray.method(concurrency_group=WEIGHTS_THREAD)
+    def send_bucket(self, group_name: str, version: int, index: int) -> None:
+        if version not in self._staged:
+            raise TrainerError(f"weights of version {version} are not staged, only {list(self._staged)}")
+        self._transport.send(group_name, self._staged[version][index].tensors)
+
+    @ray.method(concurrency_group=WEIGHTS_THREAD)
+    def leave_group(self, group_name: str) -> None:
+        self._transport.leave_group(group_name)
+
+    @property
+    def _ready(self) -> TrainBackend:
+        assert self._backend is not None, "initialize() comes first"
+        return self._backend
+
+    @property
+    def _transport(self) -> WeightSender:
+        assert self._sender is not None, "only the sending rank has a transport"
+        return self._sender
+
+
+def _redirect_output(path: Path) -> None:
+    """stdout and stderr of this process, C++ included, to a file in the run directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)

@@ -1,0 +1,223 @@
+"""All trainer ranks from outside: TrainerSide on top of Ray actors.
+
+A call that concerns all ranks is made on all at once. The first rank that fails ends the whole group, since the others
+would wait for it in a collective for ever: they are killed, and the failure surfaces as TrainerError with rank and cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import structlog
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from miles_async.errors import MilesAsyncError, StalledError, TrainerError
+from miles_async.protocols import Metrics
+from miles_async.trainer.actor import WEIGHTS_THREAD, BackendFactory, RankInfo, SenderFactory, Stage, TrainerActor
+from miles_async.trainer.placement import Placement, RankResources
+from miles_async.types import StagedWeights
+
+log = structlog.get_logger(__name__)
+
+# After a first failure others follow (a lost peer breaks collectives): wait a little, so as to name the cause.
+GRACE_SECONDS = 2.0
+
+
+class TrainerGroup:
+    """Implements TrainerSide. Nothing runs before :meth:`start`; nothing is left after :meth:`stop`."""
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        resources: RankResources,
+        backend: BackendFactory,
+        sender: SenderFactory,
+        stage: Stage,
+        bucket_bytes: int,
+        canary_tokens: Sequence[int],
+        keep_versions: int = 1,
+        single_node: bool = True,
+        log_directory: Path | None = None,
+        start_timeout: float = 600.0,
+        step_timeout: float = 3600.0,
+    ) -> None:
+        """The callables run in the actors and must be picklable.
+
+        ``keep_versions``: staged weights held by the sending rank (``--debug-publication-lag`` + 1). ``canary_tokens``
+        may be empty. Timeouts in seconds: of :meth:`start`, and of any other call on all ranks.
+        """
+        self._world_size = world_size
+        self._placement = Placement(resources, world_size)
+        self._threads = resources.threads
+        self._backend, self._sender, self._stage = backend, sender, stage
+        self._bucket_bytes = bucket_bytes
+        self._canary_tokens = tuple(canary_tokens)
+        self._keep_versions = keep_versions
+        self._single_node = single_node
+        self._log_directory = log_directory
+        self._start_timeout, self._step_timeout = start_timeout, step_timeout
+        self._actors: list[Any] = []
+        self._ranks: list[RankInfo] = []
+        self._source: Any = None
+
+    async def start(self) -> None:
+        """All ranks up, models loaded. Raises ConfigurationError, TrainerError or StalledError; then nothing is left."""
+        try:
+            await self._placement.reserve(self._start_timeout)
+            actor_class = ray.remote(concurrency_groups={WEIGHTS_THREAD: 1})(TrainerActor)
+            self._actors = [self._create(actor_class, rank) for rank in range(self._world_size)]
+            [(address, port)] = await self._call([0], lambda actor, _: actor.listen.remote(), self._start_timeout)
+            self._ranks = await self._on_all(
+                lambda actor, _: actor.initialize.remote(address, port, self._backend, self._sender, self._threads),
+                self._start_timeout,
+            )
+        except BaseException:
+            await self.stop()
+            raise
+        self._source = next(self._actors[info.rank] for info in self._ranks if info.is_weight_source)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Known once started; as many shards as this make one batch."""
+        return 1 + max(info.data_parallel_rank for info in self._ranks)
+
+    @property
+    def ranks(self) -> Sequence[RankInfo]:
+        return tuple(self._ranks)
+
+    async def train(self, shards: Sequence[Any]) -> Metrics:
+        """``shards``: per data-parallel rank a TrainShard or a reference to one. Metrics are over all ranks."""
+        if len(shards) != self.data_parallel_size:
+            raise TrainerError(f"expected {self.data_parallel_size} shards, one per data-parallel rank, got {len(shards)}")
+        results = await self._on_all(
+            lambda actor, rank: actor.train.remote(shards[self._ranks[rank].data_parallel_rank])
+        )
+        return results[0]
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        results = await self._on_all(
+            lambda actor, _: actor.stage_weights.remote(
+                version, self._stage, self._bucket_bytes, self._canary_tokens, self._keep_versions
+            )
+        )
+        return next(staged for staged in results if staged is not None)
+
+    async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
+        return await self._on_source(self._source.open_group.remote(group_name, world_size))
+
+    async def join_group(self, group_name: str) -> None:
+        await self._on_source(self._source.join_group.remote(group_name))
+
+    async def send_bucket(self, group_name: str, version: int, index: int) -> None:
+        await self._on_source(self._source.send_bucket.remote(group_name, version, index))
+
+    async def leave_group(self, group_name: str) -> None:
+        await self._on_source(self._source.leave_group.remote(group_name))
+
+    async def save(self, directory: Path) -> None:
+        await self._on_all(lambda actor, _: actor.save.remote(directory))
+
+    async def save_hf(self, directory: Path) -> None:
+        await self._on_all(lambda actor, _: actor.save_hf.remote(directory))
+
+    async def load(self, directory: Path) -> None:
+        await self._on_all(lambda actor, _: actor.load.remote(directory))
+
+    async def stop(self) -> None:
+        """End all processes at once; idempotent. What isn't saved is lost."""
+        self._kill()
+        self._placement.release()
+
+    # --------------------------------------------------------------------------------------------- calls
+    def _create(self, actor_class: Any, rank: int) -> Any:
+        log_file = self._log_directory / f"trainer-{rank}.log" if self._log_directory else None
+        options = self._placement.options(rank)
+        return actor_class.options(**options).remote(
+            rank, self._world_size, single_node=self._single_node, log_file=log_file
+        )
+
+    async def _on_all(self, call: Callable[[Any, int], Any], timeout: float | None = None) -> list[Any]:
+        """``call(actor, rank)`` on every rank; results in rank order."""
+        return await self._call(range(len(self._actors)), call, timeout or self._step_timeout)
+
+    async def _call(self, ranks: Sequence[int], call: Callable[[Any, int], Any], timeout: float) -> list[Any]:
+        if not self._actors:
+            raise TrainerError("the trainer is not running")
+        results: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+
+        async def settle(rank: int, reference: Any) -> None:
+            try:
+                results[rank] = await reference
+            except RayError as error:
+                if not errors and not deadline.expired():
+                    deadline.reschedule(asyncio.get_running_loop().time() + GRACE_SECONDS)
+                errors[rank] = error
+
+        try:
+            async with asyncio.timeout(timeout) as deadline, asyncio.TaskGroup() as scope:
+                for rank in ranks:
+                    scope.create_task(settle(rank, call(self._actors[rank], rank)))
+        except TimeoutError:
+            if not errors:
+                self._kill()
+                waiting = sorted(set(ranks) - set(results))
+                raise StalledError(f"trainer ranks {waiting} did not answer within {timeout:g} s") from None
+        if errors:
+            self._kill()
+            raise _cause(errors)
+        return [results[rank] for rank in ranks]
+
+    async def _on_source(self, reference: Any) -> Any:
+        """The weights thread of the sending rank: its errors don't concern the other ranks, unless it died."""
+        rank = self._source_rank
+        try:
+            return await reference
+        except RayActorError as error:
+            self._kill()
+            raise _cause({rank: error}) from None
+        except RayTaskError as error:
+            raise _cause({rank: error}) from None
+
+    @property
+    def _source_rank(self) -> int:
+        return next(info.rank for info in self._ranks if info.is_weight_source)
+
+    def _kill(self) -> None:
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+
+
+def _cause(errors: dict[int, Exception]) -> MilesAsyncError:
+    """The error to show of those that came within the grace time: the one that the others follow from."""
+    rank, error = min(errors.items(), key=lambda item: (_rank_of_suspicion(item[1]), item[0]))
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, MilesAsyncError):
+        return cause
+    others = sorted(set(errors) - {rank})
+    also = f" (ranks {others} failed after it)" if others else ""
+    if isinstance(error, RayActorError):
+        # Ray explains at length; what comes first names the process and how it ended.
+        found = " ".join(str(error).split("Some common causes")[0].split())
+        return TrainerError(f"trainer rank {rank} died{also}: {found}")
+    text = str(cause).strip() or repr(cause)
+    log.error("trainer rank failed", rank=rank, traceback=str(error))
+    return TrainerError(f"trainer rank {rank} failed{also}: {type(cause).__name__}: {text}")
+
+
+def _rank_of_suspicion(error: Exception) -> int:
+    """A process that died, then an error on purpose, then any other, last a lost connection: that is a follower."""
+    if isinstance(error, RayActorError):
+        return 0
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, MilesAsyncError):
+        return 1
+    text = str(cause).lower()
+    lost_peer = any(sign in text for sign in ("connection closed by peer", "connection reset", "broken pipe", "recv", "timed out"))
+    return 3 if lost_peer else 2

@@ -1,0 +1,77 @@
+"""Where trainer ranks run: one Ray bundle per rank, ranks of one node next to each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles_async.errors import TrainerError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankResources:
+    """What one rank takes of the cluster, and what its process sees."""
+
+    num_cpus: float
+    num_gpus: float
+    env: Mapping[str, str] = field(default_factory=dict)
+    threads: int | None = None  # of torch; None: its default
+
+    @classmethod
+    def for_device(cls, device: str, env: Mapping[str, str]) -> RankResources:
+        """``device``: "cpu" or "cuda", resolved. On CPU a rank is one thread that shares cores with all others."""
+        if device == "cuda":
+            return cls(num_cpus=1, num_gpus=1, env=env)
+        return cls(num_cpus=0.01, num_gpus=0, env={"OMP_NUM_THREADS": "1", **env}, threads=1)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {"CPU": self.num_cpus} | ({"GPU": self.num_gpus} if self.num_gpus else {})
+
+
+class Placement:
+    """A placement group and its bundles in rank order."""
+
+    def __init__(self, resources: RankResources, world_size: int) -> None:
+        self._resources = resources
+        self._world_size = world_size
+        self._group: Any = None
+        self._bundles: list[int] = []
+
+    async def reserve(self, deadline_seconds: float) -> None:
+        """Raises TrainerError when the cluster hasn't got the resources within the deadline."""
+        bundle = self._resources.bundle
+        self._group = placement_group([bundle] * self._world_size, strategy="PACK")
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self._group.ready()
+        except TimeoutError:
+            raise TrainerError(
+                f"Ray did not place {self._world_size} trainer ranks with {bundle} each within {deadline_seconds:g} s; "
+                f"the cluster has {ray.cluster_resources()} (--actor-num-nodes, --actor-num-gpus-per-node)"
+            ) from None
+        # Consecutive ranks form tensor-parallel groups: they belong on one node.
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        self._bundles = sorted(range(self._world_size), key=lambda index: (nodes[index], index))
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """For ``ray.remote(...).options``."""
+        return {
+            "num_cpus": self._resources.num_cpus,
+            "num_gpus": self._resources.num_gpus,
+            "runtime_env": {"env_vars": dict(self._resources.env)},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._bundles[rank]
+            ),
+        }
+
+    def release(self) -> None:
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None

@@ -1,0 +1,186 @@
+"""The nouns of the flow: prompt → sample → group → train batch. All frozen, all plain data.
+
+A prompt is immutable and a sample is a separate record, so "reset for retry" does not exist: a retry is
+a new attempt of the same prompt with nothing to clear.
+
+Per-token arrays of a sample are aligned with ``tokens`` (prompt and response together): entry ``i`` of
+``loss_mask``, ``rollout_logprobs`` and ``weight_versions`` describes ``tokens[i]``. The logits that
+predict ``tokens[i]`` are those at position ``i - 1``; the trainer does that shift, nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NewType
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+WeightVersion = NewType("WeightVersion", int)
+"""0 = the initial checkpoint, +1 per publication, monotonic across restarts."""
+
+NO_VERSION = -1
+"""Entry of ``Sample.weight_versions`` for tokens that no engine generated (prompt, tool output)."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the prompt data.
+
+    >>> Prompt(prompt_id="train.jsonl:7", token_ids=(1, 4, 29, 5), text="rev 12", label="21")
+    """
+
+    prompt_id: str  # unique within the prompt data
+    token_ids: tuple[int, ...]  # rendered by the chat template, ready for the engine
+    text: str  # what was rendered, for rewards and logs
+    label: str | None = None
+    metadata: Mapping[str, Any] = {}
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) of one generation call came from weight version ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of an engine to one generation call (a turn, or one chunk of an interrupted turn)."""
+
+    output_ids: Int32  # [T]
+    logprobs: Float32  # [T], of the sampled tokens under the sampling distribution
+    spans: tuple[VersionSpan, ...]  # cover [0, T) without gaps
+    finish_reason: FinishReason
+    engine_id: str
+    cached_tokens: int  # prompt tokens served from the prefix cache
+    prompt_tokens: int
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished trajectory of a prompt. Built once, by ``rollout.generate``; never changed."""
+
+    tokens: Int32  # [T] prompt and response
+    prompt_length: int
+    loss_mask: UInt8  # [T] 1 where the token carries loss (the model sampled it)
+    rollout_logprobs: Float32  # [T] 0 where loss_mask is 0
+    weight_versions: Int32  # [T] NO_VERSION where no engine generated the token
+    text: str  # response text, special tokens removed
+    finish_reason: FinishReason
+    reward: float | None = None
+    metadata: Mapping[str, Any] = {}
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One try of a prompt: the unit that is admitted, generated, buffered and accounted for.
+
+    ``attempt_id`` is unique over the run (``prompt_id`` repeats in every epoch and in every retry), so
+    overlapping epochs never mix prompts. It rises in order of admission; the cut takes oldest first.
+    """
+
+    attempt_id: int
+    prompt: Prompt
+    epoch: int
+    data_failures: int = 0  # earlier tries of this prompt that ended for its own fault
+    infra_failures: int = 0  # earlier tries that engines or network ended
+    stale_count: int = 0  # earlier tries that were too old at the cut
+    history: tuple[str, ...] = ()  # why each earlier try ended; becomes the dead letter's reasons (C6)
+    issued_version: int = 0  # weight version visible when this attempt was admitted
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The finished samples of one attempt, rewarded; compared together by GRPO. Never empty."""
+
+    attempt: Attempt
+    samples: tuple[Sample, ...]
+    oldest_version: int  # over the tokens of all samples that carry loss
+    newest_version: int
+
+
+class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples flattened: per-token arrays of length N = offsets[-1], sample s is [offsets[s], offsets[s+1]).
+
+    >>> batch.tokens[batch.offsets[s] : batch.offsets[s + 1]]   # the tokens of sample s
+    """
+
+    tokens: Int32  # [N]
+    offsets: Int64  # [S + 1], offsets[0] == 0
+    loss_mask: UInt8  # [N]
+    rollout_logprobs: Float32  # [N]
+    weight_versions: Int32  # [N] per token, NO_VERSION where no engine generated it
+    oldest_versions: Int32  # [S] per sample, over the tokens that carry loss
+    advantages: Float32  # [S] per sample; every loss token of the sample has this advantage
+    rewards: Float32  # [S]
+    sample_ids: Int64  # [S] position in the batch before any split, to check alignment after it
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.offsets) - 1
+
+
+class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
+    """What one data-parallel rank trains on in one rollout step.
+
+    ``optimizer_steps[i]`` are the micro-batches of the i-th optimizer step, each a TrainBatch packed into one
+    sequence of at most ``--max-tokens-per-gpu`` tokens. Every rank has the same number of optimizer steps
+    and, within one, the same number of micro-batches, so that collectives line up.
+    """
+
+    dp_rank: int
+    dp_size: int
+    target_version: int  # the version the optimizer steps from (C1)
+    optimizer_steps: tuple[tuple[TrainBatch, ...], ...]
+    loss_tokens: tuple[int, ...]  # tokens that carry loss per optimizer step, summed over all ranks
+
+
+class TensorMeta(msgspec.Struct, frozen=True):
+    """Name, dtype (torch name without prefix: "float32") and shape of one exported HF tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trainer staged for publication: buckets in sending order, and what the canary must score."""
+
+    version: int
+    buckets: tuple[tuple[TensorMeta, ...], ...]
+    total_bytes: int
+    canary_tokens: tuple[int, ...]
+    canary_logprobs: tuple[float, ...]  # of canary_tokens[1:], by the trainer, with these weights
+    prepare_seconds: float
+
+
+class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that left the buffer: its shards by reference, and what is known of it."""
+
+    batch_id: int
+    target_version: int
+    oldest_version: int
+    shards: tuple[Any, ...]  # per data-parallel rank, a reference (ray.ObjectRef) to a TrainShard
+    metrics: Mapping[str, float]  # reward mean, lengths, ages, ...
+    ages: Mapping[int, int]  # age → number of samples
+
+
+class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines that a publication concerns."""
+
+    serving: tuple[str, ...]  # hold the current version and take requests
+    joining: tuple[str, ...]  # up, but their weights are unknown until a publication reaches them
+    starting: tuple[str, ...]  # not up yet
+    ranks: Mapping[str, int]  # process-group ranks per engine (its tensor-parallel size)
+
+
+class CanaryScore(msgspec.Struct, frozen=True):
+    """What an engine makes of the canary sequence."""
+
+    weight_version: str
+    logprobs: tuple[float, ...]  # of tokens[1:]

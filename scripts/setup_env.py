@@ -1,0 +1,216 @@
+"""Builds .venv from requirements/requirements.lock, or brings it up to date; does nothing when it is current.
+
+Run by `make setup` with the Python that the machine has, before anything is installed: standard library only,
+and in the syntax of Python 3.6, so that an interpreter that is too old can say so.
+"""
+
+import argparse
+import collections
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "setup-stamp"
+LOCK = ROOT / "requirements" / "requirements.lock"
+PYTHON_VERSION = (3, 11)
+NEEDED_GIB = 4  # 2 GiB installed, the rest for downloads on their way
+TAIL_LINES = 12
+LINE_LENGTH = 300  # pip names all packages in one line
+OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+NOT_LOCKED = {"pip", "miles-async"}  # pip comes with the environment; the project is what is being set up
+
+
+def fail(message: str) -> None:
+    sys.exit("error: " + message)
+
+
+def say(message: str) -> None:
+    print("set-up: " + message, flush=True)
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_pins(path: Path) -> dict:
+    """``name==version`` lines of a requirements file, by canonical name."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return {canonical(line.partition("==")[0]): line for line in lines if "==" in line}
+
+
+def fingerprint(extras: str) -> str:
+    """Changes with all that decides what is in .venv, and when the tree has moved (scripts hold its path)."""
+    digest = hashlib.sha256((str(ROOT) + "\n" + extras).encode())
+    for path in [ROOT / "pyproject.toml", *sorted((ROOT / "requirements").glob("*.[il]*"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def check_machine(extras: str) -> None:
+    """What must hold before anything is downloaded. On CPU nothing is compiled, now or at run time."""
+    found = "{}.{}.{}".format(*sys.version_info[:3])
+    if sys.version_info[:2] != PYTHON_VERSION:
+        fail(
+            "Python 3.11 is needed, but {} is {}: install Python 3.11, or run "
+            "`make setup PYTHON=<path of python3.11>`.".format(sys.executable, found)
+        )
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        fail(
+            "the venv module of Python {} is missing: install it (Debian, Ubuntu: "
+            "`apt-get install python3.11-venv`).".format(found)
+        )
+    free = shutil.disk_usage(str(ROOT)).free / 2**30
+    if free < NEEDED_GIB:
+        fail(
+            "{:.1f} GiB are free at {}, but the environment needs about {} GiB: "
+            "make room and run `make setup` again.".format(free, ROOT, NEEDED_GIB)
+        )
+    missing = [tool for tool in ("c++", "nvcc") if extras == "gpu" and not shutil.which(tool)]
+    if missing:
+        fail(
+            "{} not found: Transformer Engine is compiled during the set-up; install a C++ compiler and the "
+            "CUDA toolkit and put them on PATH.".format(" and ".join(missing))
+        )
+
+
+def environment_is_usable() -> bool:
+    """Whether .venv is whole and belongs to this folder (was neither moved nor copied here)."""
+    pip_script = VENV / "bin" / "pip"
+    if not pip_script.exists() or str(VENV_PYTHON.parent) not in pip_script.read_text():
+        return False
+    # A half-made environment can run the base Python instead, and pip would change the machine's packages.
+    code = "import pip, sys; sys.exit(sys.version_info[:2] != {} or sys.prefix != {!r})"
+    command = [str(VENV_PYTHON), "-c", code.format(PYTHON_VERSION, str(VENV))]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def create_environment() -> None:
+    say("creating .venv with Python {}.{}.{}".format(*sys.version_info[:3]))
+    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    done = subprocess.run(command, universal_newlines=True, **OUTPUT)
+    if done.returncode:
+        fail("`{}` failed:\n{}".format(" ".join(command), done.stdout.strip()))
+
+
+def pip(arguments: list, total: int = 0) -> None:
+    """Runs the environment's pip, tells how far it is (of ``total`` packages), on failure shows its end."""
+    command = [str(VENV_PYTHON), "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
+    tail = collections.deque(maxlen=TAIL_LINES)  # type: collections.deque
+    seen = 0
+    with subprocess.Popen(command, universal_newlines=True, **OUTPUT) as process:
+        for line in process.stdout:
+            tail.append(line.rstrip()[:LINE_LENGTH])
+            if line.startswith(("Collecting ", "Processing ", "Requirement already satisfied")):
+                seen += 1
+                if total and seen % 25 == 0:
+                    say("  {} of {} packages found".format(seen, total))
+            elif line.startswith("Installing collected packages") and total:
+                say("  unpacking them (about a minute)")
+    if process.returncode == 0:
+        return
+    print("\n".join(tail), file=sys.stderr)
+    if any("No space left" in line for line in tail):
+        fail("the disk is full (pip's last lines are above): make room and run `make setup` again.")
+    fail(
+        "pip failed (its last lines are above): if it was the network, run `make setup` again; "
+        "packages that were downloaded are not downloaded twice."
+    )
+
+
+def install_lock(extras: str) -> None:
+    """Exactly the packages of the lock; with extras, the lock constrains what those do not replace."""
+    pins = read_pins(LOCK)
+    extra_pins = {}
+    if extras:
+        lines = extra_file(extras).read_text().splitlines()
+        replaced = {canonical(re.split(r"[^\w.-]", line)[0]) for line in lines}
+        pins = {name: pin for name, pin in pins.items() if name not in replaced}
+        extra_pins = read_pins(extra_file(extras))
+    chosen = VENV / "pins.txt"
+    chosen.write_text("".join(pin + "\n" for pin in pins.values()))
+    say("installing {} packages of requirements.lock (2-3 minutes, 2 GB)".format(len(pins)))
+    pip(["install", "--no-deps", "--requirement", str(chosen)], total=len(pins))
+    if extras:
+        say("installing the extras '{}' (10 GB; compiles Transformer Engine)".format(extras))
+        constrained = ["install", "--no-build-isolation", "--constraint", str(chosen)]
+        pip([*constrained, *extra_pins.values()])  # first: Transformer Engine is built against that torch
+        pip([*constrained, "--editable", ".[{}]".format(extras)])
+    else:
+        remove_unlocked(set(pins))
+        say("installing miles_async (editable)")
+        pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."])
+
+
+def extra_file(extras: str) -> Path:
+    return ROOT / "requirements" / (extras + ".in")
+
+
+def remove_unlocked(locked: set) -> None:
+    """Uninstalls what an older lock, or somebody, has left in the environment."""
+    code = "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()))"
+    names = subprocess.check_output([str(VENV_PYTHON), "-c", code], universal_newlines=True).split()
+    leftover = sorted({canonical(name) for name in names} - locked - NOT_LOCKED)
+    if leftover:
+        say("removing what is not in the lock: " + ", ".join(leftover))
+        pip(["uninstall", "--yes", *leftover])
+
+
+def check_torch() -> None:
+    """PyPI serves a CUDA build under the version of the CPU one; without CUDA's libraries it won't load."""
+    done = subprocess.run([str(VENV_PYTHON), "-c", "import torch"], universal_newlines=True, **OUTPUT)
+    if done.returncode:
+        print(done.stdout.strip(), file=sys.stderr)
+        fail(
+            "torch is installed but cannot be imported (see above): if pip fetched a CUDA build, run "
+            "`.venv/bin/pip uninstall torch`, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, and run "
+            "`make setup` again."
+        )
+
+
+def read_stamp() -> list:
+    """The extras and the fingerprint of the last set-up that finished."""
+    return STAMP.read_text().splitlines() if STAMP.exists() else ["", ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--extras", default="", help="'gpu' on a GPU machine; kept until .venv is removed")
+    asked = parser.parse_args().extras
+    if asked not in ("", "gpu"):
+        fail("there are no extras named '{}': EXTRAS can be gpu.".format(asked))
+
+    had_extras, had_fingerprint = read_stamp()
+    extras = asked or had_extras
+    wanted = fingerprint(extras)
+    if had_fingerprint == wanted and VENV_PYTHON.exists():
+        return
+
+    started = time.monotonic()
+    check_machine(extras)
+    os.chdir(str(ROOT))
+    if not environment_is_usable():
+        create_environment()
+    # No fingerprint yet: an interrupted set-up is taken up again, never taken for a finished one.
+    STAMP.write_text(extras + "\n\n")
+    install_lock(extras)
+    check_torch()
+    STAMP.write_text(extras + "\n" + wanted + "\n")
+    say("done in {:.0f} s".format(time.monotonic() - started))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail("interrupted: `make setup` takes it up where it was left.")

@@ -1,0 +1,310 @@
+"""An SGLang server in this process, without a model: the protocol of 0.5.23 as the engines package uses it.
+
+Held to the real one by tests/integration/test_engines_contract.py. A "token" takes ``token_seconds``; the n-th
+output token of a request has id ``n % 50 + 3`` and log-prob ``-0.5``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass
+class _Running:
+    """One request in flight."""
+
+    prompt: list[int]
+    spans: list[dict[str, Any]]
+    output: list[int] = field(default_factory=list)
+    aborted: bool = False
+    retractions: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Start with ``async with``; ``url`` is then where it listens. Fields may be changed while it runs."""
+
+    token_seconds: float = 0.001
+    name_worker: bool = True  # answer as through the router: with the header that names the engine
+    respond: Callable[[dict[str, Any]], web.Response | None] = lambda body: None  # misbehave instead of generating
+    transform: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply  # spoil the answer
+    weight_version: str = "default"
+    requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of /generate
+    headers: list[dict[str, str]] = field(default_factory=list)  # and their headers
+    calls: list[str] = field(default_factory=list)  # paths of everything else, in order
+    aborted_ids: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.url = ""
+        self.canary_shift = 0.0  # added to the log-probs of /generate with logprob_start_len
+        self._running: dict[str, _Running] = {}
+        self._paused: str | None = None
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._updating = False
+        self._groups: set[str] = set()
+        self._cache: set[tuple[str | None, tuple[int, ...]]] = set()
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> FakeEngine:
+        app = web.Application(middlewares=[self._record])
+        app.add_routes(
+            [
+                web.get("/model_info", self._model_info),
+                web.get("/server_info", self._model_info),
+                web.get("/v1/models", self._models),
+                web.get("/ready", self._ready),
+                web.get("/health", self._ready),
+                web.post("/generate", self._generate),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
+                web.post("/flush_cache", self._flush_cache),
+                web.post("/abort_request", self._abort),
+                web.post("/update_weight_version", self._update_weight_version),
+                web.post("/init_weights_update_group", self._init_group),
+                web.post("/destroy_weights_update_group", self._destroy_group),
+                web.post("/begin_weight_update", self._begin),
+                web.post("/end_weight_update", self._end),
+                web.post("/update_weights_from_distributed", self._update),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def die(self) -> None:
+        """Close the socket and every connection, as a killed process does."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            for running in self._running.values():
+                running.aborted = True
+            self._resumed.set()
+            await runner.cleanup()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @web.middleware
+    async def _record(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/generate":
+            self.headers.append(dict(request.headers))
+        elif request.method == "POST":
+            self.calls.append(request.path)
+        return await handler(request)
+
+    # ------------------------------------------------------------------------------------- information
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": "fake",
+                "served_model_name": "fake",
+                "tokenizer_path": "fake",
+                "is_generation": True,
+                "weight_version": self.weight_version,
+                "model_type": "qwen3",
+                "architectures": ["Qwen3ForCausalLM"],
+            }
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self._paused else 200)
+
+    # -------------------------------------------------------------------------------------- generation
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        if (response := self.respond(body)) is not None:
+            return response
+        if not body.get("input_ids"):
+            return web.json_response({"error": {"message": "no input"}}, status=400)
+        await self._resumed.wait()
+        running = _Running(prompt=body["input_ids"], spans=[])
+        request_id = body.get("rid") or f"fake-{len(self.requests)}"
+        self._running[request_id] = running
+        try:
+            await self._run(running, body["sampling_params"].get("max_new_tokens", 128))
+        finally:
+            del self._running[request_id]
+        headers = {"x-smg-routed-worker-id": self.url} if self.name_worker else {}
+        return web.json_response(self.transform(self._reply(request_id, running, body)), headers=headers)
+
+    async def _run(self, running: _Running, max_new_tokens: int) -> None:
+        while len(running.output) < max_new_tokens and not running.aborted:
+            await asyncio.sleep(self.token_seconds)
+            if self._paused in ("retract", "in_place"):
+                await self._resumed.wait()
+            if running.aborted:
+                return
+            position = len(running.output)
+            running.output.append(position % 50 + 3)
+            if running.spans and running.spans[-1]["version"] == self.weight_version:
+                running.spans[-1]["end"] = position + 1
+            else:
+                span = {"version": self.weight_version, "start": position, "end": position + 1}
+                running.spans.append(span)
+
+    def _reply(self, request_id: str, running: _Running, body: dict[str, Any]) -> dict[str, Any]:
+        key = (body.get("extra_key"), tuple(running.prompt))
+        cached = len(running.prompt) - 1 if key in self._cache else 0
+        self._cache.add(key)
+        meta: dict[str, Any] = {
+            "id": request_id,
+            "finish_reason": {"type": "abort" if running.aborted else "length", "length": len(running.output)},
+            "prompt_tokens": len(running.prompt),
+            "completion_tokens": len(running.output),
+            "cached_tokens": cached,
+            "weight_version": self.weight_version,
+            "weight_versions": running.spans or [{"version": self.weight_version, "start": 0, "end": 0}],
+            "num_retractions": running.retractions,
+        }
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = [[-0.5, token, None] for token in running.output]
+        if body.get("logprob_start_len") == 0:
+            shifted = [[-1.0 + self.canary_shift, token, None] for token in running.prompt[1:]]
+            meta["input_token_logprobs"] = [[None, running.prompt[0], None], *shifted]
+        return {"text": "", "output_ids": running.output, "meta_info": meta}
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not body.get("abort_all"):
+            self.aborted_ids.append(body["rid"])
+        for request_id, running in self._running.items():
+            if body.get("abort_all") or request_id == body["rid"]:
+                running.aborted = True
+        return web.Response()
+
+    # ------------------------------------------------------------------------------------------ pauses
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._paused = (await request.json())["mode"]
+        self._resumed.clear()
+        for running in self._running.values():
+            if self._paused == "abort":
+                running.aborted = True
+            elif self._paused == "retract":
+                running.retractions += 1
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self._paused = None
+        self._resumed.set()
+        return web.json_response({"status": "ok"})
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        if self._running and self._paused != "retract":
+            return web.Response(status=400, text="Flush cache failed: requests are running")
+        self._cache.clear()
+        return web.Response(text="Cache flushed.")
+
+    # ----------------------------------------------------------------------------------------- weights
+    async def _update_weight_version(self, request: web.Request) -> web.Response:
+        self.weight_version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
+
+    async def _init_group(self, request: web.Request) -> web.Response:
+        self._groups.add((await request.json())["group_name"])
+        return _outcome(None)
+
+    async def _destroy_group(self, request: web.Request) -> web.Response:
+        name = (await request.json())["group_name"]
+        if name not in self._groups:
+            return _outcome("The group to be destroyed does not exist.")
+        self._groups.discard(name)
+        return _outcome(None)
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        self._updating = True
+        return _outcome(None)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        self._updating = False
+        return _outcome(None)
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not self._updating:
+            return _outcome("must run between begin_weight_update() and end_weight_update()")
+        if body["group_name"] not in self._groups:
+            return _outcome("Failed to receive weights: no such group")
+        self.weight_version = body["weight_version"]
+        if body["flush_cache"]:
+            self._cache.clear()
+        return _outcome(None)
+
+
+def _outcome(failure: str | None) -> web.Response:
+    return web.json_response({"success": failure is None, "message": failure or "ok"}, status=400 if failure else 200)
+
+
+class FakeServer:
+    """A ``ServerHandle`` on a FakeEngine: what ``Fleet`` is tested with."""
+
+    def __init__(self, engine: FakeEngine, *, start_error: Exception | None = None) -> None:
+        self.engine = engine
+        self.stopped = False
+        self._start_error = start_error
+        self._exited = asyncio.Event()
+        self._why = ""
+
+    async def start(self) -> str:
+        if self._start_error is not None:
+            raise self._start_error
+        await self.engine.__aenter__()
+        return self.engine.url
+
+    async def wait_exit(self) -> str:
+        await self._exited.wait()
+        return self._why
+
+    async def stop(self) -> None:
+        self.stopped = True
+        await self.crash("stopped")
+
+    async def crash(self, why: str = "ended with status -9") -> None:
+        self._why = why
+        await self.engine.die()
+        self._exited.set()
+
+
+class FakeRouter:
+    """As ``Router``, without smg: remembers who is registered, and spreads nothing."""
+
+    def __init__(self, registry: Any) -> None:
+        self._registry = registry
+        self.url = ""
+        self.registered: list[str] = []
+        self.events: list[tuple[str, str]] = []
+
+    async def start(self) -> None:
+        self._registry.router_up = True
+        self._registry.notify()
+
+    async def supervise(self) -> None:
+        await asyncio.Event().wait()
+
+    async def add(self, url: str, timeout: float = 0.0) -> None:
+        self.url = self.url or url  # requests go straight to the first engine
+        self.registered.append(url)
+        self.events.append(("add", url))
+
+    async def remove(self, url: str) -> None:
+        if url in self.registered:
+            self.registered.remove(url)
+        self.events.append(("remove", url))
+
+    async def stop(self) -> None:
+        self._registry.router_up = False

@@ -1,0 +1,150 @@
+"""Fakes of the two sides for tests of the publisher and the controller: they write down what is called.
+
+Held against the real thing by tests/integration/test_publication.py, which runs the same publisher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miles_async.errors import EngineError
+from miles_async.types import CanaryScore, FleetMembers, PreparedBatch, StagedWeights, TensorMeta
+
+CANARY = (1, 2, 3)
+CANARY_LOGPROBS = (-1.0, -2.0)
+
+
+class FakeTrainer:
+    """TrainerSide whose weights are a number: the steps trained so far."""
+
+    def __init__(self, events: list[str], *, buckets: int = 2, train_seconds: float = 0.0) -> None:
+        self.events = events
+        self.buckets = buckets
+        self.train_seconds = train_seconds
+        self.trained: list[PreparedBatch] = []
+
+    async def start(self) -> None: ...
+
+    async def train(self, shards: Sequence[Any]) -> Mapping[str, float]:
+        self.events.append("train")
+        await asyncio.sleep(self.train_seconds)
+        return {"loss": 0.0}
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        self.events.append(f"stage {version}")
+        return StagedWeights(
+            version=version,
+            buckets=tuple((TensorMeta(f"t{i}", "float32", (2,)),) for i in range(self.buckets)),
+            total_bytes=8 * self.buckets,
+            canary_tokens=CANARY,
+            canary_logprobs=CANARY_LOGPROBS,
+            prepare_seconds=0.0,
+        )
+
+    async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
+        self.events.append(f"open {world_size}")
+        return "127.0.0.1", 1
+
+    async def join_group(self, group_name: str) -> None: ...
+
+    async def send_bucket(self, group_name: str, version: int, index: int) -> None:
+        self.events.append(f"send {version}/{index}")
+
+    async def leave_group(self, group_name: str) -> None: ...
+
+    async def save(self, directory: Any, *, hf_export: Any) -> None: ...
+
+    async def load(self, directory: Any) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class FakeFleet:
+    """EngineFleet of engines that hold a version; ``faults[step]`` names engines that fail at that step."""
+
+    def __init__(
+        self, events: list[str], *, serving: Sequence[str] = (), joining: Sequence[str] = ("engine-0",)
+    ) -> None:
+        self.events = events
+        self.serving = list(serving)
+        self.joining = list(joining)
+        self.faults: dict[str, set[str]] = {}
+        self.labels: dict[str, str] = {}  # what an engine says its version is, where it isn't the truth
+        self.logprobs: dict[str, tuple[float, ...]] = {}
+        self.versions: dict[str, int] = {}
+        self.paused: set[str] = set()
+        self.fenced: list[str] = []
+
+    async def members(self) -> FleetMembers:
+        engines = (*self.serving, *self.joining)
+        return FleetMembers(
+            serving=tuple(self.serving),
+            joining=tuple(self.joining),
+            starting=(),
+            ranks=dict.fromkeys(engines, 1),
+        )
+
+    def _result(self, step: str, engines: Sequence[str]) -> dict[str, Exception | None]:
+        self.events.append(step)
+        failing = self.faults.get(step, set())
+        return {engine: EngineError(f"{step} refused") if engine in failing else None for engine in engines}
+
+    async def pause(self, engines: Sequence[str], mode: str) -> Mapping[str, Exception | None]:
+        self.paused |= set(engines)
+        return self._result(f"pause {mode}", engines)
+
+    async def flush_cache(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+        return self._result("flush", engines)
+
+    async def connect(
+        self, engines: Sequence[str], group_name: str, address: str, port: int, world_size: int, backend: str
+    ) -> Mapping[str, Exception | None]:
+        return self._result("connect", engines)
+
+    async def disconnect(self, engines: Sequence[str], group_name: str) -> Mapping[str, Exception | None]:
+        return self._result("disconnect", engines)
+
+    async def begin_update(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+        return self._result("begin", engines)
+
+    async def receive_bucket(
+        self,
+        engines: Sequence[str],
+        group_name: str,
+        tensors: Sequence[TensorMeta],
+        version: int,
+        flush_cache: bool,
+    ) -> Mapping[str, Exception | None]:
+        self.versions |= dict.fromkeys(engines, version)
+        return self._result(f"receive {tensors[0].name}", engines)
+
+    async def end_update(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+        return self._result("end", engines)
+
+    async def resume(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+        self.paused -= set(engines)
+        return self._result("resume", engines)
+
+    async def score(
+        self, engines: Sequence[str], tokens: Sequence[int]
+    ) -> Mapping[str, CanaryScore | Exception]:
+        self.events.append("score")
+        return {
+            engine: CanaryScore(
+                self.labels.get(engine, str(self.versions.get(engine))),
+                self.logprobs.get(engine, CANARY_LOGPROBS),
+            )
+            for engine in engines
+        }
+
+    async def admit(self, engines: Sequence[str], version: int) -> None:
+        self.events.append(f"admit {version}")
+        self.joining = [engine for engine in self.joining if engine not in engines]
+        self.serving = sorted({*self.serving, *engines})
+
+    async def fence(self, engines: Sequence[str], reason: str) -> None:
+        self.fenced += engines
+        self.serving = [engine for engine in self.serving if engine not in engines]
+        self.joining = [engine for engine in self.joining if engine not in engines]

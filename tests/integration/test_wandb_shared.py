@@ -1,0 +1,103 @@
+"""wandb's shared mode: a primary and a secondary, in two processes, log to one run of a (stub) server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).parents[2]
+WRITER = """
+import sys
+from pathlib import Path
+from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+
+directory, label = sys.argv[1:]
+tracker = open_wandb(
+    WandbOptions(
+        directory=Path(directory), mode="online", shared=True, run_id="run1", label=label, primary=label == "driver"
+    )
+)
+for step in range(3):
+    tracker.log({f"{label}/value": step / 10}, step=step)
+tracker.finish()
+sys.exit(tracker.errors + tracker.dropped)
+"""
+RUN = {
+    "id": "1",
+    "name": "run1",
+    "displayName": "run1",
+    "historyLineCount": 0,
+    "historyTail": "[]",
+    "eventsTail": "[]",
+    "logLineCount": 0,
+    "eventsLineCount": 0,
+    "tags": [],
+    "project": {"id": "1", "name": "miles_async", "entity": {"id": "1", "name": "someone"}},
+}
+ANSWER = {
+    "viewer": {"id": "1", "username": "someone", "entity": "someone", "flags": "{}", "teams": {"edges": []}},
+    "serverInfo": {"cliVersionInfo": {"max_cli_version": "99"}, "features": []},
+    "upsertBucket": {"bucket": RUN, "inserted": True},
+    "createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []},
+}
+
+
+class StubServer(ThreadingHTTPServer):
+    """Answers every GraphQL operation with the least that wandb needs; keeps what was streamed to runs."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.streamed: list[tuple[str, str]] = []  # (path, body)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StubServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path.endswith("/file_stream"):
+            self.server.streamed.append((self.path, body.decode()))
+        answer = {"data": ANSWER} if self.path == "/graphql" else {}
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[StubServer]:
+    with StubServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_primary_and_secondary_reach_the_same_run_under_their_own_labels(server: StubServer, tmp_path: Path) -> None:
+    # covers: M12
+    environment = {
+        **os.environ,
+        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+        "WANDB_API_KEY": "0" * 40,  # the form of a key; nobody checks it
+    }
+    for label in ("driver", "worker"):
+        command = [sys.executable, "-c", WRITER, str(tmp_path / label), label]
+        subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=80)
+    assert {path for path, _ in server.streamed} == {"/files/someone/miles_async/run1/file_stream"}
+    bodies = "".join(body for _, body in server.streamed)
+    for label in ("driver", "worker"):
+        assert f"{label}/value" in bodies
+        assert f"/l:{label}" in bodies

@@ -1,0 +1,82 @@
+"""Hand-made samples and TrainShards, without the train_data package: the tests of the trainer stand alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles_async.types import TrainBatch, TrainShard
+
+VERSION = 3  # the trainer's, in all of these tests
+
+
+@dataclass(frozen=True)
+class ToySample:
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    weight_versions: np.ndarray
+    advantage: float
+
+
+def toy_samples(count: int, *, vocab: int = 64, seed: int = 0) -> list[ToySample]:
+    """Different lengths; prompts, and a masked stretch inside of every third response, as after a tool call."""
+    draw = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        prompt, response = int(draw.integers(1, 6)), int(draw.integers(3, 12))
+        mask = np.r_[np.zeros(prompt), np.ones(response)].astype(np.uint8)
+        if index % 3 == 0:
+            mask[prompt + 1] = 0
+        versions = np.where(mask, VERSION - index % 2, -1).astype(np.int32)
+        samples.append(
+            ToySample(
+                tokens=draw.integers(0, vocab, prompt + response).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=(draw.normal(-4.0, 0.3, prompt + response) * mask).astype(np.float32),
+                weight_versions=versions,
+                advantage=float(draw.normal()),
+            )
+        )
+    return samples
+
+
+def to_batch(samples: Sequence[ToySample]) -> TrainBatch:
+    """One micro-batch; no samples at all make an empty one."""
+    count = len(samples)
+
+    def flat(name: str, dtype: type) -> np.ndarray:
+        return np.concatenate([getattr(sample, name) for sample in samples] or [np.zeros(0)]).astype(dtype)
+
+    oldest = [sample.weight_versions[sample.loss_mask == 1].min() for sample in samples]
+    return TrainBatch(
+        tokens=flat("tokens", np.int32),
+        offsets=np.cumsum([0, *(len(sample.tokens) for sample in samples)]).astype(np.int64),
+        loss_mask=flat("loss_mask", np.uint8),
+        rollout_logprobs=flat("rollout_logprobs", np.float32),
+        weight_versions=flat("weight_versions", np.int32),
+        oldest_versions=np.array(oldest, np.int32),
+        advantages=np.array([sample.advantage for sample in samples], np.float32),
+        rewards=np.zeros(count, np.float32),
+        sample_ids=np.arange(count),
+    )
+
+
+def to_shards(steps: Sequence[Sequence[ToySample]], *, dp_size: int, micro_batches: int) -> list[TrainShard]:
+    """``steps``: the samples of each optimizer step, dealt out to ranks and micro-batches one by one."""
+    loss_tokens = tuple(sum(int(sample.loss_mask.sum()) for sample in step) for step in steps)
+    return [
+        TrainShard(
+            dp_rank=rank,
+            dp_size=dp_size,
+            target_version=VERSION,
+            optimizer_steps=tuple(
+                tuple(to_batch(step[rank::dp_size][part::micro_batches]) for part in range(micro_batches))
+                for step in steps
+            ),
+            loss_tokens=loss_tokens,
+        )
+        for rank in range(dp_size)
+    ]

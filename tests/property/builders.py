@@ -1,0 +1,54 @@
+"""Small samples, attempts and groups for tests of the pure packages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from miles_async.staleness.versions import group_of
+from miles_async.types import NO_VERSION, Attempt, FinishReason, Group, Prompt, Sample
+
+
+def make_prompt(prompt_id: str = "prompts.jsonl:0") -> Prompt:
+    return Prompt(prompt_id=prompt_id, token_ids=(1, 2), text="rev 12", label="21")
+
+
+def make_attempt(attempt_id: int = 0, prompt_id: str | None = None, issued_version: int = 0) -> Attempt:
+    prompt = make_prompt(f"prompts.jsonl:{attempt_id}" if prompt_id is None else prompt_id)
+    return Attempt(attempt_id=attempt_id, prompt=prompt, epoch=0, issued_version=issued_version)
+
+
+def make_sample(
+    versions: Sequence[int],
+    *,
+    prompt_length: int = 2,
+    reward: float | None = 1.0,
+    finish_reason: FinishReason = "stop",
+    first_token: int = 0,
+) -> Sample:
+    """A sample with one sampled token per entry of ``versions``; NO_VERSION entries are tool output.
+
+    Tokens count up from ``first_token``, so that every token of a batch can be told from all others.
+    """
+    length = prompt_length + len(versions)
+    tokens = np.arange(first_token, first_token + length, dtype=np.int32)
+    weight_versions = np.array([NO_VERSION] * prompt_length + list(versions), dtype=np.int32)
+    loss_mask = (weight_versions != NO_VERSION).astype(np.uint8)
+    return Sample(
+        tokens=tokens,
+        prompt_length=prompt_length,
+        loss_mask=loss_mask,
+        rollout_logprobs=(-0.25 * tokens * loss_mask).astype(np.float32),
+        weight_versions=weight_versions,
+        text="21",
+        finish_reason=finish_reason,
+        reward=reward,
+    )
+
+
+def make_group(attempt: Attempt | int, versions: Sequence[Sequence[int]] = ((0,), (0,))) -> Group:
+    """A group with one sample per entry of ``versions``."""
+    if isinstance(attempt, int):
+        attempt = make_attempt(attempt)
+    return group_of(attempt, [make_sample(of_sample) for of_sample in versions])

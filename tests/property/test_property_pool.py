@@ -1,0 +1,264 @@
+"""A run in miniature: the pool, engines that finish in any order with any versions, a trainer that overlaps.
+
+What the trainer gets is judged here by its own count of optimizer steps and by the tokens themselves, never by
+the code under test.
+
+# covers: C1, C2, C3, C4, C6, O2, O4, P1, P2, M5, M8
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool
+from miles_async.types import Attempt, Group
+from tests.property.builders import make_group, make_prompt
+
+
+@dataclass
+class Trainer:
+    """Steps, and publishes after every ``interval``-th step, one batch prepared ahead; as the controller does."""
+
+    interval: int
+    steps: int = 0
+    visible: int = 0  # what engines serve
+    training: tuple[Group, ...] = ()
+    prepared: tuple[Group, ...] = ()
+    unpublished: bool = False  # stepped to a version that is not visible yet
+
+    @property
+    def version(self) -> int:
+        """What the optimizer steps from next, or is stepping from."""
+        return self.steps // self.interval
+
+    @property
+    def version_of_next_batch(self) -> int:
+        """What it will step from when the batch that is cut now comes to be trained."""
+        return (self.steps + bool(self.training)) // self.interval
+
+    def may_run_on(self) -> range:
+        """Versions that a serving engine can have: the visible one, and the next while it is being published."""
+        return range(self.visible, self.visible + 1 + self.unpublished)
+
+
+def oldest_loss_token(group: Group) -> int:
+    return min(int(s.weight_versions[s.loss_mask == 1].min()) for s in group.samples)
+
+
+class World:
+    """Pool, trainer and what is in flight; every method is one thing that can happen."""
+
+    def __init__(self, bound: int | None, lead: int, batch_size: int, interval: int, action: str) -> None:
+        self.bound = bound
+        policy = StalenessPolicy(bound=bound, lead_batches=lead, batch_size=batch_size, action=action)
+        retries = RetryPolicy(max_prompt_attempts=2, max_quarantined_prompts=10**6, recycle_stale=action == "recycle")
+        self.capacity = policy.capacity
+        self.pool = Pool(policy, retries)
+        self.pool.commit(0)
+        self.trainer = Trainer(interval)
+        self.in_flight: dict[int, Attempt] = {}
+        self.prompts = itertools.count()
+        self.issued: list[Attempt] = []
+        self.trained_ids: list[int] = []
+        self.swept = 0
+
+    def admit(self) -> None:
+        if self.pool.needs_prompt():
+            self.pool.offer(0, make_prompt(f"prompt {next(self.prompts)}"))
+        attempt = self.pool.issue(self.trainer.visible)
+        self.in_flight[attempt.attempt_id] = attempt
+        self.issued.append(attempt)
+
+    def finish(self, attempt_id: int, versions: list[int]) -> None:
+        attempt = self.in_flight.pop(attempt_id)
+        self.pool.finished(make_group(attempt, [[max(versions)], sorted(versions)]))
+
+    def cut(self) -> None:
+        waiting = self.pool.balance().buffered
+        groups = self.pool.cut(self.trainer.version_of_next_batch)
+        self.swept += waiting - self.pool.balance().buffered - len(groups or ())
+        self.trainer.prepared = groups or ()
+
+    def start_training(self) -> None:
+        trainer = self.trainer
+        trainer.training, trainer.prepared = trainer.prepared, ()
+        for group in trainer.training:  # C1, for every loss token, when the optimizer is about to step
+            age = trainer.version - oldest_loss_token(group)
+            assert age >= 0
+            assert self.bound is None or age <= self.bound
+
+    def finish_training(self) -> None:
+        trainer = self.trainer
+        self.pool.trained(trainer.training, trainer.version)
+        self.trained_ids += [group.attempt.attempt_id for group in trainer.training]
+        trainer.steps, trainer.training = trainer.steps + 1, ()
+        trainer.unpublished = trainer.version > trainer.visible
+        if not trainer.unpublished:
+            self.pool.commit(trainer.visible)
+
+    def publish(self) -> None:
+        self.trainer.visible, self.trainer.unpublished = self.trainer.version, False
+        self.pool.commit(self.trainer.visible)
+
+    def step_trainer(self) -> None:
+        """Whatever the trainer can do next."""
+        if self.trainer.unpublished:
+            self.publish()
+        elif self.trainer.training:
+            self.finish_training()
+        elif self.trainer.prepared:
+            self.start_training()
+
+
+WORLDS = st.builds(
+    World,
+    bound=st.none() | st.integers(0, 3),
+    lead=st.integers(1, 4),
+    batch_size=st.integers(1, 3),
+    interval=st.integers(1, 3),
+    action=st.sampled_from(["recycle", "drop"]),
+)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Anything that can happen, in any order."""
+
+    world: World
+
+    @initialize(world=WORLDS)
+    def start(self, world: World) -> None:
+        self.world = world
+
+    @precondition(lambda self: self.world.pool.room())
+    @rule(count=st.integers(1, 9))
+    def admit(self, count: int) -> None:
+        for _ in range(min(count, self.world.pool.room())):
+            self.world.admit()
+
+    @precondition(lambda self: self.world.in_flight)
+    @rule(data=st.data())
+    def finish_group(self, data: st.DataObject) -> None:
+        """Generated by any of the versions that were served since the attempt was admitted."""
+        attempt_id = data.draw(st.sampled_from(sorted(self.world.in_flight)))
+        newest = self.world.trainer.may_run_on()[-1]
+        possible = st.integers(self.world.in_flight[attempt_id].issued_version, newest)
+        self.world.finish(attempt_id, data.draw(st.lists(possible, min_size=1, max_size=4)))
+
+    @precondition(lambda self: self.world.in_flight)
+    @rule(data=st.data(), why=st.sampled_from(["filtered", "infrastructure", "data"]))
+    def end_untrained(self, data: st.DataObject, why: str) -> None:
+        attempt = self.world.in_flight.pop(data.draw(st.sampled_from(sorted(self.world.in_flight))))
+        if why == "filtered":
+            self.world.pool.filtered(attempt, "zero spread")
+        else:
+            self.world.pool.failed(attempt, "boom", infrastructure=why == "infrastructure")
+        assert self.world.pool.room() >= 1  # C3, O2: whatever ends untrained is replaced at once
+
+    @precondition(lambda self: not self.world.trainer.prepared)
+    @rule()
+    def cut(self) -> None:
+        self.world.cut()
+
+    @rule()
+    def step_trainer(self) -> None:
+        self.world.step_trainer()
+
+    @invariant()
+    def conservation(self) -> None:
+        """C2: issued = in flight + buffered + cut + ended, by our count and the ledger's."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.pool.check()
+        balance = world.pool.balance()
+        summary = balance.summary()
+        assert summary.pop("issued") == sum(summary.values()) == len(world.issued)
+        assert balance.in_flight == len(world.in_flight)
+        assert balance.cut == len(world.trainer.prepared) + len(world.trainer.training)
+        assert len(set(world.trained_ids)) == len(world.trained_ids) == summary["trained"]
+
+    @invariant()
+    def bounded_lead_and_retries(self) -> None:
+        """C4, P1: what is under way never exceeds the capacity. C6: nor do a prompt's attempts."""
+        if not hasattr(self, "world"):
+            return
+        assert self.world.pool.lead() <= self.world.capacity
+        for attempt in self.world.issued[-3:]:
+            assert max(attempt.data_failures, attempt.infra_failures, attempt.stale_count) < 2
+
+    def teardown(self) -> None:
+        """C3: from wherever this stopped, the loop goes on; nothing has drained, nothing waits for ever."""
+        if not hasattr(self, "world"):
+            return
+        world, steps = self.world, self.world.trainer.steps
+        for _ in range(20 * world.capacity):
+            while world.pool.room():
+                world.admit()
+            for attempt_id in list(world.in_flight):
+                world.finish(attempt_id, [world.trainer.visible])
+            if not world.trainer.prepared:
+                world.cut()
+            world.step_trainer()
+        assert world.trainer.steps >= steps + 3
+        world.pool.cancel_all()
+        summary = world.pool.balance().summary()
+        assert summary["in_flight"] == summary["buffered"] == summary["cut"] == 0
+
+
+PoolMachine.TestCase.settings = settings(deadline=None, max_examples=80, stateful_step_count=60)
+TestPoolMachine = PoolMachine.TestCase
+
+
+@settings(deadline=None, max_examples=60)
+@given(WORLDS, st.integers(0, 2**32 - 1))
+def test_long_runs_with_stragglers(world: World, seed: int) -> None:
+    """C1 over hundreds of steps, deeper than the machine above gets: ``start_training`` judges every token."""
+    chance = random.Random(seed)
+    patience = chance.choice([1, 3, 10])  # how much longer the trainer takes than a group
+    for _ in range(300):
+        while world.pool.room():
+            world.admit()
+        for attempt_id, attempt in list(world.in_flight.items()):
+            is_slow = attempt_id % 5 == 0
+            if chance.random() < (0.02 if is_slow else 0.5):
+                possible = range(attempt.issued_version, world.trainer.may_run_on()[-1] + 1)
+                world.finish(attempt_id, [chance.choice(possible) for _ in range(chance.randint(1, 3))])
+        if not world.trainer.prepared:
+            world.cut()
+        if chance.random() < 1 / patience:
+            world.step_trainer()
+    world.pool.check()
+
+
+@settings(deadline=None, max_examples=60)
+@given(WORLDS, st.integers(0, 2**32 - 1))
+def test_nothing_is_swept_when_groups_finish_in_order(world: World, seed: int) -> None:
+    """C4: admission alone keeps every age within the bound, if service is first in, first out.
+
+    Groups are as old as they can be: all tokens from the version that was visible at admission. Slots are taken
+    the moment they are free, which is the worst case; some attempts fail and are replaced.
+    """
+    chance = random.Random(seed)
+    patience = chance.choice([1, 3, 10])
+    for _ in range(400):
+        while world.pool.room():
+            world.admit()
+        oldest = min(world.in_flight, default=None)
+        if oldest is not None and chance.random() < 0.1:
+            world.pool.failed(world.in_flight.pop(oldest), "boom", infrastructure=chance.random() < 0.5)
+        elif oldest is not None:
+            world.finish(oldest, [world.in_flight[oldest].issued_version])
+        if not world.trainer.prepared:
+            world.cut()
+        if chance.random() < 1 / patience:
+            world.step_trainer()
+    assert world.swept == 0
+    assert world.trainer.steps >= 10

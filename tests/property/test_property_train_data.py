@@ -1,0 +1,145 @@
+"""No sample is lost, doubled or misaligned between a cut and the ranks; ranks are balanced and in step.
+
+# covers: M2, M5, R10
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given, settings
+
+from miles_async.staleness.versions import group_of
+from miles_async.train_data.advantages import advantages
+from miles_async.train_data.batch import build_batch, select
+from miles_async.train_data.dp_split import FILLER, split
+from miles_async.train_data.packing import pack, split_to
+from miles_async.types import NO_VERSION, TrainBatch, TrainShard
+from tests.property.builders import make_attempt, make_sample
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TrainBatch:
+    """Up to five groups of one to four samples; every token of the batch differs from all others."""
+    groups, next_token, sizes = [], 0, draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    for attempt_id, size in enumerate(sizes):
+        samples = []
+        for _ in range(size):
+            versions = [*draw(st.lists(st.integers(NO_VERSION, 4), max_size=7)), draw(st.integers(0, 4))]
+            sample = make_sample(
+                versions,
+                prompt_length=draw(st.integers(1, 3)),
+                reward=draw(st.sampled_from([0.0, 0.5, 1.0])),
+                first_token=next_token,
+            )
+            next_token += len(sample.tokens)
+            samples.append(sample)
+        groups.append(group_of(make_attempt(attempt_id), samples))
+    rewards = np.array([s.reward for g in groups for s in g.samples], dtype=np.float32)
+    return build_batch(groups, advantages(rewards, sizes, "grpo"))
+
+
+def samples_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
+    """Everything that is known of each sample, by sample id."""
+    result: dict[int, tuple[object, ...]] = {}
+    for s, sample_id in enumerate(batch.sample_ids.tolist()):
+        tokens = slice(batch.offsets[s], batch.offsets[s + 1])
+        per_token = (batch.tokens, batch.loss_mask, batch.rollout_logprobs, batch.weight_versions)
+        per_sample = (batch.oldest_versions, batch.advantages, batch.rewards)
+        result[sample_id] = (*(tuple(a[tokens]) for a in per_token), *(a[s].item() for a in per_sample))
+    assert len(result) == batch.num_samples
+    return result
+
+
+@given(batches(), st.data())
+def test_select_keeps_every_array_aligned(batch: TrainBatch, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.integers(0, batch.num_samples - 1), unique=True))
+    whole = samples_of(batch)
+    assert samples_of(select(batch, chosen)) == {index: whole[index] for index in chosen}
+
+
+@given(LENGTHS, st.integers(50, 120))
+def test_packing_is_a_partition_within_the_limit_and_tight(lengths: list[int], max_tokens: int) -> None:
+    bins = pack(lengths, max_tokens)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    sizes = [sum(lengths[i] for i in members) for members in bins]
+    assert max(sizes) <= max_tokens
+    # No two bins fit together, so all but one are more than half full.
+    assert len(bins) == 1 or sum(sorted(sizes)[:2]) > max_tokens
+
+
+@given(LENGTHS, st.integers(50, 120), st.integers(1, 40))
+def test_splitting_bins_reaches_any_count_up_to_one_sample_each(
+    lengths: list[int], max_tokens: int, count: int
+) -> None:
+    before = pack(lengths, max_tokens)
+    bins = split_to(before, lengths, count)
+    assert len(bins) == min(max(count, len(before)), len(lengths))
+    assert all(bins)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+
+
+@settings(deadline=None)
+@given(batches(), st.integers(1, 4), st.integers(11, 30), st.none() | st.integers(1, 20))
+def test_split(batch: TrainBatch, dp_size: int, max_tokens: int, per_step: int | None) -> None:
+    shards = split(batch, dp_size, max_tokens, per_step, target_version=4)
+    assert [(s.dp_rank, s.dp_size, s.target_version) for s in shards] == [(r, dp_size, 4) for r in range(dp_size)]
+    assert_every_sample_once(batch, shards)
+    assert_in_step_and_balanced(shards, max_tokens)
+    # One rank alone gets the same samples per optimizer step, and the same tokens to divide the loss by.
+    (alone,) = split(batch, 1, max_tokens, per_step, target_version=4)
+    assert all(shard.loss_tokens == alone.loss_tokens for shard in shards)
+    assert sum(alone.loss_tokens) == batch.loss_mask.sum()
+    for step, micro_batches in enumerate(alone.optimizer_steps):
+        expected = {i for m in micro_batches for i in m.sample_ids.tolist()}
+        found = {i for s in shards for m in s.optimizer_steps[step] for i in m.sample_ids.tolist()} - {FILLER}
+        assert found == expected
+        assert expected == set(range(min(expected), max(expected) + 1))  # in batch order: groups stay together
+        assert per_step is None or len(expected) <= per_step
+
+
+def assert_every_sample_once(batch: TrainBatch, shards: tuple[TrainShard, ...]) -> None:
+    found: dict[int, tuple[object, ...]] = {}
+    for micro_batch in (m for shard in shards for step in shard.optimizer_steps for m in step):
+        if micro_batch.sample_ids.tolist() == [FILLER]:
+            assert not micro_batch.loss_mask.any()
+            continue
+        samples = samples_of(micro_batch)
+        assert not samples.keys() & found.keys()
+        found |= samples
+    assert found == samples_of(batch)
+
+
+def assert_in_step_and_balanced(shards: tuple[TrainShard, ...], max_tokens: int) -> None:
+    for micro_batches in zip(*(shard.optimizer_steps for shard in shards), strict=True):
+        assert len({len(of_rank) for of_rank in micro_batches}) == 1
+        sizes = [[len(m.tokens) for m in of_rank] for of_rank in micro_batches]
+        smallest, largest = min(map(min, sizes)), max(map(max, sizes))
+        assert largest <= max_tokens
+        totals = [sum(of_rank) for of_rank in sizes]
+        assert max(totals) - min(totals) <= largest - smallest
+        fillers = sum(m.sample_ids[0] == FILLER for of_rank in micro_batches for m in of_rank)
+        alone = sum(m.num_samples == 1 for of_rank in micro_batches for m in of_rank)
+        assert fillers == 0 or alone == sum(map(len, micro_batches))  # only when no bin can be split further
+
+
+@given(
+    st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=6), min_size=1, max_size=5),
+    st.sampled_from(["grpo", "rloo"]),
+    st.booleans(),
+)
+def test_advantages_are_centred_ordered_and_zero_without_spread(
+    rewards: list[list[float]], estimator: str, normalize_std: bool
+) -> None:
+    flat = np.array([r for group in rewards for r in group], dtype=np.float32)
+    found = advantages(flat, [len(group) for group in rewards], estimator, normalize_std=normalize_std)
+    start = 0
+    for group in rewards:
+        mine = found[start : start + len(group)]
+        assert abs(float(mine.sum())) < 1e-3
+        assert (np.diff(mine[np.argsort(group)]) >= -1e-6).all()
+        if min(group) == max(group):
+            assert (mine == 0).all()
+        start += len(group)

@@ -1,0 +1,162 @@
+"""``miles-async`` from the outside: exit codes, messages, nothing heavy loaded before flags are checked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async import __version__
+from miles_async.cli import main
+from miles_async.errors import ConfigurationError, TrainerError
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"num_attention_heads": 4}')
+    (model / "model.safetensors").touch()
+    prompts = tmp_path / "train.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"rev {i}", "label": f"{i}"}) + "\n" for i in range(9)))
+    return [
+        "train", "--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--rm-type", "exact_match",
+        "--max-weight-staleness", "2", "--use-rollout-logprobs",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What ``miles_async.train.run`` was called with; it returns 0, or raises what is put into ``raises``."""
+    calls: list[Any] = []
+    module = types.ModuleType("miles_async.train")
+
+    def run(arguments: Any) -> int:
+        calls.append(arguments)
+        return 0
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "miles_async.train", module)
+    return calls
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"miles-async {__version__}\n"
+    assert main(["--help"]) == 0
+    assert "Examples:" in capsys.readouterr().out
+    assert main([]) == 2
+
+
+def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]):
+    assert main(["trian"]) == 2
+    assert "error: unknown command trian; did you mean train?" in capsys.readouterr().err
+
+
+def test_train_runs_with_the_arguments(flags: list[str], runs: list[Any]):
+    assert main([*flags, "--lr", "1e-4"]) == 0
+    assert runs[0].optimizer.lr == 1e-4
+
+
+def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+    assert main([*flags, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "Nothing was started" in printed
+    assert "(9)" in printed
+    assert "age at most 2, 3 batch(es) admitted ahead" in printed
+    assert not runs
+
+
+def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Path, capsys: Any):
+    assert main([*flags, "--lr", "3e-4", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "run.toml").write_text(printed)
+    assert main(["train", "--config", str(tmp_path / "run.toml"), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["train", "--config", str(tmp_path / "run.toml")]) == 0
+    assert runs[0].optimizer.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--max-weight-stalenes", "2"], "did you mean --max-weight-staleness?"),
+        (["--max-weight-staleness", "-1"], "--max-weight-staleness: expected at least 0"),
+        (["--hf-checkpoint", "absent"], "--hf-checkpoint absent: there is no such directory"),
+        (["--label-key", "answer"], "train.jsonl:1: no key 'answer' (--label-key"),
+        (["@absent.args"], "no argument file absent.args"),
+        (
+            ["--custom-rm-path", "absent_module:f", "--rm-type", "none"],
+            "no module 'absent_module'",
+        ),
+    ],
+)
+def test_what_cannot_work_ends_with_2_and_starts_nothing(
+    flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+):
+    assert main([*flags, *extra]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.out == ""
+    assert not runs
+
+
+def test_broken_line_7_is_named(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+    path = Path(flags[flags.index("--prompt-data") + 1])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:6], "{broken", *lines[7:]]))
+    assert main(flags) == 2
+    assert f"error: {path}:7: not valid JSON" in capsys.readouterr().err
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (TrainerError("rank 1 died"), 1, "error: rank 1 died"),
+        (ConfigurationError("port taken"), 2, "error: port taken"),
+    ],
+)
+def test_exit_code_tells_how_a_run_ended(
+    flags: list[str],
+    runs: list[Any],
+    monkeypatch: Any,
+    capsys: Any,
+    error: BaseException,
+    exit_code: int,
+    message: str,
+):
+    def run(arguments: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(sys.modules["miles_async.train"], "run", run)
+    assert main(flags) == exit_code
+    assert message in capsys.readouterr().err
+
+
+HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "pyarrow", "aiohttp")
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["train", "--foo"], ["train"]], ids=str)
+def test_help_and_errors_load_nothing_heavy(words: list[str]):
+    code = (
+        "import sys\nfrom miles_async.cli import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        f"print('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert "LOADED []" in done.stdout
+
+
+def test_python_m_works():
+    command = [sys.executable, "-m", "miles_async", "train", "--foo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown flag --foo")

@@ -1,0 +1,245 @@
+"""The loop, seen as the order of events on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from fakes.fake_sides import FakeFleet, FakeTrainer
+
+from arguments import (
+    CheckpointArguments,
+    EvaluationArguments,
+    RolloutArguments,
+    StalenessArguments,
+    WeightsArguments,
+)
+from miles_async.controller import Controller, Position
+from miles_async.errors import ContractViolation, EngineError, TrainerError, first_error
+from miles_async.types import PreparedBatch
+from miles_async.weights.publisher import WeightPublisher
+
+
+class FakeRollout:
+    """RolloutSide that always has a batch, of the given age."""
+
+    def __init__(self, events: list[str], *, age: int = 0) -> None:
+        self.events = events
+        self.age = age
+        self.error: Exception | None = None
+        self.evaluation_error: Exception | None = None
+        self.closed = asyncio.Event()
+        self.batches = 0
+
+    async def run(self) -> None:
+        if self.error:
+            raise self.error
+        await self.closed.wait()
+
+    async def next_batch(self, target_version: int) -> PreparedBatch:
+        self.events.append(f"cut for {target_version}")
+        self.batches += 1
+        return PreparedBatch(
+            batch_id=self.batches,
+            target_version=target_version,
+            oldest_version=max(0, target_version - self.age),
+            shards=(),
+            metrics={"reward/mean": 0.5},
+            ages={self.age: 8},
+        )
+
+    async def trained(self, batch_id: int) -> None:
+        self.events.append("trained")
+
+    async def commit_version(self, version: int) -> None:
+        self.events.append(f"commit {version}")
+
+    async def wait_for_joining(self) -> None:
+        await asyncio.Event().wait()
+
+    async def evaluate(self) -> Mapping[str, float]:
+        self.events.append("evaluate")
+        if self.evaluation_error:
+            raise self.evaluation_error
+        return {"eval/accuracy": 1.0}
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+class NoCheckpoints:
+    def __init__(self, events: list[str], position: Position | None = None) -> None:
+        self.events = events
+        self.position = position
+
+    async def save(self, position: Position) -> None:
+        self.events.append(f"save {position.step}/{position.version}")
+
+    async def load(self) -> Position | None:
+        return self.position
+
+
+class Records:
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, Any], Any]] = []
+        self.publications: list[int] = []
+        self.evaluations: list[int] = []
+
+    def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
+        self.steps.append((step, dict(metrics), ages))
+
+    def publication(self, record: Any) -> None:
+        self.publications.append(record.version)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.evaluations.append(step)
+
+
+class Bench(msgspec.Struct):
+    events: Any
+    rollout: Any
+    trainer: Any
+    records: Any
+    controller: Any
+
+
+def bench(
+    *,
+    steps: int = 3,
+    interval: int = 1,
+    bound: int | None = 2,
+    age: int = 0,
+    evaluate: bool = False,
+    save_interval: int | None = None,
+    resume: Position | None = None,
+    tmp: Any = None,
+) -> Bench:
+    events: list[str] = []
+    rollout, trainer, records = FakeRollout(events, age=age), FakeTrainer(events, buckets=1), Records()
+    weights = WeightsArguments(update_weights_interval=interval)
+    publisher = WeightPublisher(trainer, FakeFleet([]), weights, tolerance=1e-3, backend="gloo")
+    controller = Controller(
+        rollout=rollout,  # type: ignore[arg-type]
+        trainer=trainer,
+        publisher=publisher,
+        checkpoints=NoCheckpoints(events, resume),
+        recorder=records,
+        rollout_arguments=RolloutArguments(num_rollout=steps),
+        staleness=StalenessArguments(max_weight_staleness=bound),
+        weights=weights,
+        evaluation=EvaluationArguments(eval_prompt_data="x" if evaluate else None),  # type: ignore[arg-type]
+        checkpoint=CheckpointArguments(save="y" if save_interval else None, save_interval=save_interval),  # type: ignore[arg-type]
+    )
+    return Bench(events, rollout, trainer, records, controller)
+
+
+def only(events: list[str], *prefixes: str) -> list[str]:
+    return [event for event in events if event.startswith(prefixes)]
+
+
+async def test_next_batch_is_cut_for_the_version_that_will_be_current() -> None:
+    # covers: C1
+    b = bench(steps=3)
+    await b.controller.run()
+    assert only(b.events, "cut") == ["cut for 0", "cut for 1", "cut for 2"]
+    assert b.events.index("cut for 1") < b.events.index("commit 1")  # prepared while step 0 trains
+
+
+async def test_each_step_is_published_but_the_last_which_nobody_would_use() -> None:
+    # covers: P6
+    b = bench(steps=3)
+    await b.controller.run()
+    assert only(b.events, "commit") == ["commit 0", "commit 1", "commit 2", "commit 2"]
+    assert only(b.events, "stage") == ["stage 0", "stage 1", "stage 2"]
+
+
+async def test_interval_publishes_every_second_step_and_cuts_for_the_unchanged_version() -> None:
+    b = bench(steps=4, interval=2)
+    await b.controller.run()
+    assert only(b.events, "cut") == ["cut for 0", "cut for 0", "cut for 1", "cut for 1"]
+    assert only(b.events, "stage") == ["stage 0", "stage 1"]
+
+
+async def test_last_step_is_published_for_its_evaluation() -> None:
+    b = bench(steps=2, evaluate=True)
+    await b.controller.run()
+    assert b.records.evaluations == [0, 2]
+    assert only(b.events, "stage", "evaluate") == ["stage 0", "evaluate", "stage 1", "stage 2", "evaluate"]
+
+
+async def test_publication_waits_for_the_evaluation_of_the_visible_version() -> None:
+    # covers: R4
+    b = bench(steps=1, evaluate=True)
+    gate = asyncio.Event()
+    plain = b.rollout.evaluate
+
+    async def slow() -> Mapping[str, float]:
+        await gate.wait()
+        return await plain()
+
+    b.rollout.evaluate = slow
+    async with asyncio.TaskGroup() as scope:
+        scope.create_task(b.controller.run())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert "trained" in b.events
+        assert "stage 1" not in b.events
+        gate.set()
+    assert "stage 1" in b.events
+
+
+async def test_failing_evaluation_does_not_stop_training() -> None:
+    # covers: C9
+    b = bench(steps=2, evaluate=True)
+    b.rollout.evaluation_error = EngineError("no engine answers")
+    await b.controller.run()
+    assert len(b.records.steps) == 2
+
+
+async def test_batch_older_than_the_bound_stops_the_run_before_the_optimizer_steps() -> None:
+    # covers: C1
+    b = bench(steps=3, bound=1, age=2)
+    with pytest.raises(ExceptionGroup) as caught:
+        await b.controller.run()
+    assert isinstance(first_error(caught.value), ContractViolation)
+    assert b.events.count("train") == 2  # versions 0 and 1: the age was 0 and 1
+
+
+async def test_rollout_failure_stops_the_trainer_and_is_the_error_that_surfaces() -> None:
+    # covers: C1, C10
+    b = bench(steps=1000)
+    b.rollout.error = EngineError("all engines are gone")
+    with pytest.raises(ExceptionGroup) as caught:
+        await b.controller.run()
+    assert str(first_error(caught.value)) == "all engines are gone"
+
+
+async def test_trainer_failure_stops_the_rollout_side() -> None:
+    b = bench()
+
+    async def die(shards: Any) -> Mapping[str, float]:
+        raise TrainerError("rank 1 died")
+
+    b.trainer.train = die
+    with pytest.raises(ExceptionGroup) as caught:
+        await b.controller.run()
+    assert str(first_error(caught.value)) == "rank 1 died"
+
+
+async def test_resume_names_weights_that_were_never_published_anew() -> None:
+    # covers: C9
+    b = bench(steps=5, resume=Position(step=3, version=7, unpublished=1))
+    await b.controller.run()
+    assert only(b.events, "stage", "cut") == ["stage 8", "cut for 8", "cut for 9", "stage 9"]
+
+
+async def test_resume_goes_on_with_step_and_version_and_publishes_before_generating() -> None:
+    b = bench(steps=5, resume=Position(step=3, version=7), save_interval=1)
+    await b.controller.run()
+    assert only(b.events, "stage", "cut", "save") == [
+        "stage 7", "cut for 7", "cut for 8", "stage 8", "save 4/8", "save 5/8",
+    ]  # fmt: skip
+    assert [step for step, _, _ in b.records.steps] == [3, 4]

@@ -1,0 +1,263 @@
+"""The dispatcher: who fails costs what, and the pool never drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arguments import RolloutArguments
+from miles_async.errors import (
+    DataError,
+    RequestRejectedError,
+    StalledError,
+    TransientEngineError,
+    first_error,
+)
+from miles_async.rollout.dispatcher import Dispatcher, Hooks
+from miles_async.rollout.generate import SingleTurnGenerate
+from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool
+from miles_async.types import Generation, Group, Prompt, Sample, VersionSpan
+
+BATCH = 2
+
+
+class Prompts:
+    """An endless source: p0, p1, ..."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        taken = []
+        for _ in range(count):
+            taken.append((0, Prompt(prompt_id=f"p{self.taken}", token_ids=(1, 2), text="", label="a")))
+            self.taken += 1
+        return taken
+
+
+class Engine:
+    """EngineClient that answers three tokens of ``version``; ``fail(prompt call number)`` may return an error."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.calls = 0
+        self.script: Callable[[int], Exception | Generation | None] = lambda call: None
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str
+    ) -> Generation:
+        await asyncio.sleep(0)
+        call, self.calls = self.calls, self.calls + 1
+        scripted = self.script(call)
+        if isinstance(scripted, Exception):
+            raise scripted
+        return scripted or answer([7, 8, 2], self.version)
+
+
+def answer(tokens: list[int], version: int, finish_reason: Any = "stop") -> Generation:
+    return Generation(
+        output_ids=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), -0.5, np.float32),
+        spans=(VersionSpan(version, 0, len(tokens)),) if tokens else (),
+        finish_reason=finish_reason,
+        engine_id="engine-0",
+        cached_tokens=0,
+        prompt_tokens=2,
+    )
+
+
+async def reward(prompt: Prompt, sample: Sample) -> float:
+    return 1.0
+
+
+class Bench:
+    def __init__(self, **options: Any) -> None:
+        self.engine, self.source = Engine(), Prompts()
+        hooks = Hooks(
+            generate=SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids))),
+            reward=options.pop("reward", reward),
+            group_filter=options.pop("group_filter", None),
+        )
+        self.dispatcher = Dispatcher(
+            pool=Pool(
+                StalenessPolicy(
+                    bound=options.pop("bound", 1), lead_batches=2, batch_size=BATCH, action="recycle"
+                ),
+                RetryPolicy(
+                    max_prompt_attempts=2,
+                    max_quarantined_prompts=options.pop("quarantine", 3),
+                    recycle_stale=True,
+                ),
+            ),
+            source=self.source,  # type: ignore[arg-type]
+            client=self.engine,
+            hooks=hooks,
+            arguments=RolloutArguments(n_samples_per_prompt=2, max_sample_failures=2, **options),
+            num_engines=1,
+            visible_version=lambda: self.engine.version,
+            stall_timeout=0.3,
+        )
+
+    async def publish(self, version: int) -> None:
+        self.engine.version = version
+        await self.dispatcher.commit(version)
+
+    def balance(self) -> dict[str, int]:
+        return self.dispatcher.pool.balance().summary()
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    async with asyncio.TaskGroup() as scope:
+        producer = scope.create_task(bench.dispatcher.run())
+        await bench.publish(0)
+        yield bench
+        producer.cancel()
+
+
+async def test_nothing_is_generated_before_a_version_is_visible() -> None:
+    bench = Bench()
+    async with asyncio.TaskGroup() as scope:
+        producer = scope.create_task(bench.dispatcher.run())
+        await asyncio.sleep(0.02)
+        assert bench.engine.calls == 0
+        producer.cancel()
+
+
+async def test_lead_is_bounded_while_nobody_trains() -> None:
+    # covers: P1, C4
+    async with running(Bench()) as bench:
+        await asyncio.sleep(0.05)
+        assert bench.balance()["issued"] == 2 * BATCH
+        assert bench.balance()["buffered"] == 2 * BATCH
+
+
+async def test_trained_groups_make_room_when_their_version_is_visible() -> None:
+    # covers: C4
+    async with running(Bench()) as bench:
+        groups = await bench.dispatcher.cut(0)
+        bench.dispatcher.pool.trained(groups, 0)
+        await asyncio.sleep(0.05)
+        assert bench.balance()["issued"] == 2 * BATCH
+        await bench.publish(1)
+        await asyncio.sleep(0.05)
+        assert bench.balance()["issued"] == 3 * BATCH
+
+
+async def test_stale_groups_are_swept_at_the_cut_and_their_prompts_come_again() -> None:
+    # covers: C1, C3, C5, O2
+    async with running(Bench()) as bench:
+        await asyncio.sleep(0.05)  # four groups of version 0 wait
+        bench.engine.version = 2
+        groups = await bench.dispatcher.cut(2)
+        assert [group.oldest_version for group in groups] == [2, 2]
+        assert {group.attempt.prompt.prompt_id for group in groups} <= {"p0", "p1", "p2", "p3"}
+        assert bench.balance()["recycled"] == 2 * BATCH
+        assert bench.source.taken == 2 * BATCH  # retries come before fresh prompts
+
+
+async def test_failing_sample_is_generated_again_alone() -> None:
+    # covers: C6
+    bench = Bench()
+    bench.engine.script = lambda call: TransientEngineError("connection cut") if call == 0 else None
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await asyncio.sleep(0.05)
+    assert bench.engine.calls == 2 * 2 * BATCH + 1
+    assert bench.balance()["failed"] == 0
+
+
+async def test_prompt_that_always_fails_is_quarantined_and_the_run_goes_on() -> None:
+    # covers: C6, M8
+    bench = Bench(reward=fail_for("p1"))
+    async with running(bench):
+        groups = [*await bench.dispatcher.cut(0)]
+        bench.dispatcher.pool.trained(tuple(groups), 0)
+        await bench.publish(1)
+        groups += await bench.dispatcher.cut(1)
+    assert "p1" not in {group.attempt.prompt.prompt_id for group in groups}
+    assert bench.balance()["quarantined"] == 1
+    assert bench.balance()["failed"] == 1
+    [letter] = bench.dispatcher.pool.dead_letters
+    assert letter.prompt_id == "p1"
+    assert len(letter.reasons) == 2
+
+
+def fail_for(prompt_id: str) -> Any:
+    async def failing(prompt: Prompt, sample: Sample) -> float:
+        if prompt.prompt_id == prompt_id:
+            raise ZeroDivisionError("bad label")
+        return 1.0
+
+    return failing
+
+
+async def test_too_many_quarantined_prompts_stop_the_run() -> None:
+    bench = Bench(quarantine=1)
+    bench.engine.script = lambda call: RequestRejectedError("too long")
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(bench):
+            await asyncio.sleep(1)
+    assert isinstance(first_error(caught.value), DataError)
+
+
+async def test_filtered_groups_are_counted_and_replaced() -> None:
+    # covers: C3
+    def no_even(group: Group) -> str | None:
+        return "even" if int(group.attempt.prompt.prompt_id[1:]) % 2 == 0 else None
+
+    async with running(Bench(group_filter=no_even)) as bench:
+        groups = await bench.dispatcher.cut(0)
+        assert [group.attempt.prompt.prompt_id for group in groups] == ["p1", "p3"]
+        assert bench.balance()["filtered"] >= 2
+
+
+async def test_aborted_generation_keeps_its_tokens_and_their_versions() -> None:
+    # covers: R2, C1
+    bench = Bench(bound=None)
+    bench.engine.script = lambda call: answer([5, 6], 0, "abort") if call == 0 else answer([7, 2], 3)
+    async with running(bench):
+        groups = await bench.dispatcher.cut(3)
+    mixed = [sample for group in groups for sample in group.samples if len(sample.tokens) == 6]
+    assert [sample.tokens.tolist() for sample in mixed] == [[1, 2, 5, 6, 7, 2]]
+    assert mixed[0].weight_versions.tolist() == [-1, -1, 0, 0, 3, 3]
+    assert groups[0].oldest_version == 0
+
+
+async def test_reward_that_hangs_costs_its_attempt_only() -> None:
+    async def hang(prompt: Prompt, sample: Sample) -> float:
+        if prompt.prompt_id == "p0":
+            await asyncio.sleep(60)
+        return 1.0
+
+    bench = Bench(reward=hang, reward_timeout=0.02)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await asyncio.sleep(0.1)
+    assert bench.balance()["quarantined"] == 1
+
+
+async def test_stall_says_who_waits_for_whom() -> None:
+    # covers: C10
+    bench = Bench()
+    with pytest.raises(StalledError, match="trainer waits for a batch.*--stall-timeout.*0 groups buffered"):
+        await bench.dispatcher.cut(0)
+
+
+async def test_end_of_run_cancels_what_is_live_and_the_balance_adds_up() -> None:
+    # covers: C2
+    bench = Bench()
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await asyncio.sleep(0.02)
+    balance = bench.balance()
+    assert balance["issued"] == sum(count for name, count in balance.items() if name != "issued")
+    assert balance["cancelled"] == balance["issued"]
+    assert balance["in_flight"] == balance["buffered"] == balance["cut"] == 0

@@ -1,0 +1,247 @@
+"""RouterClient against an in-process engine: what is retried, what is refused, what reaches the caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
+from miles_async.engines.http import Http
+from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.traffic import Traffic
+from miles_async.errors import (
+    RequestRejectedError,
+    StalledError,
+    TransientEngineError,
+    VersionUnknownError,
+)
+from miles_async.staleness.versions import parse_spans
+from miles_async.types import VersionSpan
+from tests.fakes.fake_engine import FakeEngine
+
+SAMPLING = {"max_new_tokens": 4, "temperature": 1.0}
+
+
+@dataclass
+class Setup:
+    engine: FakeEngine
+    registry: EngineRegistry
+    record: EngineRecord
+    traffic: Traffic
+    client: RouterClient
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    async with FakeEngine(weight_version="3") as engine:
+        record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=engine.url, verified=True)
+        registry = EngineRegistry(engines={"engine-0": record}, version=3, router_up=True)
+        traffic, http = Traffic(), Http()
+        client = RouterClient(
+            http,
+            registry,
+            traffic,
+            router_url=lambda: engine.url,
+            parse_versions=parse_spans,
+            request_timeout=2.0,
+            retries=2,
+            gate_timeout=2.0,
+            backoff_seconds=0.01,
+        )
+        yield Setup(engine, registry, record, traffic, client)
+        await http.close()
+
+
+async def test_an_answer_becomes_arrays_and_spans(setup: Setup) -> None:  # covers: M1
+    generation = await setup.client.generate([5, 6, 7], SAMPLING, routing_key="a")
+    assert generation.output_ids.dtype == np.int32
+    assert generation.output_ids.tolist() == [3, 4, 5, 6]
+    assert generation.logprobs.dtype == np.float32
+    assert generation.logprobs.tolist() == [-0.5] * 4
+    assert generation.spans == (VersionSpan(3, 0, 4),)
+    assert (generation.engine_id, generation.finish_reason, generation.prompt_tokens) == ("engine-0", "length", 3)
+    assert setup.traffic.completed == {"engine-0": 1}
+
+
+async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setup) -> None:  # covers: C8, M13
+    await setup.client.generate([5], SAMPLING, routing_key="group-7")
+    assert setup.engine.headers[0][ROUTING_KEY] == "group-7"
+    assert setup.engine.requests[0]["extra_key"] == "v3"
+    assert setup.engine.requests[0]["return_logprob"] is True
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "expected"),
+    [
+        (500, "call_upstream_connection_failed", TransientEngineError),
+        (503, "no_available_workers", TransientEngineError),
+        (429, "slow down", TransientEngineError),
+        (404, '{"code":"model_not_found"}', TransientEngineError),
+        (404, "Not Found", RequestRejectedError),
+        (400, "input is too long", RequestRejectedError),
+        (413, "body too large", RequestRejectedError),
+    ],
+)
+def test_which_answers_are_worth_another_try(status: int, text: str, expected: type) -> None:  # covers: C3, C5
+    error = http_error(status, text)
+    assert type(error) is expected
+    assert text in str(error)  # the upstream's own words
+    assert str(status) in str(error)
+
+
+async def test_transient_errors_are_retried_with_a_fresh_id_and_another_key(setup: Setup) -> None:  # covers: C3
+    answers = iter([web.Response(status=503), web.Response(status=500, text="call_upstream_x"), None])
+    setup.engine.respond = lambda body: next(answers)
+    await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert len({body["rid"] for body in setup.engine.requests}) == 3
+    assert len({headers[ROUTING_KEY] for headers in setup.engine.headers}) == 3
+
+
+async def test_retries_are_bounded(setup: Setup) -> None:  # covers: C3
+    setup.engine.respond = lambda body: web.Response(status=503, text="overloaded")
+    with pytest.raises(TransientEngineError, match="503: overloaded"):
+        await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert len(setup.engine.requests) == 3
+
+
+async def test_a_rejected_request_is_not_retried(setup: Setup) -> None:  # covers: C3, C5
+    setup.engine.respond = lambda body: web.Response(status=400, text="input is longer than the context")
+    with pytest.raises(RequestRejectedError, match="longer than the context"):
+        await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert len(setup.engine.requests) == 1
+
+
+async def test_a_cut_answer_is_retried(setup: Setup) -> None:
+    bodies = iter([web.Response(text='{"output_ids": [1, 2'), None])
+
+    def respond(body: dict) -> web.Response | None:
+        response = next(bodies)
+        if response is not None:
+            response.headers["x-smg-routed-worker-id"] = setup.engine.url
+        return response
+
+    setup.engine.respond = respond
+    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert len(generation.output_ids) == 4
+
+
+@pytest.mark.parametrize("entries", [[[-0.5, 3, None]], [[-0.5, 9, None]] * 4, [[None, 3 + i, None] for i in range(4)]])
+async def test_log_probs_must_belong_to_the_tokens(setup: Setup, entries: list) -> None:  # covers: C12
+    def spoil(reply: dict) -> dict:
+        reply["meta_info"]["output_token_logprobs"] = entries
+        return reply
+
+    setup.engine.transform = spoil
+    with pytest.raises(TransientEngineError, match="log-prob"):
+        await setup.client.generate([5], SAMPLING, routing_key="a")
+
+
+async def test_an_engine_without_published_weights_is_an_error(setup: Setup) -> None:  # covers: M1
+    setup.engine.weight_version = "default"
+    with pytest.raises(VersionUnknownError):
+        await setup.client.generate([5], SAMPLING, routing_key="a")
+
+
+async def test_an_answer_without_spans_counts_as_old_as_its_dispatch(setup: Setup) -> None:  # covers: M1
+    def old_server(reply: dict) -> dict:
+        del reply["meta_info"]["weight_versions"]
+        reply["meta_info"]["weight_version"] = "4"
+        return reply
+
+    setup.engine.transform = old_server
+    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert generation.spans == (VersionSpan(3, 0, 4),)
+
+
+async def test_requests_wait_while_engines_are_paused_or_unverified(setup: Setup) -> None:  # covers: C8
+    setup.record.paused = True
+    async with asyncio.TaskGroup() as scope:
+        task = scope.create_task(setup.client.generate([5], SAMPLING, routing_key="a"))
+        await asyncio.sleep(0.05)
+        assert setup.engine.requests == []
+        setup.record.paused, setup.record.verified = False, False
+        setup.registry.notify()
+        await asyncio.sleep(0.05)
+        assert setup.engine.requests == []
+        setup.record.verified, setup.registry.version = True, 4
+        setup.registry.notify()
+    assert setup.engine.requests[0]["extra_key"] == "v4"
+    assert len(task.result().output_ids) == 4
+
+
+async def test_waiting_for_engines_has_a_deadline_that_names_them(setup: Setup) -> None:  # covers: C10
+    setup.record.state = EngineState.STARTING
+    setup.client._gate_timeout = 0.05
+    with pytest.raises(StalledError, match="engine-0 starting; router up"):
+        await setup.client.generate([5], SAMPLING, routing_key="a")
+
+
+async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  # covers: C8
+    setup.engine.token_seconds = 0.02
+    async with asyncio.TaskGroup() as scope:
+        task = scope.create_task(setup.client.generate([5], SAMPLING, routing_key="a"))
+        await asyncio.sleep(0.04)
+        setup.record.verified = False  # new weights arrived, the canary has not run yet
+        await asyncio.sleep(0.15)
+        assert setup.traffic.in_flight == 0
+        assert not task.done()  # answered, but held back
+        setup.record.state = EngineState.FENCED  # the canary disagreed
+        setup.registry.notify()
+        await asyncio.sleep(0.05)
+        setup.record.state, setup.record.verified = EngineState.SERVING, True
+        setup.registry.notify()
+    assert len(setup.engine.requests) == 2
+    assert setup.traffic.failed == 1
+
+
+async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> None:
+    setup.engine.token_seconds = 10.0
+    task = asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key="a"))
+    await asyncio.sleep(0.05)
+    assert setup.traffic.in_flight == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert setup.engine.aborted_ids == [setup.engine.requests[0]["rid"]]
+    assert setup.traffic.in_flight == 0
+
+
+async def test_a_timed_out_request_is_aborted_and_retried(setup: Setup) -> None:  # covers: C3
+    setup.engine.token_seconds = 10.0
+    setup.client._request_timeout = 0.05
+    with pytest.raises(TransientEngineError, match="--request-timeout"):
+        await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert setup.engine.aborted_ids == [body["rid"] for body in setup.engine.requests]
+    assert len(setup.engine.aborted_ids) == 3
+
+
+async def test_an_abort_is_a_partial_answer(setup: Setup) -> None:  # covers: R2
+    setup.engine.token_seconds = 0.02
+    async with asyncio.TaskGroup() as scope:
+        sampling = {**SAMPLING, "max_new_tokens": 500}
+        task = scope.create_task(setup.client.generate([5], sampling, routing_key="a"))
+        await asyncio.sleep(0.15)
+        await setup.client._api.abort_all(setup.engine.url, 1.0)
+    assert task.result().finish_reason == "abort"
+    assert 0 < len(task.result().output_ids) < 500
+
+
+def test_busy_seconds_count_time_with_any_request_in_flight() -> None:
+    now = 0.0
+    traffic = Traffic(clock=lambda: now)
+    with traffic.request("a"):
+        now = 1.0
+        with traffic.request("b"):
+            now = 3.0
+            assert traffic.in_flight == 2
+            assert traffic.oldest_seconds() == 3.0
+    now = 10.0
+    assert traffic.busy_seconds() == 3.0
+    with traffic.request("c"):
+        now = 12.0
+        assert traffic.busy_seconds() == 5.0

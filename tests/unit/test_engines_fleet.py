@@ -1,0 +1,268 @@
+"""Fleet with in-process engines: the life of an engine, and a publication as the publisher drives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from miles_async.engines.fleet import Fleet
+from miles_async.engines.http import Http
+from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.traffic import Traffic
+from miles_async.errors import EngineError, EngineStartError
+from miles_async.types import TensorMeta
+from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
+
+BUCKET = (TensorMeta("model.norm.weight", "float32", (64,)),)
+
+
+class Setup:
+    """A fleet whose servers are fakes; ``servers[i][n]`` is the n-th start of engine i."""
+
+    def __init__(
+        self, num_engines: int, *, make: Callable[[int, int], FakeServer] | None = None, max_restarts: int = 1
+    ) -> None:
+        self.registry = EngineRegistry()
+        self.router = FakeRouter(self.registry)
+        self.http = Http()
+        self.traffic = Traffic()
+        self.servers: list[list[FakeServer]] = [[] for _ in range(num_engines)]
+        self._make = make or (lambda index, incarnation: FakeServer(FakeEngine()))
+        self.fleet = Fleet(
+            self.registry,
+            self.router,  # type: ignore[arg-type]
+            self.http,
+            self.traffic,
+            self._launch,
+            num_engines=num_engines,
+            max_restarts=max_restarts,
+        )
+
+    def _launch(self, index: int, incarnation: int) -> FakeServer:
+        server = self._make(index, incarnation)
+        self.servers[index].append(server)
+        return server
+
+    async def publish(self, engines: tuple[str, ...], version: int, mode: str = "retract") -> None:
+        """As weights.publisher does, everything going well."""
+        fleet = self.fleet
+        for errors in (
+            await fleet.connect(engines, "g", "127.0.0.1", 1, 1 + len(engines), "gloo"),
+            await fleet.pause(engines, mode),
+            await fleet.begin_update(engines),
+            await fleet.receive_bucket(engines, "g", BUCKET, version, mode != "in_place"),
+            await fleet.end_update(engines),
+            await fleet.resume(engines),
+        ):
+            assert errors == dict.fromkeys(engines)
+        await fleet.admit(engines, version)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            await self.registry.wait_until(condition)
+
+
+@asynccontextmanager
+async def started(num_engines: int, **options: object) -> AsyncIterator[Setup]:
+    setup = Setup(num_engines, **options)  # type: ignore[arg-type]
+    await setup.router.start()
+    await setup.fleet.start()
+    supervision = asyncio.ensure_future(setup.fleet.supervise())
+    try:
+        yield setup
+    finally:
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+        await setup.fleet.stop()
+        await setup.http.close()
+
+
+async def test_engines_that_came_up_are_joining_and_not_routable() -> None:
+    async with started(2) as setup:
+        members = await setup.fleet.members()
+        assert members.joining == ("engine-0", "engine-1")
+        assert members.serving == members.starting == ()
+        assert members.ranks == {"engine-0": 1, "engine-1": 1}
+        assert setup.router.registered == []
+        assert not setup.registry.may_dispatch()
+
+
+async def test_a_publication_makes_engines_serve_under_its_version() -> None:  # covers: C8
+    async with started(2) as setup:
+        engines = ("engine-0", "engine-1")
+        await setup.publish(engines, 0)
+        assert (await setup.fleet.members()).serving == engines
+        assert len(setup.router.registered) == 2
+        assert setup.registry.may_dispatch()
+        await setup.publish(engines, 1)
+        assert setup.registry.version == 1
+        assert len(setup.router.registered) == 2
+
+
+async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
+    async with started(1) as setup:
+        one = ("engine-0",)
+        await setup.publish(one, 0)
+        fleet, may_dispatch = setup.fleet, setup.registry.may_dispatch
+        await fleet.pause(one, "retract")
+        assert not may_dispatch()
+        await fleet.begin_update(one)
+        await fleet.receive_bucket(one, "g", BUCKET, 1, True)
+        await fleet.end_update(one)
+        await fleet.resume(one)
+        assert not may_dispatch()  # new weights, not verified
+        score = (await fleet.score(one, [5, 6, 7]))["engine-0"]
+        assert not isinstance(score, Exception)
+        assert (score.weight_version, score.logprobs) == ("1", (-1.0, -1.0))
+        assert not may_dispatch()
+        await fleet.admit(one, 1)
+        assert may_dispatch()
+
+
+async def test_a_pause_without_update_ends_with_resume() -> None:
+    async with started(1) as setup:
+        await setup.publish(("engine-0",), 0)
+        await setup.fleet.pause(("engine-0",), "in_place")
+        await setup.fleet.resume(("engine-0",))
+        assert setup.registry.may_dispatch()
+
+
+async def test_repairing_a_joining_engine_does_not_stop_the_serving_one() -> None:
+    async with started(2) as setup:
+        await setup.publish(("engine-0",), 5)
+        await setup.fleet.pause(("engine-1",), "abort")
+        assert setup.registry.may_dispatch()
+        await setup.fleet.resume(("engine-1",))
+        await setup.publish(("engine-1",), 5)
+        assert (await setup.fleet.members()).serving == ("engine-0", "engine-1")
+
+
+async def test_abort_pause_ends_requests_before_it_pauses() -> None:
+    """SGLang's own abort-pause would wait for a whole second."""
+    async with started(1) as setup:
+        await setup.publish(("engine-0",), 0)
+        engine = setup.servers[0][0].engine
+        engine.token_seconds = 0.3
+        engine.calls.clear()
+        body = {"rid": "r", "input_ids": [5], "sampling_params": {"max_new_tokens": 9}, "return_logprob": True}
+
+        async def request() -> None:
+            with setup.traffic.request("r"):
+                async with setup.http.session.post(f"{engine.url}/generate", json=body) as response:
+                    await response.read()
+
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(request())
+            await asyncio.sleep(0.05)
+            await setup.fleet.pause(("engine-0",), "abort")
+            assert setup.traffic.in_flight == 0
+        assert engine.calls[0] == "/abort_request"
+        assert engine.calls[-1] == "/pause_generation"
+
+
+async def test_a_failing_engine_is_an_entry_not_an_exception() -> None:
+    async with started(2) as setup:
+        errors = await setup.fleet.receive_bucket(("engine-0", "engine-1"), "g", BUCKET, 1, True)
+        assert all("begin_weight_update" in str(error) for error in errors.values())
+        await setup.servers[0][0].engine.die()
+        errors = await setup.fleet.begin_update(("engine-0", "engine-1"))
+        assert isinstance(errors["engine-0"], EngineError)
+        assert errors["engine-1"] is None
+
+
+async def test_a_crashed_engine_leaves_the_router_and_comes_back_joining() -> None:
+    async with started(2) as setup:
+        await setup.publish(("engine-0", "engine-1"), 0)
+        url = setup.servers[0][0].engine.url
+        await setup.servers[0][0].crash()
+        await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+        assert ("remove", url) in setup.router.events
+        assert len(setup.servers[0]) == 2
+        members = await setup.fleet.members()
+        assert (members.serving, members.joining) == (("engine-1",), ("engine-0",))
+        assert setup.registry.may_dispatch()  # the other one goes on
+
+
+async def test_a_fenced_engine_is_out_at_once_and_restarted() -> None:  # covers: C8
+    async with started(1) as setup:
+        await setup.publish(("engine-0",), 0)
+        await setup.fleet.fence(("engine-0",), "canary disagrees")
+        assert setup.router.registered == []
+        assert not setup.registry.may_dispatch()
+        async with asyncio.timeout(5):
+            await setup.fleet.wait_for_joining()
+        assert setup.servers[0][0].stopped
+        assert setup.registry.engines["engine-0"].reason == "canary disagrees"
+
+
+async def test_an_engine_that_claims_another_version_is_not_admitted() -> None:
+    async with started(1) as setup:
+        await setup.fleet.admit(("engine-0",), 7)
+        assert setup.registry.in_state(EngineState.SERVING) == ()
+        assert "expected weight version 7, found 'default'" in setup.registry.engines["engine-0"].reason
+
+
+async def test_an_engine_that_dies_while_it_is_admitted_does_not_serve() -> None:
+    async with started(1, max_restarts=0) as setup:
+        real_add = setup.router.add
+
+        async def add_then_die(url: str, timeout: float = 0.0) -> None:
+            await real_add(url)
+            await setup.servers[0][0].crash()
+            await setup.until(lambda: setup.registry.engines["engine-0"].incarnation > 0)
+
+        setup.router.add = add_then_die  # type: ignore[method-assign]
+        setup.servers[0][0].engine.weight_version = "1"
+        await setup.fleet.admit(("engine-0",), 1)
+        assert setup.registry.in_state(EngineState.SERVING) == ()
+
+
+async def test_restarts_are_bounded_and_the_last_engine_ends_the_run() -> None:  # covers: C10
+    setup = Setup(1, max_restarts=2)
+    await setup.router.start()
+    await setup.fleet.start()
+
+    async def keep_crashing() -> None:
+        while True:
+            await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+            await setup.servers[0][-1].crash("ended with status -11. Last lines: out of memory")
+            await setup.until(lambda: setup.registry.engines["engine-0"].state is not EngineState.JOINING)
+
+    crashing = asyncio.ensure_future(keep_crashing())
+    with pytest.raises(EngineError, match=r"restarted 2 times \(--engine-max-restarts\).*out of memory"):
+        async with asyncio.timeout(5):
+            await setup.fleet.supervise()
+    crashing.cancel()
+    await asyncio.gather(crashing, return_exceptions=True)
+    assert len(setup.servers[0]) == 3
+    await setup.fleet.stop()
+    await setup.http.close()
+
+
+async def test_start_raises_the_first_error_and_stops_the_others() -> None:
+    def make(index: int, incarnation: int) -> FakeServer:
+        error = EngineStartError("engine-1 ended with status 1: no such model") if index == 1 else None
+        return FakeServer(FakeEngine(), start_error=error)
+
+    setup = Setup(2, make=make)
+    with pytest.raises(EngineStartError, match="no such model"):
+        await setup.fleet.start()
+    assert all(server.stopped for servers in setup.servers for server in servers)
+    await setup.http.close()
+
+
+async def test_process_group_ranks_follow_tensor_parallel_sizes() -> None:
+    async with started(2) as setup:
+        for record in setup.registry.engines.values():
+            record.ranks = 2
+        bodies = []
+
+        async def join(url: str, **arguments: object) -> None:
+            bodies.append((arguments["first_rank"], arguments["world_size"]))
+
+        setup.fleet._api.join_group = join  # type: ignore[method-assign, assignment]
+        await setup.fleet.connect(("engine-0", "engine-1"), "g", "host", 1, 5, "gloo")
+        assert sorted(bodies) == [(1, 5), (3, 5)]

@@ -1,0 +1,68 @@
+"""reward.png is drawn from metrics.jsonl alone; the recorder feeds all that the plot and the summary need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from miles_async.observability.metrics_file import MetricsFile, read_metrics
+from miles_async.observability.plots import moving_average, plot_run
+from miles_async.observability.progress import PlainProgress
+from miles_async.observability.progress_state import ProgressState
+from miles_async.observability.recorder import RunRecorder
+from miles_async.observability.summary import RunSummary
+
+PNG = b"\x89PNG"
+
+
+@dataclass
+class FakePublication:
+    version: int
+    prepare_seconds: float = 0.1
+    pause_seconds: float = 0.2
+
+
+def record_run(directory: Path) -> RunSummary:
+    lines: list[str] = []
+    file, summary = MetricsFile(directory / "metrics.jsonl"), RunSummary()
+    recorder = RunRecorder(file, PlainProgress(ProgressState(3), lines.append), summary)
+    recorder.evaluation(0, {"eval/accuracy": 0.0})
+    recorder.evaluation(0, {})
+    for step in range(3):
+        recorder.step(step, {"reward/mean": 0.0 if step == 0 else 0.5}, {0: 4, 1: step})
+        recorder.publication(FakePublication(step + 1))
+    recorder.evaluation(3, {"eval/accuracy": 1.0})
+    file.finish()
+    return summary
+
+
+def test_a_recorded_run_can_be_plotted_and_summarised(tmp_path: Path) -> None:
+    result = record_run(tmp_path).finish({}, 0.0, 0.0, 1.0)
+    assert plot_run(tmp_path) == tmp_path / "reward.png"
+    assert (tmp_path / "reward.png").read_bytes().startswith(PNG)
+    assert (result["eval_accuracy_first"], result["eval_accuracy_last"]) == (0.0, 1.0)
+    assert result["weight_version"] == 3
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert rows[2]["age/count/1"] == 2
+
+
+def test_a_run_without_age_histograms_is_plotted_too(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.log({"reward/mean": 0.5, "age/mean": 1.0, "age/max": 2.0}, step=0)
+    file.finish()
+    assert plot_run(tmp_path, tmp_path / "other.png").read_bytes().startswith(PNG)
+
+
+def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.log({"eval/accuracy": 0.1}, step=0)
+    file.finish()
+    with pytest.raises(ValueError, match="nothing was trained yet"):
+        plot_run(tmp_path)
+
+
+def test_moving_average_starts_with_what_there_is() -> None:
+    assert moving_average([1.0, 0.0, 0.5, 0.5], window=2) == [1.0, 0.5, 0.25, 0.5]

@@ -1,0 +1,99 @@
+"""Progress: what a step shows, on a terminal and in a log file."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from miles_async.observability.progress import LiveProgress, PlainProgress, open_progress
+from miles_async.observability.progress_state import MISSING, ProgressState, duration, sparkline
+
+METRICS = {
+    "reward/mean": 0.5,
+    "age/mean": 0.75,
+    "age/max": 2.0,
+    "lead/groups": 34.0,
+    "rollout/in_flight": 18.0,
+    "rollout/buffered": 16.0,
+    "time/step_seconds": 4.0,
+    "time/wait_seconds": 1.0,
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_plain_progress_is_one_line_per_phase_and_step_with_lead_and_age() -> None:
+    # covers: P9
+    clock, lines = Clock(), []
+    progress = PlainProgress(ProgressState(40, clock=clock), lines.append)
+    with progress:
+        progress.phase("Ray")
+        clock.now += 4
+        progress.phase("engines")
+        clock.now += 25.5
+        progress.step(0, METRICS)
+        progress.evaluation(1, {"eval/accuracy": 0.25})
+    assert lines == [
+        "starting Ray ...",
+        "Ray ready after 4.0 s",
+        "starting engines ...",
+        "engines ready after 25.5 s",
+        "step 1/40  reward 0.500 (avg 0.500)  age 0.75 (max 2)  lead 34  in flight 18  buffered 16  "
+        "trainer idle 25%  4.00 s  ETA 2:36",
+        "evaluation after 1 steps: accuracy 0.250",
+    ]
+
+
+def test_metrics_that_are_absent_or_not_a_number_show_as_a_dash() -> None:
+    view = ProgressState(10).add_step(0, {"reward/mean": float("nan")})
+    assert (view.reward, view.reward_average, view.lead, view.eta) == (MISSING,) * 4
+
+
+def test_reward_average_is_over_the_last_five_steps_and_idle_over_the_run() -> None:
+    state = ProgressState(10)
+    for step in range(7):
+        view = state.add_step(step, {**METRICS, "reward/mean": step / 10, "time/wait_seconds": 4.0 * (step < 1)})
+    assert view.reward_average == "0.400"
+    assert view.trainer_idle == "14%"
+
+
+def test_live_display_draws_and_leaves_the_terminal_as_it_was_after_an_interrupt() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=120)
+    progress = LiveProgress(ProgressState(40), console)
+    with pytest.raises(KeyboardInterrupt), progress:  # noqa: PT012 (the block is what is interrupted)
+        progress.phase("engines")
+        progress.step(0, METRICS)
+        progress.evaluation(0, {"eval/accuracy": 0.25})
+        raise KeyboardInterrupt
+    progress.close()  # twice is once
+    text = output.getvalue()
+    for expected in ("✓", "engines", "1/40", "34 groups", "0.75 (max 2)", "accuracy 0.250"):
+        assert expected in text
+    assert text.rstrip().endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_display_follows_the_console_and_the_flag() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    assert isinstance(open_progress(1, console=terminal), LiveProgress)
+    assert isinstance(open_progress(1, live=False, console=terminal), PlainProgress)
+    assert isinstance(open_progress(1, console=Console(file=io.StringIO())), PlainProgress)
+
+
+def test_sparkline_is_scaled_to_zero_and_one_at_least() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([-3.0, 5.0]) == "▁█"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (75, "1:15"), (7500, "2:05:00")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,114 @@
+"""Publication is all-or-nothing (C8), seen as the order of calls that reach trainer and engines."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.fake_sides import FakeFleet, FakeTrainer
+
+from arguments import WeightsArguments
+from miles_async.errors import PublicationError
+from miles_async.weights.publisher import WeightPublisher
+
+
+def make(fleet: FakeFleet, **arguments: object) -> WeightPublisher:
+    return WeightPublisher(
+        FakeTrainer(fleet.events),
+        fleet,
+        WeightsArguments(**arguments),
+        tolerance=1e-3,
+        backend="gloo",
+        poll_seconds=0.01,
+    )
+
+
+async def test_order_of_a_publication() -> None:
+    # covers: C8, R4
+    fleet = FakeFleet([])
+    publication = await make(fleet).publish(0)
+    assert fleet.events == [
+        "stage 0", "open 2", "connect", "pause retract", "flush", "begin",
+        "send 0/0", "receive t0", "send 0/1", "receive t1", "end", "resume", "score", "admit 0",
+    ]  # fmt: skip
+    assert publication.engines == ("engine-0",)
+    assert publication.fenced == ()
+    assert fleet.serving == ["engine-0"]
+
+
+async def test_in_place_never_flushes() -> None:
+    # covers: M11
+    fleet = FakeFleet([])
+    await make(fleet, pause_generation_mode="in_place").publish(0)
+    assert "pause in_place" in fleet.events
+    assert "flush" not in fleet.events
+
+
+async def test_group_is_kept_while_engines_stay_the_same() -> None:
+    fleet = FakeFleet([])
+    publisher = make(fleet)
+    await publisher.publish(0)
+    await publisher.publish(1)
+    assert fleet.events.count("connect") == 1
+    fleet.joining.append("engine-1")
+    await publisher.publish(2)
+    assert fleet.events.count("connect") == 2
+    assert "open 3" in fleet.events
+
+
+@pytest.mark.parametrize(
+    "step", ["connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end"]
+)
+async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str) -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    fleet.faults[step] = {"engine-1"}
+    publication = await make(fleet).publish(3)
+    assert publication.engines == ("engine-0",)
+    assert fleet.fenced == ["engine-1"]
+    assert fleet.serving == ["engine-0"]
+    assert "engine-0" not in fleet.paused
+    last_begin = len(fleet.events) - 1 - fleet.events[::-1].index("begin")
+    assert [e for e in fleet.events[last_begin:] if e.startswith("receive")] == ["receive t0", "receive t1"]
+
+
+async def test_engine_that_answers_with_the_old_version_is_fenced() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    fleet.labels["engine-1"] = "4"
+    publication = await make(fleet).publish(5)
+    assert publication.fenced == ("engine-1",)
+
+
+@pytest.mark.parametrize("logprobs", [(-1.0, -2.1), (-1.0, float("nan")), (-1.0,)])
+async def test_canary_that_disagrees_fences(logprobs: tuple[float, ...]) -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    fleet.logprobs["engine-0"] = logprobs
+    publication = await make(fleet).publish(1)
+    assert publication.fenced == ("engine-0",)
+    assert fleet.serving == ["engine-1"]
+
+
+async def test_without_any_engine_it_says_so_at_the_deadline() -> None:
+    # covers: C10
+    fleet = FakeFleet([], joining=())
+    with pytest.raises(PublicationError, match="version 2.*--publication-timeout.*waiting for engines"):
+        await make(fleet, publication_timeout=0.05).publish(2)
+
+
+async def test_repair_touches_joining_engines_only_and_uses_the_served_version() -> None:
+    fleet = FakeFleet([])
+    publisher = make(fleet)
+    await publisher.publish(7)
+    fleet.events.clear()
+    fleet.joining = ["engine-1"]
+    assert await publisher.repair() == ("engine-1",)
+    assert fleet.events[0] != "stage 7"
+    assert fleet.versions == {"engine-0": 7, "engine-1": 7}
+    assert fleet.serving == ["engine-0", "engine-1"]
+
+
+async def test_lag_sends_the_weights_of_earlier_versions_under_their_own_name() -> None:
+    fleet = FakeFleet([])
+    publisher = make(fleet, debug_publication_lag=2)
+    sent = [(await publisher.publish(version)).sent_version for version in range(5)]
+    assert sent == [0, 0, 0, 1, 2]

@@ -1,0 +1,135 @@
+"""The reward hub, and what a user's own ``module:attr`` hook must be."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arguments import RolloutArguments
+from arguments.specification import flag_specifications
+from miles_async.errors import ConfigurationError, RewardError
+from miles_async.hooks import load_object
+from miles_async.protocols import Generate, GroupFilter, PromptSource, Reward
+from miles_async.rewards.hub import REWARDS, exact_match, resolve_reward
+from miles_async.types import Prompt, Sample
+
+PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
+
+
+def sample(text: str, finish_reason: Any = "stop") -> Sample:
+    return Sample(
+        tokens=np.asarray([1, 2, 3], np.int32),
+        prompt_length=2,
+        loss_mask=np.asarray([0, 0, 1], np.uint8),
+        rollout_logprobs=np.zeros(3, np.float32),
+        weight_versions=np.asarray([-1, -1, 0], np.int32),
+        text=text,
+        finish_reason=finish_reason,
+    )
+
+
+class TestExactMatch:
+    @pytest.mark.parametrize(
+        ("text", "finish_reason", "reward"),
+        [
+            ("21", "stop", 1.0),
+            (" 21\n", "stop", 1.0),
+            ("12", "stop", 0.0),
+            ("2 1", "stop", 0.0),
+            ("", "stop", 0.0),
+            ("21", "length", 0.0),  # no EOS
+            ("21", "abort", 0.0),
+        ],
+    )
+    async def test_right_answer_that_ended_by_itself(self, text: str, finish_reason: str, reward: float):
+        assert await exact_match(PROMPT, sample(text, finish_reason)) == reward
+
+    async def test_prompt_without_label_is_an_error(self):
+        with pytest.raises(RewardError, match="t:1 has no label"):
+            await exact_match(Prompt(prompt_id="t:1", token_ids=(1,), text="rev"), sample("21"))
+
+
+class TestHub:
+    def test_names_are_the_choices_of_the_flag(self):
+        assert set(REWARDS) == set(flag_specifications()["rm_type"].choices)
+
+    def test_every_reward_satisfies_the_protocol(self):
+        for name in REWARDS:
+            assert isinstance(resolve_reward(RolloutArguments(rm_type=name)), Reward)
+
+    def test_own_reward(self, hooks: types.ModuleType):
+        assert resolve_reward(RolloutArguments(custom_rm_path="own_hooks:good")) is hooks.good
+
+    def test_nothing_and_unknown_are_refused(self):
+        with pytest.raises(ConfigurationError, match="no reward: give --rm-type"):
+            resolve_reward(RolloutArguments())
+        with pytest.raises(ConfigurationError, match="--rm-type maths: expected one of exact_match"):
+            resolve_reward(RolloutArguments(rm_type="maths"))
+
+
+@pytest.fixture
+def hooks() -> Iterator[types.ModuleType]:
+    """An importable module of the user's."""
+    module = types.ModuleType("own_hooks")
+    source = """
+async def good(prompt, sample): return 1.0
+def not_async(prompt, sample): return 1.0
+async def too_few(prompt): return 1.0
+async def extra(prompt, sample, *, scale=2.0): return scale
+def keep(group): return None
+class Good:
+    async def __call__(self, prompt, sample): return 0.5
+class NeedsArguments:
+    def __init__(self, path): pass
+class Source:
+    def take(self, count): return []
+    def state(self): return {}
+number = 3
+"""
+    exec(source, module.__dict__)
+    sys.modules["own_hooks"] = module
+    yield module
+    del sys.modules["own_hooks"]
+
+
+class TestHooks:
+    @pytest.mark.parametrize("attribute", ["good", "extra", "Good"])
+    async def test_function_or_class_that_fits(self, hooks: types.ModuleType, attribute: str):
+        reward = load_object(f"own_hooks:{attribute}", Reward, "--custom-rm-path")
+        assert await reward(PROMPT, sample("21")) in (0.5, 1.0, 2.0)
+
+    @pytest.mark.parametrize(
+        ("path", "protocol", "message"),
+        [
+            ("own_hooks.good", Reward, "expected module:attr"),
+            ("own_hooks:", Reward, "expected module:attr"),
+            ("own_hookz:good", Reward, "no module 'own_hookz'; put the directory that holds it into"),
+            ("own_hooks:god", Reward, "own_hooks has no 'god'; did you mean good?"),
+            ("own_hooks:not_async", Reward, "is not a Reward: it must be `async def`"),
+            ("own_hooks:good", GroupFilter, "it must not be `async def`; it must take (group)"),
+            ("own_hooks:too_few", Reward, "it must take (prompt, sample)"),
+            ("own_hooks:good", Generate, "it must take (client, attempt, sample_index)"),
+            ("own_hooks:NeedsArguments", Reward, "cannot make one without arguments"),
+            ("own_hooks:number", Reward, "it cannot be called (found int)"),
+            ("own_hooks:Source", PromptSource, "it has no restore()"),
+        ],
+    )  # fmt: skip
+    def test_what_does_not_fit_says_why(self, hooks: types.ModuleType, path: str, protocol: type, message: str):
+        with pytest.raises(ConfigurationError) as caught:
+            load_object(path, protocol, "--some-flag")
+        assert str(caught.value).startswith(f"--some-flag {path}")
+        assert message in str(caught.value)
+
+    def test_module_that_fails_to_import_is_told_with_its_error(self, tmp_path: Any, monkeypatch: Any):
+        (tmp_path / "broken_hooks.py").write_text("import absent_dependency\n")
+        (tmp_path / "raising_hooks.py").write_text("1 / 0\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigurationError, match=r"importing broken_hooks failed: No module named 'absent_dep"):
+            load_object("broken_hooks:f", Reward, "--custom-rm-path")
+        with pytest.raises(ConfigurationError, match="importing raising_hooks failed: ZeroDivisionError"):
+            load_object("raising_hooks:f", Reward, "--custom-rm-path")

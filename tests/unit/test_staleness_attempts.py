@@ -1,0 +1,140 @@
+"""What a prompt gets when an attempt of it ended untrained.
+
+# covers: C5, C6, O2, M7, M8
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from miles_async.errors import DataError
+from miles_async.staleness.attempts import AttemptBook, Cause, RetryPolicy
+from miles_async.staleness.ledger import Outcome
+from miles_async.types import Prompt
+from tests.property.builders import make_prompt
+
+
+class Source:
+    """Prompts p0, p1, ... in a circle."""
+
+    def __init__(self, size: int = 100) -> None:
+        self._numbers = itertools.cycle(range(size))
+
+    def __call__(self) -> tuple[int, Prompt]:
+        return 0, make_prompt(f"p{next(self._numbers)}")
+
+
+def book(*, attempts: int = 2, quarantined: int = 100, recycle: bool = True) -> AttemptBook:
+    return AttemptBook(
+        RetryPolicy(max_prompt_attempts=attempts, max_quarantined_prompts=quarantined, recycle_stale=recycle)
+    )
+
+
+def test_attempts_are_numbered_and_carry_the_visible_version() -> None:
+    attempts, source = book(), Source()
+    first, second = attempts.issue(source, 3), attempts.issue(source, 4)
+    assert [(a.attempt_id, a.prompt.prompt_id, a.issued_version) for a in (first, second)] == [
+        (0, "p0", 3),
+        (1, "p1", 4),
+    ]
+
+
+def test_stale_prompt_is_recycled_before_fresh_ones() -> None:
+    attempts, source = book(), Source()
+    first = attempts.issue(source, 0)
+    verdict = attempts.ended(first, Cause.STALE, "age 3")
+    assert verdict.outcome is Outcome.STALE_RECYCLED
+    again = attempts.issue(source, 5)
+    assert (again.attempt_id, again.prompt, again.stale_count, again.issued_version) == (1, first.prompt, 1, 5)
+    assert (again.data_failures, again.infra_failures) == (0, 0)
+    assert attempts.issue(source, 5).prompt.prompt_id == "p1"
+
+
+def test_drop_replaces_a_stale_prompt_by_a_fresh_one() -> None:
+    attempts, source = book(recycle=False), Source()
+    verdict = attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
+    assert (verdict.outcome, verdict.retry) == (Outcome.STALE_DROPPED, None)
+    assert attempts.issue(source, 0).prompt.prompt_id == "p1"
+
+
+def test_slow_prompt_is_dropped_in_the_end_but_never_quarantined() -> None:
+    attempts, source = book(attempts=2), Source()
+    attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
+    verdict = attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 4")
+    assert (verdict.outcome, verdict.dead_letter) == (Outcome.STALE_DROPPED, None)
+    assert not attempts.quarantined
+
+
+def test_filtered_prompt_is_replaced() -> None:
+    attempts, source = book(attempts=1), Source()
+    verdict = attempts.ended(attempts.issue(source, 0), Cause.FILTERED, "zero spread")
+    assert (verdict.outcome, verdict.retry, verdict.reason) == (Outcome.FILTERED, None, "zero spread")
+
+
+@pytest.mark.parametrize("cause", [Cause.DATA, Cause.INFRASTRUCTURE])
+def test_failing_prompt_is_quarantined_with_its_reasons(cause: Cause) -> None:
+    attempts, source = book(attempts=2), Source()
+    verdict = attempts.ended(attempts.issue(source, 0), cause, "no reward")
+    assert verdict.outcome is Outcome.FAILED
+    verdict = attempts.ended(attempts.issue(source, 0), cause, "no reward again")
+    assert verdict.outcome is Outcome.QUARANTINED
+    assert verdict.dead_letter is not None
+    assert verdict.dead_letter.prompt_id == "p0"
+    assert verdict.dead_letter.reasons == (f"{cause}: no reward", f"{cause}: no reward again")
+    assert attempts.quarantined == {"p0"}
+
+
+def test_each_cause_has_its_own_budget() -> None:
+    attempts, source = book(attempts=2), Source()
+    for cause in (Cause.DATA, Cause.INFRASTRUCTURE, Cause.STALE):
+        attempt = attempts.issue(source, 0)
+        assert attempts.ended(attempt, cause, "once").retry is not None
+        assert attempt.prompt.prompt_id == "p0"
+
+
+def test_quarantined_prompt_is_passed_over_in_later_epochs() -> None:
+    attempts, source = book(attempts=1), Source(size=3)
+    attempts.ended(attempts.issue(source, 0), Cause.DATA, "rejected")
+    assert [attempts.issue(source, 0).prompt.prompt_id for _ in range(4)] == ["p1", "p2", "p1", "p2"]
+
+
+def test_waiting_retry_of_a_prompt_that_another_epoch_quarantined_is_dropped() -> None:
+    attempts, source = book(attempts=2), Source(size=1)
+    one, other = attempts.issue(source, 0), attempts.issue(source, 0)
+    attempts.ended(one, Cause.DATA, "rejected")
+    again = attempts.issue(source, 0)
+    attempts.ended(other, Cause.DATA, "rejected")
+    assert attempts.waiting_retries == 1
+    attempts.ended(again, Cause.DATA, "rejected")
+    assert attempts.waiting_retries == 0
+
+
+def test_source_of_quarantined_prompts_only_is_an_error() -> None:
+    attempts, source = book(attempts=1), Source(size=2)
+    for _ in range(2):
+        attempts.ended(attempts.issue(source, 0), Cause.DATA, "rejected")
+    with pytest.raises(DataError, match="only the 2 that are"):
+        attempts.issue(source, 0)
+
+
+def test_too_many_quarantined_prompts_stop_the_run() -> None:
+    attempts, source = book(attempts=1, quarantined=1), Source()
+    attempts.ended(attempts.issue(source, 0), Cause.DATA, "rejected")
+    with pytest.raises(DataError, match="--max-quarantined-prompts 1, found 2; the last is 'p1': data: rejected"):
+        attempts.ended(attempts.issue(source, 0), Cause.DATA, "rejected")
+
+
+def test_resume_keeps_retries_quarantine_and_numbers() -> None:
+    attempts, source = book(attempts=2), Source()
+    for _ in range(2):
+        attempts.ended(attempts.issue(source, 0), Cause.DATA, "rejected")
+    attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
+    resumed = book()
+    resumed.restore(json.loads(json.dumps(attempts.state())))
+    assert resumed.quarantined == {"p0"}
+    again = resumed.issue(source, 7)
+    assert (again.attempt_id, again.prompt, again.stale_count) == (3, make_prompt("p1"), 1)
+    assert again.history == ("stale: age 3",)

@@ -1,0 +1,93 @@
+"""The cut.
+
+# covers: C1, C3, C7, R7, R9, C11
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from miles_async.errors import ContractViolation, VersionUnknownError
+from miles_async.staleness.buffer import Cut, StalenessBuffer
+from tests.property.builders import make_group
+
+
+def ids(cut: Cut) -> tuple[list[int], list[int]]:
+    return [g.attempt.attempt_id for g in cut.groups], [g.attempt.attempt_id for g in cut.stale]
+
+
+def filled(versions: dict[int, int], *, batch_size: int = 2, bound: int | None = 1) -> StalenessBuffer:
+    buffer = StalenessBuffer(batch_size, bound)
+    for attempt_id, version in versions.items():
+        buffer.put(make_group(attempt_id, [[version]]))
+    return buffer
+
+
+def test_oldest_admission_first_whatever_the_order_of_arrival() -> None:
+    buffer = filled({3: 5, 0: 5, 2: 5, 1: 5})
+    assert ids(buffer.cut(5)) == ([0, 1], [])
+    assert ids(buffer.cut(5)) == ([2, 3], [])
+
+
+def test_nothing_is_cut_before_a_batch_is_full() -> None:
+    """A straggler holds up nobody: the groups behind it make the batch."""
+    buffer = filled({1: 5})
+    assert ids(buffer.cut(5)) == ([], [])
+    buffer.put(make_group(2, [[5]]))
+    assert ids(buffer.cut(5)) == ([1, 2], [])
+
+
+def test_freshness_is_judged_for_the_version_the_optimizer_will_step_from() -> None:
+    """Groups that are fresh while version 5 trains are too old for the batch that is prepared for version 6."""
+    versions = {0: 4, 1: 4, 2: 5, 3: 5}
+    assert ids(filled(versions).cut(5)) == ([0, 1], [])
+    assert ids(filled(versions).cut(6)) == ([2, 3], [0, 1])
+
+
+def test_stale_groups_leave_even_if_no_batch_is_full() -> None:
+    """Or their prompts would not be replaced, and the batch might never fill."""
+    buffer = filled({0: 3, 1: 5})
+    assert ids(buffer.cut(5)) == ([], [0])
+    assert len(buffer) == 1
+
+
+def test_without_a_bound_nothing_is_swept() -> None:
+    assert ids(filled({0: 0, 1: 90}, bound=None).cut(99)) == ([0, 1], [])
+
+
+def test_mixed_group_is_as_old_as_its_oldest_token() -> None:
+    buffer = StalenessBuffer(1, 1)
+    buffer.put(make_group(0, [[5, 5], [3, 5]]))
+    assert ids(buffer.cut(5)) == ([], [0])
+
+
+def test_waiting_groups_are_listed_in_order() -> None:
+    buffer = filled({2: 1, 0: 2, 1: 1})
+    assert [group.attempt.attempt_id for group in buffer] == [0, 1, 2]
+
+
+def test_same_attempt_twice_is_refused() -> None:
+    with pytest.raises(ContractViolation, match="attempt 0 is in the buffer already"):
+        filled({0: 1}).put(make_group(0, [[1]]))
+
+
+def test_empty_group_is_refused() -> None:
+    with pytest.raises(ContractViolation, match="C7"):
+        StalenessBuffer(1, 1).put(msgspec.structs.replace(make_group(0), samples=()))
+
+
+def test_group_of_unknown_version_is_refused() -> None:
+    with pytest.raises(VersionUnknownError, match="found -1"):
+        StalenessBuffer(1, None).put(msgspec.structs.replace(make_group(0), oldest_version=-1))
+
+
+def test_swept_groups_leave_no_trace_behind() -> None:
+    """A run whose batches never fill must not grow."""
+    buffer = StalenessBuffer(4, 0)
+    for version in range(1000):
+        buffer.put(make_group(version, [[version]]))
+        buffer.cut(version + 1)
+    assert len(buffer) == 0
+    assert len(buffer._order) < 10
+    assert not buffer._by_version

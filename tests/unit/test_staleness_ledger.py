@@ -1,0 +1,127 @@
+"""Every attempt ends exactly once.
+
+# covers: C2, O3, C11, M3
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from miles_async.errors import ContractViolation
+from miles_async.staleness.ledger import Ledger, Outcome
+from tests.property.builders import make_attempt
+
+
+def issued(count: int) -> Ledger:
+    ledger = Ledger()
+    for attempt_id in range(count):
+        ledger.issue(make_attempt(attempt_id))
+    return ledger
+
+
+def test_way_of_a_trained_attempt() -> None:
+    ledger = issued(1)
+    assert ledger.balance().in_flight == 1
+    ledger.buffered(0)
+    assert ledger.balance().buffered == 1
+    ledger.cut([0], target_version=3)
+    assert ledger.balance().cut == 1
+    assert ledger.live()[0].target_version == 3
+    ledger.end(0, Outcome.TRAINED)
+    assert ledger.live() == ()
+    assert ledger.balance().ended["trained"] == 1
+
+
+def test_balance_counts_outcomes_and_reasons_and_adds_up() -> None:
+    ledger = issued(6)
+    ledger.buffered(0)
+    ledger.end(0, Outcome.STALE_RECYCLED, "age 3")
+    ledger.end(1, Outcome.FAILED, "reward took too long")
+    ledger.end(2, Outcome.FAILED, "reward took too long")
+    ledger.end(3, Outcome.FILTERED, "zero spread")
+    ledger.end(4, Outcome.CANCELLED)
+    balance = ledger.balance()
+    assert balance.reasons == {
+        "stale_recycled: age 3": 1,
+        "failed: reward took too long": 2,
+        "filtered: zero spread": 1,
+    }
+    assert balance.summary() == {
+        "issued": 6, "recycled": 1, "dropped": 0, "trained": 0, "filtered": 1, "failed": 2, "quarantined": 0,
+        "cancelled": 1, "in_flight": 1, "buffered": 0, "cut": 0,
+    }  # fmt: skip
+    ledger.check()
+
+
+def test_ending_twice_is_a_violation() -> None:
+    ledger = issued(2)
+    ledger.end(1, Outcome.FAILED)
+    with pytest.raises(ContractViolation, match=r"ended already \[1\], never issued \[\]"):
+        ledger.end(1, Outcome.FAILED)
+
+
+def test_ending_what_was_never_issued_is_a_violation() -> None:
+    with pytest.raises(ContractViolation, match=r"never issued \[7\]"):
+        issued(2).end(7, Outcome.FAILED)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.TRAINED, Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED])
+def test_only_what_went_the_way_can_end_so(outcome: Outcome) -> None:
+    with pytest.raises(ContractViolation, match=f"cannot end as {outcome} from in_flight.*'prompts.jsonl:0'"):
+        issued(1).end(0, outcome)
+
+
+def test_what_is_cut_is_not_stale_any_more() -> None:
+    ledger = issued(1)
+    ledger.buffered(0)
+    ledger.cut([0], 1)
+    with pytest.raises(ContractViolation, match="cannot end as stale_recycled from cut"):
+        ledger.end(0, Outcome.STALE_RECYCLED)
+
+
+def test_cutting_what_is_in_flight_names_it() -> None:
+    ledger = issued(2)
+    ledger.buffered(0)
+    with pytest.raises(ContractViolation, match="attempt_id=1"):
+        ledger.cut([0, 1], 1)
+    with pytest.raises(ContractViolation, match="distinct"):
+        ledger.cut([0, 0], 1)
+    assert ledger.balance().buffered == 1
+
+
+def test_attempt_ids_are_never_reused() -> None:
+    with pytest.raises(ContractViolation, match="expected an attempt id above 1, found 1"):
+        issued(2).issue(make_attempt(1))
+
+
+def test_check_names_what_the_ledger_and_the_parts_disagree_about() -> None:
+    ledger = issued(3)
+    ledger.buffered(0)
+    ledger.check(in_flight=[1, 2], buffered=[0])
+    with pytest.raises(ContractViolation, match="buffered in the ledger and nowhere else: .*attempt_id=0"):
+        ledger.check(buffered=[])
+    with pytest.raises(ContractViolation, match=r"held as in_flight but not in the ledger: .*attempt_id=0.*, 9\]"):
+        ledger.check(in_flight=[0, 1, 2, 9])
+
+
+def test_check_finds_a_lost_row() -> None:
+    ledger = issued(3)
+    del ledger._rows[1]
+    with pytest.raises(ContractViolation, match="issued ≠ in flight"):
+        ledger.check()
+
+
+def test_resume_goes_on_counting_and_cancels_what_the_old_process_had_in_flight() -> None:
+    ledger = issued(3)
+    ledger.buffered(0)
+    ledger.end(1, Outcome.FAILED, "boom")
+    state = json.loads(json.dumps(ledger.state()))
+    resumed = Ledger()
+    lost = resumed.restore(state)
+    assert [row.prompt_id for row in lost] == ["prompts.jsonl:0", "prompts.jsonl:2"]
+    assert resumed.balance().ended == ledger.balance().ended | {Outcome.CANCELLED: 2}
+    resumed.issue(make_attempt(3))
+    resumed.check(in_flight=[3], buffered=[])
+    assert resumed.balance().issued == 4

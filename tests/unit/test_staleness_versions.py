@@ -1,0 +1,139 @@
+"""From what an engine says about versions to what is believed.
+
+# covers: C1, M1, M5
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_async.errors import VersionUnknownError
+from miles_async.staleness.versions import (
+    is_mixed,
+    newest_version,
+    oldest_version,
+    parse_spans,
+    versions_per_token,
+)
+from miles_async.types import NO_VERSION, VersionSpan
+from tests.property.builders import make_group
+
+
+def report(*spans: tuple[Any, Any, Any]) -> list[dict[str, Any]]:
+    return [{"version": version, "start": start, "end": end} for version, start, end in spans]
+
+
+def parsed(reported: object, scalar: object = "5", num_tokens: int = 6, dispatch: int = 3) -> list[int]:
+    return versions_per_token(parse_spans(reported, scalar, num_tokens, dispatch), num_tokens).tolist()
+
+
+def test_one_span_from_the_version_at_dispatch_is_taken_as_it_is() -> None:
+    assert parse_spans(report(("3", 0, 6)), "3", 6, 3) == (VersionSpan(3, 0, 6),)
+
+
+def test_versions_may_be_integers() -> None:
+    assert parsed(report((3, 0, 6)), scalar=3) == [3] * 6
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        pytest.param(report(("3", 0, 2), ("4", 2, 6)), [3, 3, 3, 4, 4, 4], id="edge"),
+        pytest.param(report(("3", 0, 2), ("4", 2, 3), ("5", 3, 6)), [3, 3, 3, 4, 5, 5], id="span of one token"),
+        pytest.param(report(("3", 0, 2), ("4", 2, 2), ("5", 2, 6)), [3, 3, 3, 5, 5, 5], id="span of no token"),
+        pytest.param(report(("3", 0, 5), ("4", 5, 6)), [3] * 6, id="last span of one token"),
+        pytest.param(report(("3", 0, 2), ("3", 2, 6)), [3] * 6, id="no edge between equal versions"),
+        pytest.param(report(("3", 0, 2), ("4", 3, 6)), [3, 3, 3, 3, 4, 4], id="gap of one: the later edge"),
+        pytest.param(report(("3", 0, 3), ("4", 2, 6)), [3, 3, 3, 3, 4, 4], id="overlap of one: the later edge"),
+    ],
+)
+def test_at_an_edge_the_earlier_version_is_the_truth(reported: object, expected: list[int]) -> None:
+    assert parsed(reported) == expected
+
+
+def test_start_of_the_call_is_an_edge_if_weights_changed_since_dispatch() -> None:
+    """A prefill in flight during an update in place: SGLang reports its token under the new version."""
+    assert parsed(report(("4", 0, 6)), dispatch=3) == [3, 4, 4, 4, 4, 4]
+
+
+def test_span_older_than_the_version_at_dispatch_is_believed() -> None:
+    assert parsed(report(("2", 0, 6)), dispatch=3) == [2] * 6
+
+
+@pytest.mark.parametrize("end", [5, 6, 7])
+def test_end_may_be_off_by_one(end: int) -> None:
+    assert parsed(report(("3", 0, 2), ("4", 2, end))) == [3, 3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        pytest.param(report(("4", 0, 2), ("5", 2, 4)), id="two tokens short"),
+        pytest.param(report(("4", 0, 2), ("5", 2, 8)), id="two tokens long"),
+        pytest.param(report(("4", 1, 6)), id="first token missing"),
+        pytest.param(report(("4", 0, 1), ("5", 3, 6)), id="gap of two"),
+        pytest.param(report(("5", 0, 3), ("4", 3, 6)), id="getting older"),
+        pytest.param(report(("4", 0, None)), id="end unreadable"),
+        pytest.param(report(("4", 6, 0)), id="backwards"),
+        pytest.param([], id="no spans"),
+        pytest.param(None, id="absent (older engines)"),
+        pytest.param("4", id="not spans at all"),
+    ],
+)
+def test_unbelievable_spans_fall_back_to_the_oldest_version_in_sight(reported: object) -> None:
+    assert parsed(reported, scalar="5", dispatch=3) == [3] * 6
+
+
+def test_fallback_takes_the_label_and_unbelievable_spans_if_they_are_older() -> None:
+    assert parsed(None, scalar="2", dispatch=3) == [2] * 6
+    assert parsed(report(("1", 0, 2)), scalar="2", dispatch=3) == [1] * 6
+
+
+@pytest.mark.parametrize("unusable", [None, "default", "", "-1", -1, "3.0", 3.0, True, "three", "٣", "9" * 40, 10**12])
+def test_unusable_version_is_an_error_never_fresh(unusable: object) -> None:
+    with pytest.raises(VersionUnknownError, match="expected a version from 0"):
+        parse_spans(None, unusable, 6, 3)
+    with pytest.raises(VersionUnknownError, match="expected a version from 0"):
+        parse_spans(report(("3", 0, 3), (unusable, 3, 6)), "4", 6, 3)
+
+
+def test_version_that_cannot_have_been_published_is_an_error() -> None:
+    with pytest.raises(VersionUnknownError, match="from 0 to 4"):
+        parse_spans(report(("5", 0, 6)), "5", 6, 3, newest_possible=4)
+
+
+def test_unknown_version_at_dispatch_is_an_error() -> None:
+    with pytest.raises(VersionUnknownError, match="as dispatch"):
+        parse_spans(None, "3", 6, -1)
+
+
+def test_no_tokens_no_spans() -> None:
+    assert parse_spans(report(("3", 0, 0)), "default", 0, 3) == ()
+    assert versions_per_token((), 0).tolist() == []
+
+
+def test_age_is_decided_by_the_oldest_token_that_carries_loss() -> None:
+    versions = np.array([NO_VERSION, 1, 4, NO_VERSION, 5], dtype=np.int32)  # prompt, masked out, turn, tool, turn
+    loss_mask = np.array([0, 0, 1, 0, 1], dtype=np.uint8)
+    assert oldest_version(versions, loss_mask) == 4
+    assert newest_version(versions, loss_mask) == 5
+    assert is_mixed(versions, loss_mask)
+    assert not is_mixed(versions, np.array([0, 0, 0, 0, 1], dtype=np.uint8))
+
+
+def test_sample_without_loss_tokens_has_no_age() -> None:
+    with pytest.raises(VersionUnknownError, match="at least one token"):
+        oldest_version(np.array([3], dtype=np.int32), np.array([0], dtype=np.uint8))
+
+
+def test_loss_token_without_version_is_an_error() -> None:
+    with pytest.raises(VersionUnknownError, match="found one without"):
+        oldest_version(np.array([3, NO_VERSION], dtype=np.int32), np.array([1, 1], dtype=np.uint8))
+
+
+def test_group_is_as_old_as_its_oldest_sample() -> None:
+    group = make_group(0, [[5, 6], [3, 4], [6, 7]])
+    assert (group.oldest_version, group.newest_version) == (3, 7)
