@@ -18,6 +18,7 @@ setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for ano
 	"$$python" scripts/setup_env.py --extras "$(EXTRAS)"
 
 quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack, results in runs/quickstart/
+	$(BIN)/python -m examples.quickstart.prepare --task reverse
 	$(BIN)/python -m miles_async train @examples/quickstart/reverse.args
 
 test: lint typecheck ## every check and every test that runs on CPU
@@ -38,7 +39,7 @@ bench: setup ## asynchronous against on-policy on the quickstart, with artificia
 	$(BIN)/python tests/benchmarks/quickstart_overlap.py
 
 study: setup ## the staleness study on the sort task: 70 steps per cell
-	$(BIN)/python examples/staleness_study/study.py
+	$(BIN)/python -m examples.staleness_study.study
 
 clean: ## remove caches and build outputs, not .venv and not runs/
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

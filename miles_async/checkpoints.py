@@ -64,7 +64,7 @@ class RunCheckpoints:
         )
         state = msgspec.json.decode(await asyncio.to_thread((directory / "rollout.json").read_bytes))
         await self._trainer.load(directory / "trainer")
-        await self._rollout.restore(state)
+        await self._rollout.restore(state, step=position.step)
         log.info("resumed", directory=str(directory), step=position.step, version=position.version)
         return position
 

@@ -33,33 +33,22 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from arguments import (
-    CheckpointArguments,
-    EvaluationArguments,
-    RolloutArguments,
-    StalenessArguments,
-    WeightsArguments,
-)
+from arguments.checkpoint import CheckpointArguments
+from arguments.evaluation import EvaluationArguments
+from arguments.rollout import RolloutArguments
+from arguments.staleness import StalenessArguments
+from arguments.weights import WeightsArguments
 from miles_async.errors import ContractViolation, MilesAsyncError
 from miles_async.protocols import RolloutSide, TrainerSide
-from miles_async.types import PreparedBatch
+from miles_async.types import PreparedBatch, Publication
 
 log = structlog.get_logger(__name__)
-
-
-class PublicationRecord(Protocol):
-    """What the controller reads of a publication."""
-
-    version: int
-    prepare_seconds: float
-    pause_seconds: float
-    canary_difference: float
 
 
 class Publisher(Protocol):
     """weights.publisher.WeightPublisher, as seen from here."""
 
-    async def publish(self, version: int) -> PublicationRecord: ...
+    async def publish(self, version: int) -> Publication: ...
 
     async def repair(self) -> tuple[str, ...]: ...
 
@@ -79,7 +68,7 @@ class Recorder(Protocol):
 
     def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None: ...
 
-    def publication(self, record: PublicationRecord) -> None: ...
+    def publication(self, record: Publication) -> None: ...
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -151,7 +140,7 @@ class Controller:
             if step + 1 < self._num_steps:
                 batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
             trained = time.monotonic()
-            train_metrics = await self._trainer.train(prepared.shards)
+            train_metrics = self._comparable(await self._trainer.train(prepared.shards))
             train_seconds = time.monotonic() - trained
             await self._rollout.trained(prepared.batch_id)
             if evaluation is not None:  # it is pinned to the version that is visible now
@@ -166,7 +155,7 @@ class Controller:
         if evaluation is not None:
             await evaluation
 
-    async def _advance(self, step: int, *, publishes: bool) -> PublicationRecord | None:
+    async def _advance(self, step: int, *, publishes: bool) -> Publication | None:
         """One more step is trained: publish it, or say that the visible version stays."""
         version, unpublished = self.position.version, self.position.unpublished
         if publishes:
@@ -176,7 +165,7 @@ class Controller:
         await self._rollout.commit_version(version)
         return None
 
-    async def _publish(self) -> PublicationRecord:
+    async def _publish(self) -> Publication:
         record = await self._publisher.publish(self.position.version)
         await self._rollout.commit_version(self.position.version)
         self._recorder.publication(record)
@@ -211,12 +200,19 @@ class Controller:
         interval = self._checkpoint.save_interval
         return step == self._num_steps or (interval is not None and step % interval == 0)
 
+    def _comparable(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Without engine-against-trainer differences if the trainer is ahead of what it published.
+
+        With ``--update-weights-interval`` above 1 a sample of age 0 then comes from other weights, rightly.
+        """
+        if not self.position.unpublished:
+            return metrics
+        return {name: value for name, value in metrics.items() if not name.startswith("logprob_diff")}
+
     def _check_age(self, batch: PreparedBatch, version: int) -> None:
         """C1, where it matters: the optimizer is about to step from ``version``."""
         if batch.target_version != version:
-            raise ContractViolation(
-                f"batch cut for version {batch.target_version}, but the trainer is at {version}"
-            )
+            raise ContractViolation(f"batch cut for version {batch.target_version}, but the trainer is at {version}")
         if self._bound is not None and version - batch.oldest_version > self._bound:
             raise ContractViolation(
                 f"a sample of version {batch.oldest_version} would be trained from version {version}, "
@@ -241,7 +237,7 @@ class Controller:
         step: int,
         batch: PreparedBatch,
         train_metrics: Mapping[str, float],
-        publication: PublicationRecord | None,
+        publication: Publication | None,
         started: float,
         waited: float,
         train_seconds: float,
@@ -260,5 +256,6 @@ class Controller:
                 "publish/pause_seconds": publication.pause_seconds,
                 "publish/prepare_seconds": publication.prepare_seconds,
                 "publish/canary_difference": publication.canary_difference,
+                **{f"publish/{name}_seconds": seconds for name, seconds in publication.step_seconds.items()},
             }
         self._recorder.step(step, metrics, batch.ages)

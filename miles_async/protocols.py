@@ -113,7 +113,9 @@ class RolloutSide(Protocol):
 
     async def state(self) -> dict[str, Any]: ...
 
-    async def restore(self, state: Mapping[str, Any]) -> None: ...
+    async def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Go on where ``state`` was taken, after ``step`` trained steps."""
+        ...
 
     async def close(self) -> None:
         """End what is in flight as cancelled; :meth:`run` returns."""

@@ -100,12 +100,12 @@ def _dispatcher(
                 max_quarantined_prompts=rollout.max_quarantined_prompts,
                 recycle_stale=staleness.stale_group_action == "recycle",
             ),
+            total_groups=rollout.num_rollout * rollout.rollout_batch_size,
         ),
         source=source,
         client=engines.client,
         hooks=Hooks(
-            generate=_custom_generate(arguments)
-            or SingleTurnGenerate(sampling_parameters(rollout), template.decode),
+            generate=_custom_generate(arguments) or SingleTurnGenerate(sampling_parameters(rollout), template.decode),
             reward=reward,
             group_filter=load_object(rollout.group_filter_path, GroupFilter, "--group-filter-path")
             if rollout.group_filter_path
@@ -124,9 +124,7 @@ def _custom_generate(arguments: Arguments) -> Generate | None:
     return load_object(path, Generate, "--custom-generate-function-path") if path else None
 
 
-def _evaluator(
-    arguments: Arguments, engines: EngineStack, template: ChatTemplate, reward: Reward
-) -> Evaluator | None:
+def _evaluator(arguments: Arguments, engines: EngineStack, template: ChatTemplate, reward: Reward) -> Evaluator | None:
     evaluation = arguments.evaluation
     if evaluation.eval_prompt_data is None:
         return None

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from arguments import Arguments
-from miles_async.errors import ConfigurationError
+from miles_async.backends import create_backend
+from miles_async.protocols import TrainBackend, WeightSender
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
 from miles_async.weights.export import stage_on_host
 from miles_async.weights.verify import canary_tokens
-
-BACKENDS = "miles_async.backends"
 
 
 def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment: dict[str, str]) -> TrainerGroup:
@@ -36,16 +34,13 @@ def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment:
     )
 
 
-def make_backend(arguments: Arguments, device: str, **rank: Any) -> Any:
+def make_backend(arguments: Arguments, device: str, **rank: Any) -> TrainBackend:
     """The training backend of one rank, in its process; ``rank``: who it is among the others."""
-    from miles_async.trainer.losses.policy import GrpoLoss
+    from miles_async.trainer.losses.policy import GrpoLoss  # torch, which the driver does without
 
-    name = arguments.model.train_backend
-    found = {point.name: point for point in entry_points(group=BACKENDS)}
-    if name not in found:
-        raise ConfigurationError(f"--train-backend {name}: expected one of {sorted(found)} (entry points {BACKENDS})")
     steps_per_rollout = arguments.rollout.samples_per_rollout // arguments.global_batch_size
-    return found[name].load()(
+    return create_backend(
+        arguments.model.train_backend,
         model=arguments.model,
         optimizer=arguments.optimizer,
         total_steps=arguments.rollout.num_rollout * steps_per_rollout,
@@ -57,7 +52,7 @@ def make_backend(arguments: Arguments, device: str, **rank: Any) -> Any:
     )
 
 
-def make_sender(device: str, timeout_seconds: float, address: str) -> Any:
+def make_sender(device: str, timeout_seconds: float, address: str) -> WeightSender:
     """The trainer's end of the weight transport, in the sending rank's process."""
     import torch
 

@@ -184,3 +184,16 @@ class CanaryScore(msgspec.Struct, frozen=True):
 
     weight_version: str
     logprobs: tuple[float, ...]  # of tokens[1:]
+
+
+class Publication(msgspec.Struct, frozen=True, kw_only=True):
+    """What one publication did."""
+
+    version: int  # the version that became visible
+    sent_version: int  # differs from version only under --debug-publication-lag
+    engines: tuple[str, ...]
+    fenced: tuple[str, ...]
+    prepare_seconds: float
+    pause_seconds: float
+    step_seconds: Mapping[str, float]  # of the pause, by step: "flush_cache", "send", ...
+    canary_difference: float  # largest over engines, 0 when not verified

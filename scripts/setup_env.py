@@ -7,7 +7,6 @@ and in the syntax of Python 3.6, so that an interpreter that is too old can say 
 import argparse
 import collections
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -108,7 +107,7 @@ def pip(arguments: list, total: int = 0) -> None:
     command = [str(VENV_PYTHON), "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
     tail = collections.deque(maxlen=TAIL_LINES)  # type: collections.deque
     seen = 0
-    with subprocess.Popen(command, universal_newlines=True, **OUTPUT) as process:
+    with subprocess.Popen(command, cwd=str(ROOT), universal_newlines=True, **OUTPUT) as process:
         for line in process.stdout:
             tail.append(line.rstrip()[:LINE_LENGTH])
             if line.startswith(("Collecting ", "Processing ", "Requirement already satisfied")):
@@ -198,7 +197,6 @@ def main() -> None:
 
     started = time.monotonic()
     check_machine(extras)
-    os.chdir(str(ROOT))
     if not environment_is_usable():
         create_environment()
     # No fingerprint yet: an interrupted set-up is taken up again, never taken for a finished one.

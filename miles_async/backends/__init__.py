@@ -15,5 +15,7 @@ def create_backend(name: str, **options: Any) -> TrainBackend:
     """The backend of ``--train-backend``, in this process. Raises ConfigurationError for an unknown name."""
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name not in found:
-        raise ConfigurationError(f"--train-backend {name}: expected one of {sorted(found)} (entry points {ENTRY_POINTS})")
+        raise ConfigurationError(
+            f"--train-backend {name}: expected one of {sorted(found)} (entry points {ENTRY_POINTS})"
+        )
     return found[name].load()(**options)

@@ -83,13 +83,9 @@ def _bind(host: str, number: int | None) -> socket.socket:
         try:
             return _bound(address, number)
         except OSError as error:
-            raise ConfigurationError(
-                f"port {number} is not free: {error}; choose another, or none"
-            ) from error
+            raise ConfigurationError(f"port {number} is not free: {error}; choose another, or none") from error
     lowest_ephemeral = _ephemeral_start()
-    candidates = (
-        range(_LOWEST_PORT, lowest_ephemeral) if lowest_ephemeral > _LOWEST_PORT + 1000 else range(0, 1)
-    )
+    candidates = range(_LOWEST_PORT, lowest_ephemeral) if lowest_ephemeral > _LOWEST_PORT + 1000 else range(0, 1)
     for _ in range(_TRIES):
         with suppress(OSError):
             return _bound(address, random.choice(candidates))

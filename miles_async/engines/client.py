@@ -117,9 +117,7 @@ class RouterClient:
         """Close the shared HTTP session."""
         await self._http.close()
 
-    async def generate(
-        self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str
-    ) -> Generation:
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
         """See ``protocols.EngineClient``. Raises StalledError when no engine serves within the gate's
         deadline.
         """
@@ -137,9 +135,7 @@ class RouterClient:
                 return await self._try(input_ids, sampling, key)
         raise AssertionError("stamina returns or raises")
 
-    async def _try(
-        self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str
-    ) -> Generation:
+    async def _try(self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str) -> Generation:
         await self._gate()
         answer = await self._request(input_ids, sampling, routing_key)
         await self._verified(answer.engine_url)
@@ -155,9 +151,7 @@ class RouterClient:
                 f"requests waited {self._gate_timeout:g} s for engines: {self._registry.describe()}"
             ) from None
 
-    async def _request(
-        self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str
-    ) -> _Answer:
+    async def _request(self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str) -> _Answer:
         request_id = uuid.uuid4().hex
         version = self._registry.version
         body = {
@@ -175,8 +169,7 @@ class RouterClient:
             self._traffic.failed += 1
             await self._abort(request_id)
             raise TransientEngineError(
-                f"no answer within {self._request_timeout:g} s (--request-timeout): "
-                f"{self._registry.describe()}"
+                f"no answer within {self._request_timeout:g} s (--request-timeout): {self._registry.describe()}"
             ) from None
         except aiohttp.ClientError as error:
             self._traffic.failed += 1
@@ -223,14 +216,11 @@ class RouterClient:
                 await self._registry.wait_until(known)
         except TimeoutError:
             raise StalledError(
-                f"an answer waited {self._gate_timeout:g} s for its engine to be verified: "
-                f"{self._registry.describe()}"
+                f"an answer waited {self._gate_timeout:g} s for its engine to be verified: {self._registry.describe()}"
             ) from None
         if self._registry.serving_at(engine_url) is None:
             self._traffic.failed += 1
-            raise TransientEngineError(
-                f"engine at {engine_url or 'unknown address'} was fenced while it answered"
-            )
+            raise TransientEngineError(f"engine at {engine_url or 'unknown address'} was fenced while it answered")
 
     def _generation(self, answer: _Answer) -> Generation:
         try:
@@ -271,9 +261,7 @@ def _tokens_and_logprobs(reply: _Reply, engine_url: str) -> tuple[np.ndarray, np
     # SGLang sends null for a log-prob that is not a number.
     logprobs = np.asarray([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
     if not np.isfinite(logprobs).all():
-        raise TransientEngineError(
-            f"{engine_url}: a log-prob is not finite; the engine's numerics are broken"
-        )
+        raise TransientEngineError(f"{engine_url}: a log-prob is not finite; the engine's numerics are broken")
     return output_ids, logprobs
 
 

@@ -124,9 +124,7 @@ class Fleet:
                 self._give_up(record)
                 return
             record.restarts += 1
-            log.warning(
-                "restarting engine", engine=record.engine_id, restart=record.restarts, reason=record.reason
-            )
+            log.warning("restarting engine", engine=record.engine_id, restart=record.restarts, reason=record.reason)
             try:
                 await self._start_engine(record)
             except EngineStartError as error:
@@ -152,9 +150,7 @@ class Fleet:
             await self._registry.wait_until(lambda: record.incarnation != incarnation)
             return record.reason
 
-        return await _first_of(
-            self._handles[record.engine_id].wait_exit(), self._until_unreachable(record), fenced()
-        )
+        return await _first_of(self._handles[record.engine_id].wait_exit(), self._until_unreachable(record), fenced())
 
     async def _until_unreachable(self, record: EngineRecord) -> str:
         """For machines that vanish without closing connections; SGLang's own watchdog ends a stuck
@@ -169,9 +165,7 @@ class Fleet:
                 failures = 0
             except EngineError as error:
                 failures += 1
-                log.warning(
-                    "engine does not answer", engine=record.engine_id, failures=failures, error=str(error)
-                )
+                log.warning("engine does not answer", engine=record.engine_id, failures=failures, error=str(error))
         return f"did not answer {failures} times in a row"
 
     async def _take_out(self, record: EngineRecord, reason: str) -> None:
@@ -255,9 +249,7 @@ class Fleet:
     ) -> EngineErrors:
         return await self._each(
             engines,
-            lambda url: self._api.receive_bucket(
-                url, group_name, tensors, version, flush_cache, self._bucket_timeout
-            ),
+            lambda url: self._api.receive_bucket(url, group_name, tensors, version, flush_cache, self._bucket_timeout),
         )
 
     async def end_update(self, engines: Sequence[str]) -> EngineErrors:
@@ -274,9 +266,7 @@ class Fleet:
         self._registry.notify()
         return errors
 
-    async def score(
-        self, engines: Sequence[str], tokens: Sequence[int]
-    ) -> Mapping[str, CanaryScore | Exception]:
+    async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore | Exception]:
         """Not while paused: a paused SGLang answers no generation request."""
         scores: dict[str, CanaryScore] = {}
 

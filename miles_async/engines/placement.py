@@ -53,9 +53,7 @@ class RayServers:
 
 
 class _RayServer:
-    def __init__(
-        self, spec: ServerSpec, engine_index: int, incarnation: int, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, spec: ServerSpec, engine_index: int, incarnation: int, options: dict[str, Any]) -> None:
         self._spec = spec
         self._arguments = (spec, engine_index, incarnation)
         self._options = options

@@ -27,9 +27,7 @@ class ChildProcess:
     starting *thread*. The thread of the event loop does; a worker of ``asyncio.to_thread`` may not.
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]) -> None:
         """``command``: arguments of this interpreter, e.g. ("-m", "smg"). ``environment`` adds to ours."""
         self.name = name
         self.log_path = log_path
@@ -79,11 +77,14 @@ class ChildProcess:
             self._signal_group(signal.SIGTERM)
             await _gone(family, grace_seconds)
             family |= _family(self._process.pid)
+        segments = _shared_memory(family)
         self._signal_group(signal.SIGKILL)
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         await self.wait()
+        for segment in segments:  # who is killed unlinks nothing, and /dev/shm would fill up
+            segment.unlink(missing_ok=True)
 
     def tail(self, lines: int = 30) -> str:
         """The last lines of its log, for error messages."""
@@ -112,6 +113,25 @@ def _family(pid: int) -> set[psutil.Process]:
         leader = psutil.Process(pid)
         return {leader, *leader.children(recursive=True)}
     return set()
+
+
+def _shared_memory(family: set[psutil.Process]) -> set[Path]:
+    """POSIX shared memory and semaphores that these processes, which share none with us, have mapped.
+
+    Found by inode: glibc makes a semaphore under another name and renames it.
+    """
+    inodes: set[int] = set()
+    for process in family:
+        with suppress(OSError):  # it ended meanwhile, or this is not Linux
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if " /dev/shm/" in line:
+                    inodes.add(int(line.split()[4]))
+    segments = set()
+    for entry in Path("/dev/shm").iterdir() if inodes else ():
+        with suppress(FileNotFoundError):  # somebody else's, gone meanwhile
+            if entry.lstat().st_ino in inodes:
+                segments.add(entry)
+    return segments
 
 
 async def _gone(family: set[psutil.Process], seconds: float) -> None:

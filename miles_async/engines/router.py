@@ -140,9 +140,7 @@ class Router:
 
     async def workers(self) -> list[Worker]:
         """What the router knows."""
-        return msgspec.json.decode(
-            await self._call("GET", "/workers", None, accept=(200,)), type=_Workers
-        ).workers
+        return msgspec.json.decode(await self._call("GET", "/workers", None, accept=(200,)), type=_Workers).workers
 
     async def _is_routable(self, url: str) -> bool:
         """Ask for it if nobody did yet: smg registers in the background, and forgets all when it restarts."""

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from miles_async.observability.progress import Progress
 from miles_async.observability.summary import RunSummary
 from miles_async.observability.tracker import age_metrics
 from miles_async.protocols import Tracker
-
-
-class Publication(Protocol):
-    """What is recorded of a publication."""
-
-    version: int
-    prepare_seconds: float
-    pause_seconds: float
+from miles_async.types import Publication
 
 
 class RunRecorder:

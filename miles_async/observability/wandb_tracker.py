@@ -60,11 +60,12 @@ class WandbTracker:
         retrying = stamina.retry_context(
             on=wandb.errors.CommError, attempts=INIT_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=10.0
         )
+        mode: Any = "shared" if options.shared and options.mode == "online" else options.mode
         for attempt in retrying:
             with attempt:
                 self._run = wandb.init(
                     dir=options.directory,
-                    mode="shared" if options.shared and options.mode == "online" else options.mode,
+                    mode=mode,
                     project=options.project,
                     group=options.group,
                     id=options.run_id,

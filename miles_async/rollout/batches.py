@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from arguments import AlgorithmArguments
+from arguments.algorithm import AlgorithmArguments
 from miles_async.staleness.policy import check_ages
 from miles_async.train_data.advantages import compute_advantages
 from miles_async.train_data.batch import build_batch

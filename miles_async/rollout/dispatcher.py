@@ -7,14 +7,15 @@ prompt of one that ended untrained, which groups are fresh at the cut. This file
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
 
-from arguments import RolloutArguments
+from arguments.rollout import RolloutArguments
 from miles_async.errors import (
     RequestRejectedError,
     RewardError,
@@ -177,6 +178,11 @@ class Dispatcher:
             ) from error
         await self._write_dead_letters()
         return groups
+
+    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+        """The pool as it was after ``step`` trained steps; before :meth:`run`."""
+        steps_left = max(0, self._arguments.num_rollout - step)
+        self.pool.restore(state, total_groups=steps_left * self._arguments.rollout_batch_size)
 
     async def commit(self, version: int) -> None:
         """``version`` is visible: what was trained makes room."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from arguments import RolloutArguments
+from arguments.rollout import RolloutArguments
 from miles_async.errors import TransientEngineError
 from miles_async.protocols import EngineClient
 from miles_async.types import NO_VERSION, Attempt, Generation, Prompt, Sample

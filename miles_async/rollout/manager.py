@@ -142,10 +142,10 @@ class RolloutManager:
         """Prompt cursor, owed attempts and balance, JSON-serializable."""
         return {"source": self._source.state(), "pool": self._dispatcher.pool.state()}
 
-    async def restore(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state`; before :meth:`run`."""
+    async def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Go on where ``state`` was taken, after ``step`` steps; before :meth:`run`."""
         await asyncio.to_thread(self._source.restore, state["source"])
-        self._dispatcher.pool.restore(state["pool"])
+        self._dispatcher.restore(state["pool"], step=step)
 
     async def close(self) -> None:
         """End what is in flight as cancelled; :meth:`run` returns."""

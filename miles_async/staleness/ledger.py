@@ -139,6 +139,11 @@ class Ledger:
         if reason:
             self._reasons[f"{outcome}: {reason}"] += 1
 
+    @property
+    def trained(self) -> int:
+        """Attempts that ended as trained, over all processes of the run."""
+        return self._ended[Outcome.TRAINED]
+
     def live(self) -> tuple[Row, ...]:
         """The live rows, oldest admission first; for dumps of the state (C10)."""
         return tuple(self._rows.values())

@@ -17,7 +17,7 @@ from miles_async.errors import ContractViolation
 from miles_async.staleness.admission import Admission
 from miles_async.staleness.attempts import AttemptBook, Cause, DeadLetter, Retry, RetryPolicy
 from miles_async.staleness.buffer import StalenessBuffer
-from miles_async.staleness.ledger import Balance, Ledger, Outcome
+from miles_async.staleness.ledger import Balance, Ledger, Outcome, Row
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.types import Attempt, Group, Prompt
 
@@ -25,11 +25,13 @@ from miles_async.types import Attempt, Group, Prompt
 class Pool:
     """Attempts from admission to their end."""
 
-    def __init__(self, policy: StalenessPolicy, retries: RetryPolicy) -> None:
+    def __init__(self, policy: StalenessPolicy, retries: RetryPolicy, *, total_groups: int | None = None) -> None:
+        """``total_groups``: what is left to train; nothing is generated beyond that (R5, P6). None: no end."""
         self._admission = Admission(policy.capacity)
         self._buffer = StalenessBuffer(policy.batch_size, policy.bound)
         self._ledger = Ledger()
         self._book = AttemptBook(retries)
+        self._total_groups = total_groups
         self._live: dict[int, Attempt] = {}
         self._fresh: deque[tuple[int, Prompt]] = deque()
         self._visible_version: int | None = None  # None: no engine serves anything yet
@@ -40,7 +42,12 @@ class Pool:
     # -------------------------------------------------------------------------------------------- admission
     def room(self) -> int:
         """Attempts that may be issued now; none before the first version is visible."""
-        return 0 if self._visible_version is None else self._admission.room()
+        if self._visible_version is None:
+            return 0
+        room = self._admission.room()
+        if self._total_groups is None:
+            return room
+        return max(0, min(room, self._total_groups - self._ledger.trained - len(self._live)))
 
     def needs_prompt(self) -> bool:
         """Whether :meth:`issue` has neither a retry nor an offered prompt to issue."""
@@ -121,6 +128,10 @@ class Pool:
         """Attempts by stage and outcome."""
         return self._ledger.balance()
 
+    def live(self) -> tuple[Row, ...]:
+        """What has not ended, oldest admission first."""
+        return self._ledger.live()
+
     def lead(self) -> int:
         """Attempts admitted and not yet trained (C4)."""
         return self._admission.occupied
@@ -140,9 +151,10 @@ class Pool:
         owed += [_owed(Attempt(attempt_id=-1, prompt=prompt, epoch=epoch)) for epoch, prompt in self._fresh]
         return {"ledger": self._ledger.state(), "book": self._book.state(), "owed": msgspec.to_builtins(owed)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Before anything was issued."""
+    def restore(self, state: Mapping[str, Any], *, total_groups: int | None = None) -> None:
+        """Before anything was issued. ``total_groups``: what is left to train, as at construction."""
         self._ledger.restore(state["ledger"])
+        self._total_groups = None if total_groups is None else self._ledger.trained + total_groups
         book = dict(state["book"])
         self._book.restore({**book, "retries": [*state["owed"], *book["retries"]]})
 

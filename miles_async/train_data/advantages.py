@@ -33,9 +33,7 @@ def rewards_of(groups: Sequence[Group]) -> Float32:
     return np.array(rewards, dtype=np.float32)
 
 
-def advantages(
-    rewards: Float32, group_sizes: Sequence[int], estimator: str, *, normalize_std: bool = True
-) -> Float32:
+def advantages(rewards: Float32, group_sizes: Sequence[int], estimator: str, *, normalize_std: bool = True) -> Float32:
     """Advantages of samples whose groups lie one after the other; groups may differ in size (C7).
 
     - ``grpo``: (r - mean) / (std + 1e-4) within the group, std with n - 1 in the denominator (DeepSeekMath,
@@ -61,9 +59,7 @@ def advantages(
     array([ 1. , -0.5, -0.5,  0. ,  0. ], dtype=float32)
     """
     if estimator not in ("grpo", "rloo", "reinforce"):
-        raise ConfigurationError(
-            f"expected --advantage-estimator grpo, rloo or reinforce, found {estimator!r}"
-        )
+        raise ConfigurationError(f"expected --advantage-estimator grpo, rloo or reinforce, found {estimator!r}")
     sizes = np.asarray(group_sizes, dtype=np.int64)
     assert sizes.sum() == len(rewards), (sizes, rewards.shape)
     assert (sizes >= 1).all(), sizes
@@ -78,9 +74,7 @@ def advantages(
     return result
 
 
-def _grpo_scale(
-    centered: Float64, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], std: bool
-) -> Float64:
+def _grpo_scale(centered: Float64, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], std: bool) -> Float64:
     if not std:
         return np.ones(len(sizes))
     variance = np.add.reduceat(centered**2, starts) / np.maximum(sizes - 1, 1)

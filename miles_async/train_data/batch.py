@@ -66,9 +66,7 @@ def oldest_per_sample(weight_versions: Int32, loss_mask: UInt8, offsets: Int64) 
     oldest = np.minimum.reduceat(np.where(carries_loss, weight_versions, none), offsets[:-1]).astype(np.int32)
     unknown = np.flatnonzero((oldest <= NO_VERSION) | (oldest == none))
     if len(unknown):
-        raise VersionUnknownError(
-            f"expected a version for every loss token, and loss tokens; samples {unknown} differ"
-        )
+        raise VersionUnknownError(f"expected a version for every loss token, and loss tokens; samples {unknown} differ")
     return oldest
 
 

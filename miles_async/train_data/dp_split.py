@@ -61,9 +61,8 @@ def _deal(batch: TrainBatch, indices: Int64, dp_size: int, max_tokens: int) -> l
     """The micro-batches of one optimizer step, per rank.
 
     In rounds of ``dp_size`` bins, largest first, the largest of a round goes to the rank with the fewest
-    tokens. Then two ranks never differ by more than (largest bin - smallest bin): in every round the lighter
-    of them gets the larger bin, so their difference either shrinks or changes sign, and then is at most that
-    of the two bins.
+    tokens. Then two ranks never differ by more than the bins of some one round do: the lighter of them gets the
+    larger bin, so their difference either shrinks or changes sign, and then is at most that of the two bins.
     """
     lengths = np.diff(batch.offsets)[indices].tolist()
     bins = pack(lengths, max_tokens)

@@ -52,6 +52,4 @@ def age_histogram(oldest_versions: Int32, target_version: int) -> dict[int, int]
 
 
 def _percentage_all(groups: Sequence[Group], reward: float) -> float:
-    return 100.0 * float(
-        np.mean([all(sample.reward == reward for sample in group.samples) for group in groups])
-    )
+    return 100.0 * float(np.mean([all(sample.reward == reward for sample in group.samples) for group in groups]))

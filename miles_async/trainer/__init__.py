@@ -1,1 +1,4 @@
-"""The trainer's processes: ``group`` (all ranks, from outside), ``actor`` (one rank), ``losses`` (what is minimised)."""
+"""The trainer's processes: ``group`` (all ranks, from outside), ``actor`` (one rank), ``losses`` (what is minimised).
+
+``placement`` says where ranks run.
+"""

@@ -163,7 +163,7 @@ class TrainerActor:
 
 
 def _redirect_output(path: Path) -> None:
-    """stdout and stderr of this process, C++ included, to a file in the run directory."""
+    """Stdout and stderr of this process, C++ included, to a file in the run directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,8 @@
 """All trainer ranks from outside: TrainerSide on top of Ray actors.
 
-A call that concerns all ranks is made on all at once. The first rank that fails ends the whole group, since the others
-would wait for it in a collective for ever: they are killed, and the failure surfaces as TrainerError with rank and cause.
+A call that concerns all ranks is made on all at once. The first rank that fails ends the whole group, since the
+others would wait for it in a collective for ever: they are killed, and the failure surfaces as TrainerError with rank
+and cause.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class TrainerGroup:
         self._source: Any = None
 
     async def start(self) -> None:
-        """All ranks up, models loaded. Raises ConfigurationError, TrainerError or StalledError; then nothing is left."""
+        """All ranks up, models loaded.
+
+        Raises ConfigurationError, TrainerError or StalledError, with nothing left running.
+        """
         try:
             await self._placement.reserve(self._start_timeout)
             actor_class = ray.remote(concurrency_groups={WEIGHTS_THREAD: 1})(TrainerActor)
@@ -93,7 +97,9 @@ class TrainerGroup:
     async def train(self, shards: Sequence[Any]) -> Metrics:
         """``shards``: per data-parallel rank a TrainShard or a reference to one. Metrics are over all ranks."""
         if len(shards) != self.data_parallel_size:
-            raise TrainerError(f"expected {self.data_parallel_size} shards, one per data-parallel rank, got {len(shards)}")
+            raise TrainerError(
+                f"expected {self.data_parallel_size} shards, one per data-parallel rank, got {len(shards)}"
+            )
         results = await self._on_all(
             lambda actor, rank: actor.train.remote(shards[self._ranks[rank].data_parallel_rank])
         )
@@ -219,5 +225,7 @@ def _rank_of_suspicion(error: Exception) -> int:
     if isinstance(cause, MilesAsyncError):
         return 1
     text = str(cause).lower()
-    lost_peer = any(sign in text for sign in ("connection closed by peer", "connection reset", "broken pipe", "recv", "timed out"))
+    lost_peer = any(
+        sign in text for sign in ("connection closed by peer", "connection reset", "broken pipe", "recv", "timed out")
+    )
     return 3 if lost_peer else 2

@@ -28,7 +28,8 @@ class RankResources:
         """``device``: "cpu" or "cuda", resolved. On CPU a rank is one thread that shares cores with all others."""
         if device == "cuda":
             return cls(num_cpus=1, num_gpus=1, env=env)
-        return cls(num_cpus=0.01, num_gpus=0, env={"OMP_NUM_THREADS": "1", **env}, threads=1)
+        hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # megatron takes CUDA wherever it sees it
+        return cls(num_cpus=0.01, num_gpus=0, env={**env, **hidden}, threads=1)
 
     @property
     def bundle(self) -> dict[str, float]:

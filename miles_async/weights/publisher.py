@@ -17,16 +17,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 
 import msgspec
 import structlog
 
-from arguments import WeightsArguments
+from arguments.weights import WeightsArguments
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
-from miles_async.types import StagedWeights
+from miles_async.types import Publication, StagedWeights, TensorMeta
 from miles_async.weights.verify import disagreement, max_difference
 
 log = structlog.get_logger(__name__)
@@ -42,18 +43,6 @@ class PublicationState(Enum):
     PAUSING = "pausing"
     SENDING = "sending"
     VERIFYING = "verifying"
-
-
-class Publication(msgspec.Struct, frozen=True, kw_only=True):
-    """What one publication did."""
-
-    version: int  # the version that became visible
-    sent_version: int  # differs from version only under --debug-publication-lag
-    engines: tuple[str, ...]
-    fenced: tuple[str, ...]
-    prepare_seconds: float
-    pause_seconds: float
-    canary_difference: float  # largest over engines, 0 when not verified
 
 
 class WeightPublisher:
@@ -109,7 +98,7 @@ class WeightPublisher:
                 return ()
             try:
                 async with asyncio.timeout(self._arguments.publication_timeout):
-                    repaired, _, _ = await self._update(self._staged[0], joining)
+                    repaired = (await self._update(self._staged[0], joining)).present
             except TimeoutError:
                 await self._fleet.fence(joining, "repair timed out (--publication-timeout)")
                 return ()
@@ -124,21 +113,20 @@ class WeightPublisher:
 
     async def _publish_staged(self, version: int) -> Publication:
         staged = self._staged[0]
-        fenced: list[str] = []
+        fenced: tuple[str, ...] = ()
         while True:
-            engines = await self._wait_for_engines()
-            started = time.monotonic()
-            updated, newly_fenced, difference = await self._update(staged, engines)
-            fenced += newly_fenced
-            if updated:
+            update = await self._update(staged, await self._wait_for_engines())
+            fenced += update.absent
+            if update.present:
                 return Publication(
                     version=version,
                     sent_version=staged.version,
-                    engines=updated,
-                    fenced=tuple(fenced),
+                    engines=update.present,
+                    fenced=fenced,
                     prepare_seconds=staged.prepare_seconds,
-                    pause_seconds=time.monotonic() - started,
-                    canary_difference=difference,
+                    pause_seconds=update.pause_seconds,
+                    step_seconds=update.step_seconds,
+                    canary_difference=update.canary_difference,
                 )
 
     async def _wait_for_engines(self) -> tuple[str, ...]:
@@ -153,57 +141,59 @@ class WeightPublisher:
                 waiting = True
             await asyncio.sleep(self._poll_seconds)
 
-    async def _update(
-        self, staged: StagedWeights, engines: Sequence[str]
-    ) -> tuple[tuple[str, ...], tuple[str, ...], float]:
-        """Send ``staged`` to ``engines`` and verify. Returns (serving now, fenced, canary difference)."""
-        roll_call = _RollCall(self._fleet, engines)
-        await self._connect(roll_call)
+    async def _update(self, staged: StagedWeights, engines: Sequence[str]) -> _Update:
+        """Send ``staged`` to ``engines``, verify, admit. Who fails is absent from the result."""
+        update = _Update(self._fleet, engines)
+        await self._connect(update)
+        started = time.monotonic()
         try:
             self.state = PublicationState.PAUSING
             mode = self._arguments.pause_generation_mode
-            await roll_call.each("pause", lambda present: self._fleet.pause(present, mode))
+            await update.each("pause", lambda present: self._fleet.pause(present, mode))
             if mode != "in_place":  # there in-flight requests keep their cache, and SGLang refuses to flush
-                await roll_call.each("flush_cache", self._fleet.flush_cache)
+                await update.each("flush_cache", self._fleet.flush_cache)
             # A member lost while sending breaks the group for all, and the others hold a part of the new
             # weights: they stay paused and get everything again.
-            while roll_call.present and not await self._send(staged, roll_call):
+            while update.present and not await self._send(staged, update):
                 await self._disconnect()
-                await self._connect(roll_call)
+                await self._connect(update)
         finally:
-            await roll_call.each("continue_generation", self._fleet.resume)
-        difference = await self._verify(staged, roll_call)
-        if roll_call.present:
-            await self._fleet.admit(roll_call.present, staged.version)
-        return roll_call.present, roll_call.absent, difference
+            await update.each("continue", self._fleet.resume)
+        await self._verify(staged, update)
+        if update.present:
+            with update.timed("admit"):
+                await self._fleet.admit(update.present, staged.version)
+        update.pause_seconds = time.monotonic() - started
+        return update
 
-    async def _connect(self, roll_call: _RollCall) -> None:
+    async def _connect(self, update: _Update) -> None:
         """One process group of the sending rank and exactly these engines; kept while they stay the same."""
-        if self._group is not None and set(self._group.engines) == set(roll_call.present):
+        if self._group is not None and set(self._group.engines) == set(update.present):
             return
         self.state = PublicationState.CONNECTING
         await self._disconnect()
-        while roll_call.present:
-            engines = roll_call.present
-            ranks = (await self._fleet.members()).ranks
-            world_size = 1 + sum(ranks.get(engine, 1) for engine in engines)
-            self._groups_made += 1
-            name = f"weights-{self._groups_made}"
-            address, port = await self._trainer.open_group(name, world_size)
-            self._group = _Group(name=name, engines=engines)
-            async with asyncio.TaskGroup() as scope:
-                scope.create_task(self._trainer.join_group(name))
-                joined = scope.create_task(
-                    roll_call.each(
-                        "init_weights_update_group",
-                        lambda present, name=name, world_size=world_size: self._fleet.connect(
-                            present, name, address, port, world_size, self._backend
-                        ),
-                    )
-                )
-            if joined.result():
+        while update.present:
+            if await self._join(update):
                 return
             await self._disconnect()
+
+    async def _join(self, update: _Update) -> bool:
+        """A new group of everyone present. False if one of them could not join."""
+        engines, fleet = update.present, self._fleet
+        ranks = (await fleet.members()).ranks
+        world_size = 1 + sum(ranks.get(engine, 1) for engine in engines)
+        self._groups_made += 1
+        name = f"weights-{self._groups_made}"
+        address, port = await self._trainer.open_group(name, world_size)
+        self._group = _Group(name=name, engines=engines)
+
+        async def connect(present: Sequence[str]) -> EngineErrors:
+            return await fleet.connect(present, name, address, port, world_size, self._backend)
+
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(self._trainer.join_group(name))
+            joined = scope.create_task(update.each("connect", connect))
+        return joined.result()
 
     async def _disconnect(self) -> None:
         if self._group is None:
@@ -213,44 +203,43 @@ class WeightPublisher:
         # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
         await self._fleet.disconnect(group.engines, group.name)
 
-    async def _send(self, staged: StagedWeights, roll_call: _RollCall) -> bool:
+    async def _send(self, staged: StagedWeights, update: _Update) -> bool:
         """All buckets to all present engines; False as soon as one of them fails."""
-        assert self._group is not None
-        name = self._group.name
         self.state = PublicationState.SENDING
-        if not await roll_call.each("begin_weight_update", self._fleet.begin_update):
+        if not await update.each("begin", self._fleet.begin_update):
             return False
-        flush = self._arguments.pause_generation_mode != "in_place"
         for index, tensors in enumerate(staged.buckets):
-            async with asyncio.TaskGroup() as scope:
-                scope.create_task(self._trainer.send_bucket(name, staged.version, index))
-                received = scope.create_task(
-                    roll_call.each(
-                        "update_weights_from_distributed",
-                        lambda present, tensors=tensors: self._fleet.receive_bucket(
-                            present, name, tensors, staged.version, flush
-                        ),
-                    )
-                )
-            if not received.result():
+            if not await self._send_bucket(staged.version, index, tensors, update):
                 return False
-        return await roll_call.each("end_weight_update", self._fleet.end_update)
+        return await update.each("end", self._fleet.end_update)
 
-    async def _verify(self, staged: StagedWeights, roll_call: _RollCall) -> float:
-        """Fence every engine whose canary disagrees. Returns the largest difference of the others."""
-        if self._arguments.verify_weights == "off" or not roll_call.present:
-            return 0.0
+    async def _send_bucket(self, version: int, index: int, tensors: Sequence[TensorMeta], update: _Update) -> bool:
+        """Both ends at once: the trainer broadcasts while the engines receive."""
+        assert self._group is not None
+        name, flush = self._group.name, self._arguments.pause_generation_mode != "in_place"
+
+        async def receive(present: Sequence[str]) -> EngineErrors:
+            return await self._fleet.receive_bucket(present, name, tensors, version, flush)
+
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(self._trainer.send_bucket(name, version, index))
+            received = scope.create_task(update.each("send", receive))
+        return received.result()
+
+    async def _verify(self, staged: StagedWeights, update: _Update) -> None:
+        """Fence every engine whose canary disagrees."""
+        if self._arguments.verify_weights == "off" or not update.present:
+            return
         self.state = PublicationState.VERIFYING
-        scores = await self._fleet.score(roll_call.present, staged.canary_tokens)
-        largest = 0.0
+        with update.timed("canary"):
+            scores = await self._fleet.score(update.present, staged.canary_tokens)
         for engine, score in scores.items():
             if isinstance(score, Exception):
-                await roll_call.lose(engine, f"canary: {score}")
+                await update.lose(engine, f"canary: {score}")
             elif reason := disagreement(staged, score, self._tolerance):
-                await roll_call.lose(engine, reason)
+                await update.lose(engine, reason)
             else:
-                largest = max(largest, max_difference(staged, score))
-        return largest
+                update.canary_difference = max(update.canary_difference, max_difference(staged, score))
 
 
 class _Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,19 +247,24 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[str, ...]
 
 
-class _RollCall:
-    """The engines of one update: who fails a step is fenced and not called again."""
+class _Update:
+    """One update under way: who fails a step is fenced and not called again; steps are timed."""
 
     def __init__(self, fleet: EngineFleet, engines: Sequence[str]) -> None:
         self.present = tuple(engines)
         self.absent: tuple[str, ...] = ()
+        self.step_seconds: dict[str, float] = {}
+        self.pause_seconds = 0.0
+        self.canary_difference = 0.0
         self._fleet = fleet
 
     async def each(self, step: str, call: Callable[[Sequence[str]], Awaitable[EngineErrors]]) -> bool:
         """Run one step on everyone present. True if nobody failed."""
         if not self.present:
             return False
-        failures = {engine: error for engine, error in (await call(self.present)).items() if error}
+        with self.timed(step):
+            results = await call(self.present)
+        failures = {engine: error for engine, error in results.items() if error}
         for engine, error in failures.items():
             await self.lose(engine, f"{step}: {error}")
         return not failures
@@ -281,3 +275,12 @@ class _RollCall:
         self.absent = (*self.absent, engine)
         log.warning("engine fenced", engine=engine, reason=reason)
         await self._fleet.fence([engine], reason)
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Add the seconds inside to ``step``."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.step_seconds[step] = self.step_seconds.get(step, 0.0) + time.monotonic() - started

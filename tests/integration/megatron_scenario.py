@@ -14,8 +14,8 @@ from arguments.algorithm import AlgorithmArguments
 from arguments.model import ModelArguments
 from arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.backend import MegatronBackend
-from miles_async.trainer.losses import make_policy_loss
-from tests.integration.toy_batches import toy_samples, to_shards
+from miles_async.trainer.losses.policy import GrpoLoss
+from tests.integration.toy_batches import to_shards, toy_samples
 
 LR = 1e-3
 SEQUENCES = [np.random.default_rng(1).integers(0, 64, length).tolist() for length in (5, 18, 1, 33, 7, 2, 16)]
@@ -50,6 +50,8 @@ def make_backend(
     directory: Path,
     layout: Layout,
     algorithm: AlgorithmArguments = PLAIN,
+    *,
+    bf16: bool = False,
     **optimizer: Any,
 ) -> MegatronBackend:
     return MegatronBackend(
@@ -62,11 +64,12 @@ def make_backend(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
             sequence_parallel=layout.sequence_parallel,
+            bf16=bf16,
         ),
         optimizer=OptimizerArguments(**({"lr": LR} | optimizer)),
         total_steps=10,
         temperature=1.0,
-        loss=partial(make_policy_loss, algorithm),
+        loss=partial(GrpoLoss, algorithm),
         device="cpu",
         timeout_seconds=60,
     )
@@ -77,9 +80,7 @@ def observe(
 ) -> dict[str, Observed]:
     """Both models: ``tied`` with the plain loss, ``untied`` with TIS, KL and two optimizer steps per rollout."""
     tied = _observe(dist.PrefixStore("tied", store), rank, world_size, models["tied"], layout, PLAIN, steps=1)
-    untied = _observe(
-        dist.PrefixStore("untied", store), rank, world_size, models["untied"], layout, CORRECTED, steps=2
-    )
+    untied = _observe(dist.PrefixStore("untied", store), rank, world_size, models["untied"], layout, CORRECTED, steps=2)
     return {"tied": tied, "untied": untied}
 
 

@@ -34,7 +34,11 @@ Observations = dict[str, Observed]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: save_tiny_qwen3(root / name, tied=name == "tied") for name in ("tied", "untied")}
+    return {
+        "tied": save_tiny_qwen3(root / "tied", tied=True),
+        # Not megatron's default rotary base: the bridge misses what transformers 5 writes.
+        "untied": save_tiny_qwen3(root / "untied", tied=False, rope_theta=5e5),
+    }
 
 
 @pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS.keys())

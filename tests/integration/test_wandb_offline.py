@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ def test_offline_run_writes_its_files_into_the_run_directory(tmp_path: Path) -> 
     assert (tracker.errors, tracker.dropped) == (0, 0)
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (record,) = run.glob("run-*.wandb")
-    assert b"reward/mean" in record.read_bytes()
+    deadline = time.monotonic() + 30  # wandb's own process closes the file shortly after finish has returned
+    while b"reward/mean" not in record.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_writers_of_one_run_have_their_own_label_and_share_the_id(tmp_path: Path) -> None:

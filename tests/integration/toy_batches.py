@@ -50,7 +50,7 @@ def to_batch(samples: Sequence[ToySample]) -> TrainBatch:
     def flat(name: str, dtype: type) -> np.ndarray:
         return np.concatenate([getattr(sample, name) for sample in samples] or [np.zeros(0)]).astype(dtype)
 
-    oldest = [sample.weight_versions[sample.loss_mask == 1].min() for sample in samples]
+    oldest = [sample.weight_versions.max(where=sample.loss_mask == 1, initial=-1) for sample in samples]
     return TrainBatch(
         tokens=flat("tokens", np.int32),
         offsets=np.cumsum([0, *(len(sample.tokens) for sample in samples)]).astype(np.int64),

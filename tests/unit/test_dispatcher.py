@@ -95,6 +95,7 @@ class Bench:
                     max_quarantined_prompts=options.pop("quarantine", 3),
                     recycle_stale=True,
                 ),
+                total_groups=options.pop("total_groups", None),
             ),
             source=self.source,  # type: ignore[arg-type]
             client=self.engine,
@@ -122,6 +123,13 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
         producer.cancel()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for it, however slow the machine is."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 async def test_nothing_is_generated_before_a_version_is_visible() -> None:
     bench = Bench()
     async with asyncio.TaskGroup() as scope:
@@ -134,27 +142,56 @@ async def test_nothing_is_generated_before_a_version_is_visible() -> None:
 async def test_lead_is_bounded_while_nobody_trains() -> None:
     # covers: P1, C4
     async with running(Bench()) as bench:
+        await until(lambda: bench.balance()["buffered"] == 2 * BATCH)
         await asyncio.sleep(0.05)
         assert bench.balance()["issued"] == 2 * BATCH
-        assert bench.balance()["buffered"] == 2 * BATCH
 
 
 async def test_trained_groups_make_room_when_their_version_is_visible() -> None:
     # covers: C4
     async with running(Bench()) as bench:
         groups = await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["issued"] == 2 * BATCH)
         bench.dispatcher.pool.trained(groups, 0)
         await asyncio.sleep(0.05)
         assert bench.balance()["issued"] == 2 * BATCH
         await bench.publish(1)
+        await until(lambda: bench.balance()["issued"] == 3 * BATCH)
+
+
+async def test_nothing_is_generated_that_no_step_will_train() -> None:
+    # covers: R5, P6
+    async with running(Bench(total_groups=3)) as bench:
+        groups = await bench.dispatcher.cut(0)
+        bench.dispatcher.pool.trained(groups, 0)
+        await bench.publish(1)
+        await until(lambda: bench.balance()["buffered"] == 1)
         await asyncio.sleep(0.05)
-        assert bench.balance()["issued"] == 3 * BATCH
+        assert bench.balance()["issued"] == 3
+
+
+async def test_resume_owes_every_prompt_that_was_under_way() -> None:
+    # covers: C9, R11
+    async with running(Bench()) as bench:
+        groups = await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["issued"] == 2 * BATCH)
+        bench.dispatcher.pool.trained(groups, 0)
+        state = bench.dispatcher.pool.state()
+        under_way = {row.prompt_id for row in bench.dispatcher.pool.live()}
+    resumed = Bench(num_rollout=2, rollout_batch_size=BATCH)
+    resumed.source.taken = bench.source.taken
+    resumed.dispatcher.restore(state, step=1)
+    async with running(resumed):
+        await until(lambda: resumed.balance()["in_flight"] + resumed.balance()["buffered"] == BATCH)
+        again = {row.prompt_id for row in resumed.dispatcher.pool.live()}
+    assert under_way == again == {"p2", "p3"}
+    assert resumed.balance()["trained"] == BATCH
 
 
 async def test_stale_groups_are_swept_at_the_cut_and_their_prompts_come_again() -> None:
     # covers: C1, C3, C5, O2
     async with running(Bench()) as bench:
-        await asyncio.sleep(0.05)  # four groups of version 0 wait
+        await until(lambda: bench.balance()["buffered"] == 2 * BATCH)
         bench.engine.version = 2
         groups = await bench.dispatcher.cut(2)
         assert [group.oldest_version for group in groups] == [2, 2]
@@ -169,7 +206,7 @@ async def test_failing_sample_is_generated_again_alone() -> None:
     bench.engine.script = lambda call: TransientEngineError("connection cut") if call == 0 else None
     async with running(bench):
         await bench.dispatcher.cut(0)
-        await asyncio.sleep(0.05)
+        await until(lambda: bench.balance()["buffered"] == BATCH)
     assert bench.engine.calls == 2 * 2 * BATCH + 1
     assert bench.balance()["failed"] == 0
 
@@ -240,14 +277,14 @@ async def test_reward_that_hangs_costs_its_attempt_only() -> None:
     bench = Bench(reward=hang, reward_timeout=0.02)
     async with running(bench):
         await bench.dispatcher.cut(0)
-        await asyncio.sleep(0.1)
-    assert bench.balance()["quarantined"] == 1
+        await until(lambda: bench.balance()["quarantined"] == 1)
+    assert bench.balance()["trained"] == 0
 
 
 async def test_stall_says_who_waits_for_whom() -> None:
     # covers: C10
     bench = Bench()
-    with pytest.raises(StalledError, match="trainer waits for a batch.*--stall-timeout.*0 groups buffered"):
+    with pytest.raises(StalledError, match=r"trainer waits for a batch.*--stall-timeout.*0 groups buffered"):
         await bench.dispatcher.cut(0)
 
 

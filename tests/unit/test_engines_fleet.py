@@ -198,6 +198,20 @@ async def test_a_fenced_engine_is_out_at_once_and_restarted() -> None:  # covers
         assert setup.registry.engines["engine-0"].reason == "canary disagrees"
 
 
+async def test_supervision_ends_when_cancelled_in_the_moment_of_a_fence() -> None:
+    setup = Setup(1)
+    await setup.fleet.start()
+    supervision = asyncio.ensure_future(setup.fleet.supervise())
+    await asyncio.sleep(0.05)
+    await setup.fleet.fence(("engine-0",), "test")
+    await asyncio.sleep(0)  # the wait for the fence has its result, who waits for it has not seen it
+    supervision.cancel()
+    done, _ = await asyncio.wait([supervision], timeout=2)
+    assert done
+    await setup.fleet.stop()
+    await setup.http.close()
+
+
 async def test_an_engine_that_claims_another_version_is_not_admitted() -> None:
     async with started(1) as setup:
         await setup.fleet.admit(("engine-0",), 7)

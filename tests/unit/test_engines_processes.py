@@ -84,6 +84,27 @@ async def test_stop_reaps_grandchildren_that_ignore_sigterm(tmp_path: Path) -> N
     await _until_gone(grandchild)
 
 
+async def test_stop_leaves_no_shared_memory(tmp_path: Path) -> None:
+    code = textwrap.dedent("""
+        import multiprocessing, os, time
+        from multiprocessing import shared_memory
+        segment = shared_memory.SharedMemory(create=True, size=64)
+        semaphore = multiprocessing.get_context("spawn").Semaphore()
+        names = segment.name, "sem." + semaphore._semlock.name.lstrip("/"), os.getpid()
+        print(*names, sep=":", flush=True)
+        time.sleep(60)
+    """)
+    child = ChildProcess("c", ["-c", code], log_path=tmp_path / "c.log", environment={})
+    child.start()
+    async with asyncio.timeout(20):
+        while not child.tail(1).endswith(f":{child.pid}"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    files = [Path("/dev/shm") / name for name in child.tail(1).split(":")[:2]]
+    assert [file.exists() for file in files] == [True, True]
+    await child.stop(grace_seconds=0)
+    assert [file.exists() for file in files] == [False, False]
+
+
 async def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     code = textwrap.dedent(f"""
         import asyncio, time

@@ -65,8 +65,12 @@ def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize(
     ("options", "mode"),
-    [({}, "offline"), ({"shared": True}, "offline"), ({"mode": "online"}, "online")]
-    + [({"mode": "online", "shared": True}, "shared")],
+    [
+        ({}, "offline"),
+        ({"shared": True}, "offline"),
+        ({"mode": "online"}, "online"),
+        ({"mode": "online", "shared": True}, "shared"),
+    ],
 )
 def test_offline_is_the_default_and_is_never_shared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], mode: str

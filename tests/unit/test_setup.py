@@ -116,17 +116,21 @@ def test_set_up_script_is_readable_by_old_pythons() -> None:
     ast.parse((ROOT / "scripts" / "setup_env.py").read_text(), feature_version=(3, 6))
 
 
-def test_current_environment_is_left_alone(setup_env: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("extras", ["", "gpu"])
+def test_current_environment_is_left_alone(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, extras: str) -> None:
+    """With its extras too, which later commands (`make test`) don't name."""
     make_venv_python(setup_env, "exit 1")
-    setup_env.STAMP.write_text("\n" + setup_env.fingerprint("") + "\n")
+    setup_env.STAMP.write_text(extras + "\n" + setup_env.fingerprint(extras) + "\n")
+    monkeypatch.setattr(setup_env, "check_machine", lambda extras: pytest.fail("a set-up was started"))
     setup_env.main()
-    assert capsys.readouterr().out == ""
 
 
-def test_extras_are_kept_when_later_commands_do_not_name_them(setup_env: ModuleType) -> None:
+def test_changed_sources_start_a_set_up(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     make_venv_python(setup_env, "exit 1")
-    setup_env.STAMP.write_text("gpu\n" + setup_env.fingerprint("gpu") + "\n")
-    setup_env.main()
+    setup_env.STAMP.write_text("\n" + "fingerprint of an older lock" + "\n")
+    monkeypatch.setattr(setup_env, "check_machine", lambda extras: sys.exit("a set-up was started"))
+    with pytest.raises(SystemExit, match="a set-up was started"):
+        setup_env.main()
 
 
 def test_interrupted_set_up_is_not_taken_for_a_finished_one(

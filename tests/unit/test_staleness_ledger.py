@@ -1,6 +1,6 @@
 """Every attempt ends exactly once.
 
-# covers: C2, O3, C11, M3
+# covers: C2, M3
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_check_names_what_the_ledger_and_the_parts_disagree_about() -> None:
     ledger = issued(3)
     ledger.buffered(0)
     ledger.check(in_flight=[1, 2], buffered=[0])
-    with pytest.raises(ContractViolation, match="buffered in the ledger and nowhere else: .*attempt_id=0"):
+    with pytest.raises(ContractViolation, match=r"buffered in the ledger and nowhere else: .*attempt_id=0"):
         ledger.check(buffered=[])
     with pytest.raises(ContractViolation, match=r"held as in_flight but not in the ledger: .*attempt_id=0.*, 9\]"):
         ledger.check(in_flight=[0, 1, 2, 9])

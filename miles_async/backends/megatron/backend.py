@@ -6,7 +6,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.protocols import PolicyLoss
 from miles_async.types import TrainShard
 
-# Files of the source checkpoint that an export repeats byte by byte: all that inference needs besides the weights.
+# Files of the source checkpoint that an export repeats byte by byte: all that inference needs besides the weights. The
+# bridge would save what transformers makes of them, which differs (a tokenizer even where there was none).
 COMPANION_FILES = (
     "config.json",
     "generation_config.json",
@@ -30,6 +30,7 @@ COMPANION_FILES = (
     "chat_template*",
     "vocab.*",
     "merges.txt",
+    "*.py",
 )
 
 
@@ -54,7 +55,8 @@ class MegatronBackend:
     ) -> None:
         """``store``: rendezvous of the ranks. ``loss``: makes the policy loss, in this process.
 
-        ``total_steps``: optimizer steps of the whole run, for the learning rate. ``timeout_seconds``: of one collective.
+        ``total_steps``: optimizer steps of the whole run, for the learning rate. ``timeout_seconds``: of one
+        collective.
         """
         directory = _checked(model, world_size, temperature)
         platform = Platform.named(device)
@@ -142,9 +144,10 @@ class MegatronBackend:
     def save_hf(self, directory: Path) -> None:
         """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError."""
         try:
-            self._model.bridge.save_hf_pretrained(self._model.modules, str(directory), show_progress=False)
             if dist.get_rank() == 0:
+                directory.mkdir(parents=True, exist_ok=True)
                 _copy_companions(self._directory, directory)
+            self._model.bridge.save_hf_weights(self._model.modules, str(directory), show_progress=False)
         except OSError as error:
             raise CheckpointError(f"cannot export to {directory}: {error}") from error
         dist.barrier()
@@ -176,10 +179,7 @@ def _seed(seed: int) -> None:
 
 
 def _copy_companions(source: Path, target: Path) -> None:
-    """The bridge saves what transformers makes of these files (a tokenizer even where there was none)."""
     for pattern in COMPANION_FILES:
-        for made_up in target.glob(pattern):
-            made_up.unlink()
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, target / path.name)

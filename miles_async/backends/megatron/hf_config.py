@@ -54,7 +54,9 @@ def check_layout(config: Mapping[str, Any], model: ModelArguments, world_size: i
             raise ConfigurationError(f"--tensor-model-parallel-size {tensor} does not divide {name} {count}")
     layers = config.get("num_hidden_layers")
     if layers is not None and layers % pipeline:
-        raise ConfigurationError(f"--pipeline-model-parallel-size {pipeline} does not divide num_hidden_layers {layers}")
+        raise ConfigurationError(
+            f"--pipeline-model-parallel-size {pipeline} does not divide num_hidden_layers {layers}"
+        )
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:

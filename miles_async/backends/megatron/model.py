@@ -88,6 +88,7 @@ def make_optimizer(
         ),
         modules,
     )
+    _make_adam_state(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -108,12 +109,33 @@ def make_optimizer(
     return optimizer, scheduler
 
 
+def _make_adam_state(optimizer: MegatronOptimizer) -> None:
+    """What torch's AdamW would make at its first step; megatron 0.16 can't save or load a checkpoint without it.
+
+    Fused Adam (Apex, Transformer Engine), which megatron takes where it finds it, needs no such help.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = part.optimizer
+        if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter.data),
+                    "exp_avg_sq": torch.zeros_like(parameter.data),
+                }
+
+
 def _provider(bridge: Any, model: ModelArguments, platform: Platform) -> Any:
     provider = bridge.to_megatron_provider(load_weights=True)
     theta = hf_config.rope_theta(bridge.hf_pretrained.config.to_dict())
     # With transformers 5 the bridge (0.3) misses rope_parameters and keeps megatron's default: the export is
     # clean all the same, and every logit is wrong.
     provider.rotary_base = int(theta) if theta.is_integer() else theta
+    # The bridge (0.3) skips initialisation, as the weights are loaded anyway; but only initialisation marks
+    # parameters as tensor-parallel, and without the marks the gradient norm counts tensor rank 0's shards alone.
+    provider.perform_initialization = True
     provider.transformer_layer_spec = platform.layer_spec()
     provider.tensor_model_parallel_size = model.tensor_model_parallel_size
     provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size

@@ -43,6 +43,7 @@ def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> Packed
         "loss_mask": _tensor(batch.loss_mask, torch.float32, device),
         "rollout_logprobs": _tensor(batch.rollout_logprobs, torch.float32, device),
         "weight_versions": _tensor(batch.weight_versions, torch.int64, device),
+        "oldest_versions": _tensor(np.repeat(batch.oldest_versions, lengths), torch.int64, device),
         "advantages": _tensor(np.repeat(batch.advantages, lengths), torch.float32, device),
     }
     loss_tokens = int(np.count_nonzero(batch.loss_mask))

@@ -42,9 +42,7 @@ class Platform:
 
     @classmethod
     def cpu(cls) -> Platform:
-        return cls(
-            device="cpu", communication_backend="gloo", transformer_engine=False, fusions=HOST_FUSIONS_OFF
-        )
+        return cls(device="cpu", communication_backend="gloo", transformer_engine=False, fusions=HOST_FUSIONS_OFF)
 
     @classmethod
     def cuda(cls) -> Platform:

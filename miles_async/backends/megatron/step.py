@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from miles_async.backends.megatron.distributed import reduce_metrics
 from miles_async.backends.megatron.forward import accumulate_gradients, score
-from miles_async.backends.megatron.mismatch import mismatch_metrics, mismatch_sums
+from miles_async.backends.megatron.metrics import accumulate, step_metrics
+from miles_async.backends.megatron.mismatch import mismatch_sums
 from miles_async.backends.megatron.packing import PackedBatch, pack_batch
 from miles_async.backends.megatron.scores import token_entropy, token_logprobs
 from miles_async.errors import ContractViolation, TrainerError
@@ -26,9 +27,6 @@ from miles_async.protocols import PolicyLoss
 from miles_async.types import TrainShard
 
 Packs = list[PackedBatch]
-
-# Sums that are not means over loss tokens; everything else in the reduced sums is one.
-NOT_PER_TOKEN = frozenset({"tokens", "loss_tokens"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +49,10 @@ class StepRunner:
         those that the shard promises.
         """
         started = time.perf_counter()
-        steps = [[pack_batch(batch, align=self.align, device=self.device) for batch in step] for step in shard.optimizer_steps]
+        steps = [
+            [pack_batch(batch, align=self.align, device=self.device) for batch in step]
+            for step in shard.optimizer_steps
+        ]
         if self.loss.needs_reference:
             assert self.reference is not None, "the loss needs a reference model"
             steps = self._with_scores(steps, "ref_logprobs", self.reference)
@@ -65,11 +66,17 @@ class StepRunner:
                 self.scheduler.step(1)
                 continue
             sums, norm = self._optimizer_step(packs, index, shard.target_version)
-            _accumulate(totals, sums)
+            accumulate(totals, sums)
             norms.append(norm)
         reduced = reduce_metrics(totals, self.device)
         _check_loss_tokens(reduced, shard)
-        return self._metrics(reduced, norms, len(steps), time.perf_counter() - started)
+        return step_metrics(
+            reduced,
+            grad_norms=norms,
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            steps=len(steps),
+            seconds=time.perf_counter() - started,
+        )
 
     def _with_scores(self, steps: list[Packs], field: str, modules: Sequence[Any]) -> list[Packs]:
         """Adds what ``modules`` make of the tokens now, before any optimizer step."""
@@ -90,7 +97,8 @@ class StepRunner:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
-        _accumulate(sums, *accumulate_gradients(self.modules, packs, loss))
+        for of_micro_batch in accumulate_gradients(self.modules, packs, loss):
+            accumulate(sums, of_micro_batch)
         self.scheduler.step(1)
         _, norm, _ = self.optimizer.step()
         norm = float(norm)
@@ -121,47 +129,11 @@ class StepRunner:
         }
         return total, torch.tensor(packed.loss_tokens, dtype=torch.int, device=self.device), sums
 
-    def _metrics(
-        self, reduced: Mapping[str, float], norms: Sequence[float], steps: int, seconds: float
-    ) -> dict[str, float]:
-        tokens = max(reduced.get("loss_tokens", 0.0), 1.0)
-        measured = mismatch_metrics(reduced)
-        per_token = {
-            name: value if name.endswith("_max") else value / tokens
-            for name, value in reduced.items()
-            if name not in NOT_PER_TOKEN and name not in measured and name not in ("mismatch_tokens", "logprob_diff_sum")
-        }
-        return per_token | measured | {
-            "tokens": reduced.get("tokens", 0.0),
-            "loss_tokens": reduced.get("loss_tokens", 0.0),
-            "grad_norm": sum(norms) / max(len(norms), 1),
-            "lr": float(self.optimizer.param_groups[0]["lr"]),
-            "optimizer_steps": float(steps),
-            "skipped_optimizer_steps": float(steps - len(norms)),
-            "step_seconds": seconds,
-        }
-
-
-def _accumulate(totals: dict[str, Tensor], *more: Mapping[str, Tensor]) -> None:
-    """In float64: sums over many micro-batches must not depend on how these were cut."""
-    for name, value in _items(more):
-        value = value.detach().double()
-        if name not in totals:
-            totals[name] = value
-        elif name.endswith("_max"):
-            totals[name] = torch.maximum(totals[name], value)
-        else:
-            totals[name] = totals[name] + value
-
-
-def _items(mappings: Iterable[Mapping[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    return (item for mapping in mappings for item in mapping.items())
-
 
 def _check_loss_tokens(reduced: Mapping[str, float], shard: TrainShard) -> None:
     promised, found = sum(shard.loss_tokens), reduced.get("loss_tokens", 0.0)
     if found != promised:
         raise ContractViolation(
-            f"the batch for version {shard.target_version} promises {promised} loss tokens over all ranks, trained were "
-            f"{found:g}: its shards do not belong together"
+            f"the batch for version {shard.target_version} promises {promised} loss tokens over all ranks, "
+            f"trained were {found:g}: its shards do not belong together"
         )

@@ -29,8 +29,14 @@ def install() -> bool:
         return True
     _installed = True
 
-    from miles_async.backends.megatron.cpu_compat import absent_modules, device_views, host_tensors, import_hook
-    from miles_async.backends.megatron.cpu_compat import optimizer_types, rng
+    from miles_async.backends.megatron.cpu_compat import (
+        absent_modules,
+        device_views,
+        host_tensors,
+        import_hook,
+        optimizer_types,
+        rng,
+    )
 
     import_hook.install(
         view=device_views.torch_view(),

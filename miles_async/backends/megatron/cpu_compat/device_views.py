@@ -80,7 +80,7 @@ def _same(self: Any, *_: Any, **__: Any) -> Any:
 
 
 def _host_device(device: Any) -> Any:
-    """"cuda", "cuda:3", cuda device objects and bare ordinals all name the host."""
+    """The names "cuda" and "cuda:3", cuda device objects and bare ordinals all mean the host."""
     if isinstance(device, int) and not isinstance(device, bool):
         return "cpu"
     if isinstance(device, str | torch.device) and str(device).startswith("cuda"):

@@ -27,9 +27,7 @@ def install(view: types.ModuleType, patches: Mapping[str, Patch], stand_ins: Map
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(
-        self, view: types.ModuleType, patches: Mapping[str, Patch], stand_ins: Mapping[str, StandIn]
-    ) -> None:
+    def __init__(self, view: types.ModuleType, patches: Mapping[str, Patch], stand_ins: Mapping[str, StandIn]) -> None:
         self._view, self._patches, self._stand_ins = view, patches, stand_ins
 
     def find_spec(

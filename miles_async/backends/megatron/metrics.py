@@ -1,0 +1,48 @@
+"""Metric sums of micro-batches → numbers of one rollout step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from miles_async.backends.megatron.mismatch import MISMATCH_SUMS, mismatch_metrics
+
+TOTALS = frozenset({"tokens", "loss_tokens"})
+
+
+def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+    """In float64: what comes out must not depend on how a batch was cut into micro-batches."""
+    for name, value in sums.items():
+        value = value.detach().double()
+        if name not in totals:
+            totals[name] = value
+        elif name.endswith("_max"):
+            totals[name] = torch.maximum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value
+
+
+def step_metrics(
+    reduced: Mapping[str, float], *, grad_norms: Sequence[float], lr: float, steps: int, seconds: float
+) -> dict[str, float]:
+    """``reduced``: over all ranks; sums become means over loss tokens, ``_max`` and totals stay.
+
+    ``grad_norm`` is the mean over the optimizer steps that were made (before clipping), ``lr`` that of the last.
+    """
+    loss_tokens = max(reduced.get("loss_tokens", 0.0), 1.0)
+    means = {
+        name: value if name.endswith("_max") else value / loss_tokens
+        for name, value in reduced.items()
+        if name not in TOTALS and name not in MISMATCH_SUMS
+    }
+    totals = {name: reduced.get(name, 0.0) for name in sorted(TOTALS)}
+    optimizer = {
+        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
+        "lr": lr,
+        "optimizer_steps": float(steps),
+        "skipped_optimizer_steps": float(steps - len(grad_norms)),
+        "step_seconds": seconds,
+    }
+    return means | mismatch_metrics(reduced) | totals | optimizer

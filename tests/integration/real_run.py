@@ -1,0 +1,129 @@
+"""Runs ``miles-async train`` as a user would: a process of its own, with everything real, and nothing left after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+MARK = "MILES_ASYNC_TEST_RUN"  # an environment variable: every process of a run inherits it, however it detaches
+LEAVING_SECONDS = 15.0
+
+
+class RealRun:
+    """One ``miles-async train``, under way or over."""
+
+    def __init__(self, run_dir: Path, flags: tuple[str, ...]) -> None:
+        self.run_dir = run_dir
+        self._mark = uuid.uuid4().hex
+        self.output_path = run_dir.with_suffix(".out")
+        command = [sys.executable, "-m", "miles_async", "train", "@examples/quickstart/reverse.args"]
+        command += ["--run-dir", str(run_dir), "--save-hf", "none", "--no-use-wandb", *flags]
+        with self.output_path.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, MARK: self._mark},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The trained steps of metrics.jsonl, as far as they are written."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for record in map(json.loads, lines) if "reward/mean" in record]
+
+    def wait_for_steps(self, count: int, timeout: float) -> None:
+        self._until(lambda: len(self.steps) >= count, timeout, f"{count} steps")
+
+    def wait(self, timeout: float) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {timeout:g} s:\n{self.output}") from None
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of the run that are alive, wherever they hang in the process tree."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def engine_processes(self) -> list[psutil.Process]:
+        """The SGLang servers' main processes, oldest first."""
+        found = [p for p in self.processes() if "miles_async.engines.launcher" in " ".join(_command_line(p))]
+        return sorted(found, key=lambda process: process.create_time())
+
+    def assert_nothing_left(self) -> None:
+        """No process, a moment after the end."""
+        deadline = time.monotonic() + LEAVING_SECONDS
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not left, [_command_line(process) for process in left]
+
+    def end(self) -> None:
+        """Whatever happened: leave nothing running."""
+        for process in self.processes():
+            process.kill()
+        self.process.wait(10)
+
+    def _until(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout:g} s:\n{self.output}"
+            time.sleep(0.2)
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self._mark
+        except (psutil.Error, OSError):
+            return False
+
+
+@contextmanager
+def real_run(run_dir: Path, *flags: str) -> Iterator[RealRun]:
+    """Start a run; at the end nothing of it is alive."""
+    run = RealRun(run_dir, flags)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def traceback_in(output: str) -> bool:
+    """Whether the user was shown a Python traceback."""
+    return re.search(r"^Traceback", output, re.MULTILINE) is not None
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -1,0 +1,430 @@
+"""One real SGLang server behind a real smg, placed by Ray; and the contract that holds FakeEngine to it.
+
+The first half runs the same assertions on the fake and on the server, through the engine's own port. The second
+half drives the whole stack: generation, publications over gloo in every pause mode, crashes, and the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from arguments.engines import EnginesArguments
+from miles_async.engines.engine_api import EngineApi
+from miles_async.engines.http import Http
+from miles_async.engines.placement import LocalServers, RayServers
+from miles_async.engines.registry import EngineState
+from miles_async.engines.server import ServerSpec
+from miles_async.engines.stack import EngineStack
+from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
+from miles_async.staleness.versions import parse_spans
+from miles_async.types import Generation, TensorMeta
+from tests.fakes.fake_engine import FakeEngine
+from tests.integration.tiny_models import save_tiny_qwen3
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+ENGINE = "engine-0"
+ONE = (ENGINE,)
+LONG = 300  # tokens: still running when we look, done soon after
+DEADLINE = 30.0
+
+
+@dataclass
+class Running:
+    """The stack under test and what belongs to it."""
+
+    stack: EngineStack
+    models: tuple[Path, Path]  # two sets of weights
+    supervision: asyncio.Task[None]
+    pids: set[int] = field(default_factory=set)  # every server or router process there ever was
+
+    @property
+    def url(self) -> str:
+        url = self.stack.registry.engines[ENGINE].url
+        assert url is not None
+        return url
+
+    async def note_processes(self) -> None:
+        for process in psutil.process_iter(["cmdline"]):
+            command = " ".join(process.info["cmdline"] or ())
+            if str(self.models[0]) in command or self.stack.router.url.rpartition(":")[2] in command:
+                self.pids |= {process.pid, *(child.pid for child in process.children(recursive=True))}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    ray = pytest.importorskip("ray")
+    folder = tmp_path_factory.mktemp("engines")
+    models = (_model(folder / "m0", 0), _model(folder / "m1", 1))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=_environment())
+    spec = ServerSpec(
+        model_path=str(models[0]), device="cpu", dtype="float32", start_timeout=200, log_dir=str(folder / "logs")
+    )
+    stack = EngineStack(
+        spec,
+        EnginesArguments(request_timeout=120.0, engine_start_timeout=200.0),
+        num_engines=1,
+        launch=RayServers(spec),
+        parse_versions=parse_spans,
+        publication_timeout=60.0,
+    )
+    await stack.start()
+    result = Running(stack, models, asyncio.ensure_future(stack.fleet.supervise()))
+    await result.note_processes()
+    try:
+        yield result
+    finally:
+        result.supervision.cancel()
+        await asyncio.gather(result.supervision, return_exceptions=True)
+        await stack.stop()
+        ray.shutdown()
+    left = [pid for pid in result.pids if psutil.pid_exists(pid) and _alive(pid)]
+    assert left == []
+
+
+def _environment() -> dict[str, Any]:
+    root = str(Path(__file__).parents[2])
+    return {"env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}}
+
+
+def _alive(pid: int) -> bool:
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def _model(directory: Path, seed: int) -> Path:
+    """A tiny Qwen3 with a tokenizer of the words t0 .. t63."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_tiny_qwen3(directory, tied=True, seed=seed, max_position_embeddings=512)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2", pad_token="t0").save_pretrained(directory)
+    return directory
+
+
+# ------------------------------------------------------------------------- contract: fake and real alike
+@dataclass
+class Engine:
+    """An engine by its URL."""
+
+    url: str
+    http: Http
+    api: EngineApi
+
+    async def generate(self, tokens: int, ids: Sequence[int] = (5, 6, 7, 8), **fields: Any) -> dict[str, Any]:
+        sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **fields}
+        return await self.post("/generate", body)
+
+    async def post(self, path: str, body: dict[str, Any], status: int = 200) -> Any:
+        async with self.http.session.post(self.url + path, json=body) as response:
+            assert response.status == status, await response.text()
+            return await response.json() if "json" in response.content_type else await response.text()
+
+    async def name_version(self, version: str) -> None:
+        await self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fake", "sglang"])
+async def engine(request: pytest.FixtureRequest, running: Running) -> AsyncIterator[Engine]:
+    http = Http()
+    async with FakeEngine(token_seconds=0.004) as fake:
+        url = fake.url if request.param == "fake" else running.url
+        yield Engine(url, http, EngineApi(http))
+    await http.close()
+
+
+async def test_an_answer_has_a_log_prob_per_token_and_spans_that_cover_it(engine: Engine) -> None:
+    await engine.name_version("1")
+    reply = await engine.generate(6, rid="my-id")
+    meta = reply["meta_info"]
+    assert len(reply["output_ids"]) == 6
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
+    assert (meta["id"], meta["finish_reason"]["type"], meta["prompt_tokens"]) == ("my-id", "length", 4)
+    assert meta["weight_version"] == "1"
+    assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
+    assert (await engine.api.model_info(engine.url, DEADLINE)).weight_version == "1"
+
+
+async def test_the_extra_key_separates_prefix_caches(engine: Engine) -> None:  # covers: C8
+    ids = [9, 10, 11, 12, 13, 14]
+    cached = [
+        (await engine.generate(1, ids, extra_key=key))["meta_info"]["cached_tokens"] for key in ("v1", "v1", "v2")
+    ]
+    assert cached[0] == cached[2] == 0
+    assert cached[1] > 0
+
+
+async def test_a_version_that_changes_on_the_way_makes_two_spans(engine: Engine) -> None:  # covers: M1
+    await engine.name_version("1")
+    task = asyncio.ensure_future(engine.generate(LONG))
+    await asyncio.sleep(0.15)
+    await engine.name_version("2")
+    meta = (await task)["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == ["1", "2"]
+    assert meta["weight_versions"][0]["end"] == meta["weight_versions"][1]["start"]
+    assert meta["weight_versions"][1]["end"] == LONG
+    assert meta["weight_version"] == "2"
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_pause_modes(engine: Engine, mode: str) -> None:  # covers: M11
+    await engine.name_version("1")
+    task = asyncio.ensure_future(engine.generate(LONG))
+    await asyncio.sleep(0.15)
+    await engine.api.pause(engine.url, mode, DEADLINE)
+    await asyncio.sleep(0.1)
+    assert task.done() == (mode == "abort")
+    if mode == "in_place":
+        with pytest.raises(EngineError, match="400"):
+            await engine.api.flush_cache(engine.url, DEADLINE)
+    else:
+        await engine.api.flush_cache(engine.url, DEADLINE)
+    late = asyncio.ensure_future(engine.generate(2))
+    await engine.name_version("2")
+    await asyncio.sleep(0.1)
+    assert not late.done()
+    await engine.api.resume(engine.url, DEADLINE)
+    assert len((await late)["output_ids"]) == 2
+    reply = await task
+    versions = [span["version"] for span in reply["meta_info"]["weight_versions"]]
+    if mode == "abort":
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(reply["output_ids"]) < LONG
+        assert versions == ["1"]
+    else:
+        assert reply["meta_info"]["finish_reason"]["type"] == "length"
+        assert len(reply["output_ids"]) == LONG == len(reply["meta_info"]["output_token_logprobs"])
+        assert versions == ["1", "2"]
+
+
+async def test_abort_is_by_exact_id(engine: Engine) -> None:
+    task = asyncio.ensure_future(engine.generate(LONG, rid="request-12"))
+    await asyncio.sleep(0.15)
+    await engine.api.abort(engine.url, "request-1", DEADLINE)
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    await engine.api.abort(engine.url, "request-12", DEADLINE)
+    reply = await task
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) < LONG
+
+
+async def test_scores_cover_all_but_the_first_token_whatever_is_cached(engine: Engine) -> None:
+    tokens = [5, 6, 7, 8, 9]
+    scores = [await engine.api.score(engine.url, tokens, DEADLINE) for _ in range(2)]
+    assert len(scores[0].logprobs) == 4
+    assert scores[0].logprobs == pytest.approx(scores[1].logprobs, abs=1e-6)
+
+
+async def test_what_is_refused(engine: Engine) -> None:
+    await engine.post("/generate", {"sampling_params": {"max_new_tokens": 1}}, status=400)
+    with pytest.raises(EngineError, match="begin_weight_update"):
+        await engine.api.receive_bucket(engine.url, "none", (TensorMeta("a", "float32", (1,)),), 1, False, DEADLINE)
+    with pytest.raises(EngineError, match="does not exist"):
+        await engine.api.leave_group(engine.url, "none", DEADLINE)
+
+
+# --------------------------------------------------------------------------------------- the whole stack
+class Trainer:
+    """The sending rank of a publication, without a trainer: weights of a saved model over gloo."""
+
+    def __init__(self, model: Path) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        from miles_async.weights.transports.distributed import DistributedSender
+
+        self.tensors = load_file(model / "model.safetensors")
+        self.metas = tuple(
+            TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in self.tensors.items()
+        )
+        self.sender = DistributedSender(
+            address="127.0.0.1", backend="gloo", device=torch.device("cpu"), timeout_seconds=60
+        )
+
+    @asynccontextmanager
+    async def connected(self, stack: EngineStack) -> AsyncIterator[None]:
+        """In one process group with the engine."""
+        address, port = self.sender.open_group("g", 2)
+        _, joined = await asyncio.gather(
+            asyncio.to_thread(self.sender.join_group, "g"),
+            stack.fleet.connect(ONE, "g", address, port, 2, "gloo"),
+        )
+        assert joined == {ENGINE: None}
+        yield
+        left, _ = await asyncio.gather(
+            stack.fleet.disconnect(ONE, "g"), asyncio.to_thread(self.sender.leave_group, "g")
+        )
+        assert left == {ENGINE: None}
+
+    async def publish(self, stack: EngineStack, version: int, mode: str) -> None:
+        """The steps of weights.publisher up to the verification, asserting that no engine fails."""
+        fleet = stack.fleet
+        assert await fleet.pause(ONE, mode) == {ENGINE: None}
+        if mode != "in_place":
+            assert await fleet.flush_cache(ONE) == {ENGINE: None}
+        assert await fleet.begin_update(ONE) == {ENGINE: None}
+        half = len(self.metas) // 2
+        for bucket in (self.metas[:half], self.metas[half:]):
+            tensors = [self.tensors[meta.name] for meta in bucket]
+            _, received = await asyncio.gather(
+                asyncio.to_thread(self.sender.send, "g", tensors),
+                fleet.receive_bucket(ONE, "g", bucket, version, mode != "in_place"),
+            )
+            assert received == {ENGINE: None}
+        assert await fleet.end_update(ONE) == {ENGINE: None}
+        assert await fleet.resume(ONE) == {ENGINE: None}
+
+
+def reference_logprobs(model: Path, tokens: Sequence[int]) -> np.ndarray:
+    """float32 [T - 1], of tokens[1:], by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([list(tokens)])).logits
+    return torch.log_softmax(logits[0, :-1], -1)[range(len(tokens) - 1), list(tokens[1:])].numpy()
+
+
+async def _in_flight(running: Running, count: int) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while running.stack.traffic.in_flight < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.15)
+
+
+async def _generate(running: Running, tokens: int, key: str = "a") -> Generation:
+    sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+    return await running.stack.client.generate([5, 6, 7, 8], sampling, routing_key=key)
+
+
+async def test_the_first_publication_opens_the_gate(running: Running) -> None:  # covers: C8
+    waiting = asyncio.ensure_future(_generate(running, 32))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    trainer = Trainer(running.models[1])
+    async with trainer.connected(running.stack):
+        await trainer.publish(running.stack, 0, "retract")
+    score = (await running.stack.fleet.score(ONE, range(3, 40)))[ENGINE]
+    assert not isinstance(score, Exception)
+    assert score.weight_version == "0"
+    np.testing.assert_allclose(score.logprobs, reference_logprobs(running.models[1], range(3, 40)), atol=1e-4)
+    assert not waiting.done()
+    await running.stack.fleet.admit(ONE, 0)
+    generation = await waiting
+    assert generation.engine_id == ENGINE
+    expected = reference_logprobs(running.models[1], [5, 6, 7, 8, *generation.output_ids.tolist()])[3:]
+    np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "version"), [("abort", 1), ("retract", 2), ("in_place", 3)])
+async def test_a_publication_meets_requests_in_flight(
+    running: Running, mode: str, version: int
+) -> None:  # covers: C8, M11
+    trainer = Trainer(running.models[version % 2])
+    async with trainer.connected(running.stack):
+        tasks = [asyncio.ensure_future(_generate(running, LONG, key=str(i))) for i in range(4)]
+        await _in_flight(running, 4)
+        await trainer.publish(running.stack, version, mode)
+    assert not any(task.done() for task in tasks)  # even finished answers wait for the commit
+    await running.stack.fleet.admit(ONE, version)
+    for generation in await asyncio.gather(*tasks):
+        versions = [span.version for span in generation.spans]
+        if mode == "abort":
+            assert generation.finish_reason == "abort"
+            assert versions == [version - 1]
+        else:
+            assert generation.finish_reason == "length"
+            assert versions == [version - 1, version]
+    fresh = await _generate(running, 16)
+    assert [span.version for span in fresh.spans] == [version]
+    assert fresh.cached_tokens == 0  # the cache key carries the version, flushed or not
+    expected = reference_logprobs(running.models[version % 2], [5, 6, 7, 8, *fresh.output_ids.tolist()])[3:]
+    np.testing.assert_allclose(fresh.logprobs, expected, atol=1e-4)
+
+
+async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None:  # covers: C5
+    with pytest.raises(RequestRejectedError, match=r"400.*longer than the model's context length"):
+        await running.stack.client.generate([5] * 600, {"max_new_tokens": 4}, routing_key="a")
+
+
+async def test_cancelled_requests_free_the_engine(running: Running) -> None:
+    tasks = [asyncio.ensure_future(_generate(running, LONG, key=str(i))) for i in range(3)]
+    await _in_flight(running, 3)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(5):
+        while not await _idle(running):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def _idle(running: Running) -> bool:
+    async with running.stack.http.session.get(running.url + "/v1/loads") as response:
+        loads = (await response.json())["loads"]
+    return all(load["num_running_reqs"] == 0 for load in loads)
+
+
+async def test_a_dead_router_comes_back_with_its_engines(running: Running) -> None:
+    await running.note_processes()
+    registry = running.stack.registry
+    os.kill(await running.stack.router.pid(), signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE):
+        await registry.wait_until(lambda: not registry.router_up)
+    generation = await _generate(running, 4)
+    assert len(generation.output_ids) == 4
+
+
+async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Running) -> None:
+    registry, stack = running.stack.registry, running.stack
+    await running.note_processes()
+    interrupted = asyncio.ensure_future(_generate(running, LONG))
+    await _in_flight(running, 1)
+    victims = [p for p in psutil.process_iter(["name"]) if p.pid in running.pids and "scheduler" in p.name()]
+    assert victims
+    for victim in victims:
+        victim.kill()
+    async with asyncio.timeout(DEADLINE):
+        await registry.wait_until(lambda: registry.engines[ENGINE].state is not EngineState.SERVING)
+    assert not registry.may_dispatch()
+    async with asyncio.timeout(200):
+        await stack.fleet.wait_for_joining()
+    await running.note_processes()
+    assert await stack.router.workers() == []
+    trainer = Trainer(running.models[1])
+    async with trainer.connected(stack):
+        await trainer.publish(stack, 3, "retract")
+    await stack.fleet.admit(ONE, 3)
+    generation = await interrupted  # the request that was cut has been done again
+    assert len(generation.output_ids) == LONG
+    assert [span.version for span in generation.spans] == [3]
+    assert stack.stats()["restarts"] == {ENGINE: 1}
+
+
+async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    spec = ServerSpec(model_path=str(tmp_path / "nothing-here"), device="cpu", dtype="float32", log_dir=str(tmp_path))
+    stack = EngineStack(spec, EnginesArguments(), num_engines=1, launch=LocalServers(spec), parse_versions=parse_spans)
+    with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
+        async with asyncio.timeout(120):
+            await stack.start()
+    children = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    assert not [command for command in children if str(tmp_path) in " ".join(command)]

@@ -1,0 +1,113 @@
+"""The real smg over fake engines: affinity, removal, and what a request looks like when it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from miles_async.engines.client import RouterClient
+from miles_async.engines.http import Http
+from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.router import Router
+from miles_async.engines.traffic import Traffic
+from miles_async.errors import ConfigurationError, EngineStartError, TransientEngineError
+from miles_async.staleness.versions import parse_spans
+from tests.fakes.fake_engine import FakeEngine
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+SAMPLING = {"max_new_tokens": 2}
+
+
+@dataclass
+class Setup:
+    engines: tuple[FakeEngine, FakeEngine]
+    registry: EngineRegistry
+    router: Router
+    client: RouterClient
+
+
+@pytest.fixture
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    registry, http = EngineRegistry(version=1), Http()
+    router = Router(registry, http, log_dir=tmp_path)
+    async with (
+        FakeEngine(weight_version="1", name_worker=False) as first,
+        FakeEngine(weight_version="1", name_worker=False) as second,
+    ):
+        await router.start()
+        for index, engine in enumerate((first, second)):
+            await router.add(engine.url)
+            registry.engines[f"engine-{index}"] = EngineRecord(
+                engine_id=f"engine-{index}", state=EngineState.SERVING, url=engine.url, verified=True
+            )
+        client = RouterClient(
+            http,
+            registry,
+            Traffic(),
+            router_url=lambda: router.url,
+            parse_versions=parse_spans,
+            request_timeout=20.0,
+            retries=3,
+            gate_timeout=20.0,
+        )
+        try:
+            yield Setup((first, second), registry, router, client)
+        finally:
+            await router.stop()
+            await http.close()
+
+
+async def test_a_key_stays_with_its_engine_and_keys_spread(setup: Setup) -> None:  # covers: M13
+    async def engine_of(key: str) -> str:
+        return (await setup.client.generate([5, 6], SAMPLING, routing_key=key)).engine_id
+
+    homes = {key: await engine_of(key) for key in map(str, range(24))}
+    assert set(homes.values()) == {"engine-0", "engine-1"}
+    assert {key: await engine_of(key) for key in homes} == homes
+
+
+async def test_all_fields_of_a_request_arrive(setup: Setup) -> None:
+    await setup.client.generate([5, 6], {**SAMPLING, "top_k": 7}, routing_key="a")
+    (body,) = setup.engines[0].requests + setup.engines[1].requests
+    assert body["extra_key"] == "v1"
+    assert body["sampling_params"] == {"max_new_tokens": 2, "top_k": 7}
+    assert body["return_logprob"] is True
+
+
+async def test_a_removed_engine_gets_nothing_more(setup: Setup) -> None:
+    await setup.router.remove(setup.engines[0].url)
+    for key in map(str, range(8)):
+        await setup.client.generate([5], SAMPLING, routing_key=key)
+    assert setup.engines[0].requests == []
+    await setup.router.remove(setup.engines[0].url)  # again: no-op
+
+
+async def test_requests_of_a_dead_engine_go_to_the_other(setup: Setup) -> None:  # covers: C3
+    await setup.engines[0].die()  # nobody has fenced it yet
+    engines = {(await setup.client.generate([5], SAMPLING, routing_key=str(i))).engine_id for i in range(8)}
+    assert engines == {"engine-1"}
+
+
+async def test_without_any_engine_the_error_is_transient(setup: Setup) -> None:
+    for engine in setup.engines:
+        await setup.router.remove(engine.url)
+    async with asyncio.timeout(10):
+        while await setup.router.workers():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    with pytest.raises(TransientEngineError, match=r"model_not_found|no_available_workers"):
+        await setup.client.generate([5], SAMPLING, routing_key="a")
+
+
+async def test_a_taken_port_and_a_bad_flag_are_clear_errors(setup: Setup, tmp_path: Path) -> None:
+    port = int(setup.router.url.rpartition(":")[2])
+    http = Http()
+    with pytest.raises(ConfigurationError, match=f"port {port} is not free"):
+        await Router(EngineRegistry(), http, log_dir=tmp_path / "b", port=port).start()
+    with pytest.raises(EngineStartError, match=r"router ended with status 2(.|\n)*--no-such-flag"):
+        await Router(EngineRegistry(), http, log_dir=tmp_path / "c", extra=("--no-such-flag",)).start()
+    await http.close()

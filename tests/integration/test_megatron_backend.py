@@ -1,0 +1,204 @@
+"""One MegatronBackend (and one pair of ranks): checkpoints, exports, schedules, and batches that are odd or wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles_async.errors import CheckpointError, ContractViolation, TrainerError
+from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
+from tests.integration.plain_reference import PlainTrainer
+from tests.integration.rank_processes import run_ranks
+from tests.integration.tiny_models import save_tiny_qwen3
+from tests.integration.toy_batches import to_shards, toy_samples
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+TOKENIZER = {"tokenizer.json": '{"made": "for this test"}', "tokenizer_config.json": "{}"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_tiny_qwen3(tmp_path_factory.mktemp("model") / "qwen3", tied=True)
+    for name, text in TOKENIZER.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a single rank saw."""
+    return run_ranks(1, _single_rank, model, tmp_path_factory.mktemp("single"))[0]
+
+
+# ------------------------------------------------------------------------------------------- in the ranks
+def _single_rank(rank: int, world_size: int, store: dist.Store, model: Path, scratch: Path) -> dict[str, Any]:
+    def backend(name: str, **optimizer: Any) -> Any:
+        return make_backend(rank, world_size, dist.PrefixStore(name, store), model, Layout(), **optimizer)
+
+    seen: dict[str, Any] = {}
+    samples = toy_samples(8)
+    [shard] = to_shards([samples], dp_size=1, micro_batches=2)
+
+    trained = backend("schedule", lr=1e-3, min_lr=1e-4, lr_warmup_iters=4, lr_decay_style="linear")
+    seen["lr"] = [trained.train(shard)["lr"] for _ in range(11)]
+
+    seen["at temperature 2"] = trained.logprobs(SEQUENCES, temperature=2.0)
+    seen["one at a time"] = [trained.logprobs([sequence], temperature=2.0)[0] for sequence in SEQUENCES]
+
+    trained.save_hf(scratch / "export")
+    seen["exported"] = scratch / "export"
+    seen["logprobs"] = trained.logprobs(SEQUENCES)
+
+    before = {name: tensor.clone() for name, tensor in trained.export_weights()}
+    masked = [dataclasses.replace(sample, loss_mask=sample.loss_mask * 0) for sample in samples]
+    seen["no loss tokens"] = trained.train(to_shards([masked], dp_size=1, micro_batches=1)[0])
+    seen["moved by no loss"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
+
+    seen["empty micro-batch"] = trained.train(to_shards([samples[:1]], dp_size=1, micro_batches=3)[0])
+
+    wrong = type(shard)(**{**_fields(shard), "loss_tokens": (shard.loss_tokens[0] + 1,)})
+    seen["wrong token count"] = _error(lambda: trained.train(wrong))
+    infinite = [dataclasses.replace(sample, advantage=float("inf")) for sample in samples]
+    seen["infinite"] = _error(lambda: trained.train(to_shards([infinite], dp_size=1, micro_batches=1)[0]))
+
+    (scratch / "occupied").mkdir()
+    (scratch / "occupied" / "file").touch()
+    seen["save to occupied"] = _error(lambda: trained.save(scratch / "occupied"))
+    seen["load absent"] = _error(lambda: trained.load(scratch / "absent"))
+    seen["load other"] = _error(lambda: trained.load(scratch / "occupied"))
+    trained.close()
+    return seen
+
+
+def _checkpointing(rank: int, world_size: int, store: dist.Store, model: Path, scratch: Path) -> dict[str, Any]:
+    """Two data-parallel ranks; the second backend starts from another seed and must not show it."""
+    layout = Layout(world_size=2)
+    shards = [to_shards([toy_samples(8, seed=seed)], dp_size=2, micro_batches=1) for seed in range(4)]
+    first = make_backend(rank, world_size, dist.PrefixStore("a", store), model, layout, lr_warmup_iters=3)
+    for step in shards[:2]:
+        first.train(step[rank])
+    first.save(scratch / "checkpoint")
+    uninterrupted = [first.train(step[rank]) for step in shards[2:]]
+    expected, draws = first.logprobs(SEQUENCES), torch.rand(3)
+    first.close()
+
+    second = make_backend(rank, world_size, dist.PrefixStore("b", store), model, layout, lr_warmup_iters=3)
+    torch.manual_seed(999)
+    second.load(scratch / "checkpoint")
+    resumed = [second.train(step[rank]) for step in shards[2:]]
+    found, draws_again = second.logprobs(SEQUENCES), torch.rand(3)
+    second.close()
+    return {
+        "uninterrupted": uninterrupted,
+        "resumed": resumed,
+        "same logprobs": found == expected,
+        "same draws": torch.equal(draws, draws_again),
+    }
+
+
+def _bf16(rank: int, world_size: int, store: dist.Store, model: Path) -> dict[str, Any]:
+    backend = make_backend(rank, world_size, store, model, Layout(), bf16=True)
+    [shard] = to_shards([toy_samples(8)], dp_size=1, micro_batches=1)
+    losses = [backend.train(shard)["loss"] for _ in range(2)]
+    return {
+        "logprobs": backend.logprobs(SEQUENCES),
+        "losses": losses,
+        "dtypes": {str(tensor.dtype) for _, tensor in backend.export_weights()},
+    }
+
+
+def _fields(shard: Any) -> dict[str, Any]:
+    return {name: getattr(shard, name) for name in shard.__struct_fields__}
+
+
+def _error(call: Any) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+# -------------------------------------------------------------------------------------------------- tests
+def test_learning_rate_warms_up_from_the_first_step_and_decays_to_the_minimum(seen: dict[str, Any]) -> None:
+    warm_up = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
+    decay = [1e-3 - 0.9e-3 * step / 6 for step in range(1, 7)]
+    assert seen["lr"] == pytest.approx([*warm_up, *decay, 1e-4])
+
+
+def test_logprobs_at_another_temperature(seen: dict[str, Any]) -> None:
+    """The canary is scored at temperature 1, as engines score prompts, whatever rollouts are sampled at."""
+    np.testing.assert_allclose(
+        np.concatenate(seen["at temperature 2"]), np.concatenate(seen["one at a time"]), atol=1e-6
+    )
+    assert np.concatenate(seen["at temperature 2"]).std() < np.concatenate(seen["logprobs"]).std()
+
+
+def test_hf_export_holds_the_trained_weights_and_the_source_s_own_files(seen: dict[str, Any], model: Path) -> None:
+    exported: Path = seen["exported"]
+    plain = PlainTrainer(exported, lr=0.0)
+    with torch.no_grad():
+        logprobs = [plain.logprobs(sequence).tolist() for sequence in SEQUENCES if len(sequence) > 1]
+    ours = [row for row in seen["logprobs"] if row]
+    np.testing.assert_allclose(np.concatenate(logprobs), np.concatenate(ours), atol=1e-5)
+    for name, text in TOKENIZER.items():
+        assert (exported / name).read_text() == text
+    assert json.loads((exported / "config.json").read_text()) == json.loads((model / "config.json").read_text())
+
+
+def test_a_step_without_loss_tokens_leaves_the_weights_alone(seen: dict[str, Any]) -> None:  # covers: R10
+    assert seen["no loss tokens"]["skipped_optimizer_steps"] == 1
+    assert seen["no loss tokens"]["loss_tokens"] == 0
+    assert seen["moved by no loss"] == []
+
+
+def test_empty_micro_batches_are_allowed(seen: dict[str, Any]) -> None:
+    """Ranks have equally many micro-batches even if there are not that many samples."""
+    assert np.isfinite(seen["empty micro-batch"]["grad_norm"])
+    assert seen["empty micro-batch"]["skipped_optimizer_steps"] == 0
+
+
+def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, Any]) -> None:
+    assert isinstance(seen["wrong token count"], ContractViolation)
+    assert "loss tokens" in str(seen["wrong token count"])
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(seen: dict[str, Any]) -> None:
+    assert isinstance(seen["infinite"], TrainerError)
+    assert "gradient norm" in str(seen["infinite"])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("save to occupied", "not empty"),
+        ("load absent", "does not exist"),
+        ("load other", "holds no trainer checkpoint"),
+    ],
+)
+def test_checkpoint_directories_that_cannot_be_used(seen: dict[str, Any], what: str, message: str) -> None:
+    assert isinstance(seen[what], CheckpointError)
+    assert message in str(seen[what])
+
+
+def test_training_resumed_from_a_checkpoint_equals_uninterrupted_training(model: Path, tmp_path: Path) -> None:
+    # covers: C9
+    for rank in run_ranks(2, _checkpointing, model, tmp_path):
+        for ours, expected in zip(rank["resumed"], rank["uninterrupted"], strict=True):
+            assert {**ours, "step_seconds": 0} == {**expected, "step_seconds": 0}  # exactly, not approximately
+        assert rank["same logprobs"]
+        assert rank["same draws"]
+
+
+def test_bfloat16_training_is_close_to_float32(model: Path, seen: dict[str, Any]) -> None:
+    [rank] = run_ranks(1, _bf16, model)
+    assert rank["dtypes"] == {"torch.bfloat16"}
+    assert np.isfinite(rank["losses"]).all()

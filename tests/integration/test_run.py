@@ -1,0 +1,112 @@
+"""The whole loop, real: Megatron, SGLang, smg and Ray, from the command line to the summary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from real_run import QUICKSTART, real_run, traceback_in
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+
+RUN_SECONDS = 300.0  # for a run of a few steps, start included, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(shared: Path) -> None:
+    # covers: C1, C2, C3, C8, C10, M2, M3, M6, M12, R4, P9, C7
+    flags = ("--num-rollout", "12", "--max-weight-staleness", "2", "--max-rollout-lead", "3")
+    with real_run(shared / "async", *flags, "--save", str(shared / "checkpoints"), "--use-wandb") as run:
+        run.wait_for_steps(2, RUN_SECONDS)
+        engines = run.engine_processes()
+        assert len(engines) == 2
+        engines[0].kill()
+        assert run.wait(RUN_SECONDS) == 0, run.output
+        run.assert_nothing_left()
+
+    summary, steps = run.summary, run.steps
+    assert summary["steps"] == 12
+    assert summary["weight_version"] == 12
+    assert summary["reward_last"] > summary["reward_first"] + 0.15
+    assert summary["eval_accuracy_last"] > summary["eval_accuracy_first"]
+    # C1, from the versions of the tokens that were trained; and it really was asynchronous
+    assert 1 <= summary["age_max"] <= 2
+    assert sum(summary["age_histogram"].values()) == 12 * 16 * 8
+    # C2
+    groups = summary["groups"]
+    assert groups["trained"] == 12 * 16
+    assert groups["issued"] == sum(count for name, count in groups.items() if name != "issued")
+    assert groups["in_flight"] == groups["buffered"] == 0
+    # the same weights on both sides
+    assert summary["logprob_diff"]["max"] < 1e-4
+    assert summary["publish"]["count"] == 13
+    assert all(step["publish/canary_difference"] < 1e-3 for step in steps)
+    # the dead engine was noticed, and nobody else
+    log = [json.loads(line) for line in (run.run_dir / "logs" / "rollout.log").read_text().splitlines()]
+    fenced = [entry for entry in log if entry["event"] == "engine fenced"]
+    assert fenced
+    assert {entry["engine"] for entry in fenced} == {fenced[0]["engine"]}
+    for name in ("reward.png", "config.toml", "metrics.jsonl", "wandb"):
+        assert (run.run_dir / name).exists(), name
+
+
+def test_resume_goes_on_where_the_checkpoint_left_off(shared: Path) -> None:
+    # covers: C9, R11, P3, C11
+    if not (shared / "checkpoints").exists():
+        pytest.skip("needs the checkpoint of the run before")
+    flags = ("--num-rollout", "14", "--load", str(shared / "checkpoints"), "--on-policy", "--rollout-num-gpus", "1")
+    with real_run(shared / "resumed", *flags) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.output
+        run.assert_nothing_left()
+    assert [step["step"] for step in run.steps] == [12, 13]
+    assert run.summary["weight_version"] == 14
+    assert run.summary["age_histogram"] == {"0": 2 * 16 * 8}  # strictly in turn
+    assert run.summary["reward_first"] > 0.3  # the weights came back: the warm start alone has 0.14
+    assert run.summary["groups"]["trained"] == 14 * 16  # the ledger goes on, too
+    assert run.summary["balanced"]
+
+
+def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) -> None:
+    # covers: M11, C8
+    flags = ("--num-rollout", "4", "--tensor-model-parallel-size", "2", "--pause-generation-mode", "in_place")
+    flags += ("--global-batch-size", "64", "--no-use-rollout-logprobs", "--use-tis", "--update-weights-interval", "2")
+    with real_run(tmp_path / "run", *flags, "--rollout-num-gpus", "1", "--eval-prompt-data", "none") as run:
+        assert run.wait(RUN_SECONDS) == 0, run.output
+        run.assert_nothing_left()
+    summary = run.summary
+    assert summary["logprob_diff"]["max"] < 1e-4
+    assert summary["weight_version"] == 1  # after step 2; the last step's weights nobody would use
+    assert summary["age_max"] <= 2
+    assert "flush_cache" not in str(run.steps)
+
+
+def test_ctrl_c_stops_cleanly_and_says_what_was_done(tmp_path: Path) -> None:
+    # covers: C10
+    with real_run(tmp_path / "run", "--num-rollout", "1000", "--pause-generation-mode", "abort") as run:
+        run.wait_for_steps(2, RUN_SECONDS)
+        run.interrupt()
+        assert run.wait(60) == 130, run.output
+        run.assert_nothing_left()
+    assert not traceback_in(run.output), run.output
+    summary = run.summary
+    assert summary["ending"] == "interrupted"
+    assert summary["steps"] >= 2
+    assert summary["balanced"]
+
+
+def test_engine_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    # covers: C3, C5
+    model = tmp_path / "model"
+    shutil.copytree(QUICKSTART / "assets" / "reverse" / "model", model)
+    (model / "model.safetensors").write_bytes(b"not a checkpoint")
+    with real_run(tmp_path / "run", "--hf-checkpoint", str(model)) as run:
+        assert run.wait(RUN_SECONDS) != 0
+        run.assert_nothing_left()
+    assert "error:" in run.output
+    assert "safetensors" in run.output.lower()

@@ -1,0 +1,108 @@
+"""Configs that would be trained wrongly without a sign of it are refused, with the field that is the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments.model import ModelArguments
+from miles_async.backends.megatron import hf_config
+from miles_async.errors import ConfigurationError
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "attention_bias": False,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": []}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 5e5,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        QWEN3,
+        MOE,
+        QWEN3 | {"rope_parameters": LLAMA3_ROPE},
+        QWEN3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None},  # written by transformers 4
+        QWEN3 | {"sliding_window": 4096},  # there, but switched off
+    ],
+)
+def test_verified_configs_pass(config: dict[str, Any]) -> None:
+    hf_config.check_model(config, Path("model"))
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (MOE | {"norm_topk_prob": False}, "norm_topk_prob"),
+        ({k: v for k, v in MOE.items() if k != "norm_topk_prob"}, "norm_topk_prob"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (QWEN3 | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        (QWEN3 | {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "linear"),
+        (QWEN3 | {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 4096}}, "original_max"),
+        (QWEN3 | {"sliding_window": 128, "use_sliding_window": True}, "sliding_window"),
+        (QWEN3 | {"model_type": "mistral", "sliding_window": 128, "use_sliding_window": True}, "sliding_window"),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias"),
+        (QWEN3 | {"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigurationError, match=field):
+        hf_config.check_model(config, Path("model"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, 3, "3 trainer ranks"),
+        ({"tensor_model_parallel_size": 4}, 4, "num_key_value_heads 2"),
+        ({"pipeline_model_parallel_size": 4}, 4, "num_hidden_layers 2"),
+        ({"tensor_model_parallel_size": 0}, 1, "--tensor-model-parallel-size 0"),
+    ],
+)
+def test_impossible_layouts_are_refused(layout: dict[str, int], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        hf_config.check_layout(QWEN3, ModelArguments(**layout), world_size)
+
+
+def test_possible_layouts_pass() -> None:
+    both = ModelArguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    hf_config.check_layout(QWEN3, both, 8)
+
+
+def test_rope_theta_of_both_formats() -> None:
+    assert hf_config.rope_theta(QWEN3) == 1e4
+    assert hf_config.rope_theta({"rope_theta": 1e6}) == 1e6
+    with pytest.raises(ConfigurationError, match="rope_theta"):
+        hf_config.rope_theta({})
+
+
+def test_missing_or_broken_config_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        hf_config.read_config(tmp_path / "absent")
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        hf_config.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="not JSON"):
+        hf_config.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert hf_config.read_config(tmp_path) == QWEN3
