@@ -29,7 +29,9 @@ class RolloutArguments:
     )
     max_sample_failures: int = flag(8, "infrastructure failures one sample survives before its attempt fails")
     max_prompt_attempts: int = flag(
-        4, "tries a prompt gets (failed or filtered for its own fault, or stale) before it is quarantined"
+        4,
+        "tries a prompt gets: past them it is quarantined if it failed (by its own fault and by that of engines, "
+        "counted apart), and replaced by a fresh prompt if it was stale",
     )
     max_quarantined_prompts: int = flag(100, "quarantined prompts after which the run stops")
 

@@ -23,9 +23,9 @@ HEADER = """\
 Generated from the `# covers:` marks in tests/ by `.venv/bin/python scripts/behaviours.py`; not edited by hand. A file
 without a test's name: its tests together.
 
-C1 to C12 are the contracts of [docs/architecture.md](../docs/architecture.md). Most other letters are the systems that a
-behaviour is known from: P prime-rl, O open-instruct, R rllm, M miles. Marks of C1 to C11 in tests of engines, processes and
-evaluation may instead mean a behaviour known from Claw-R1: the name of the test tells.
+C1 to C12 are the contracts of [docs/architecture.md](../docs/architecture.md). The other letters are the systems that a
+behaviour is known from: P prime-rl, O open-instruct, R rllm, M miles. Marks of C1 to C11 in tests of engines, processes
+and evaluation may instead mean a behaviour known from Claw-R1: the name of the test tells.
 
 | behaviour | tests |
 |---|---|

@@ -32,7 +32,7 @@ def run_cell(name: str, flags: tuple[str, ...], steps: int, directory: Path) -> 
     run_dir = directory / name.replace(", ", "-").replace(" ", "-")
     command = [sys.executable, "-m", "miles_async", "train", "@examples/quickstart/reverse.args"]
     command += ["--run-dir", str(run_dir), "--num-rollout", str(steps), "--no-use-wandb", "--save-hf", "none"]
-    command += ["--eval-prompt-data", "none", "--rm-type", "none"]
+    command += ["--eval-prompt-data", "none", "--eval-interval", "none", "--rm-type", "none"]
     command += ["--custom-rm-path", "tests.benchmarks.slow_environment:slow_exact_match", *flags]
     print(f"{name}: {steps} steps ...", flush=True)
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from real_run import QUICKSTART, real_run, traceback_in
+from integration.real_run import QUICKSTART, real_run, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 RUN_SECONDS = 300.0  # for a run of a few steps, start included, on a busy machine
+NO_EVALUATION = ("--eval-prompt-data", "none", "--eval-interval", "none")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) ->
     # covers: M11, C8
     flags = ("--num-rollout", "4", "--tensor-model-parallel-size", "2", "--pause-generation-mode", "in_place")
     flags += ("--global-batch-size", "64", "--no-use-rollout-logprobs", "--use-tis", "--update-weights-interval", "2")
-    with real_run(tmp_path / "run", *flags, "--rollout-num-gpus", "1", "--eval-prompt-data", "none") as run:
+    with real_run(tmp_path / "run", *flags, "--rollout-num-gpus", "1", *NO_EVALUATION) as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
     summary = run.summary

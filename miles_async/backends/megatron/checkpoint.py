@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from miles_async.backends.megatron import adam_state
 from miles_async.backends.megatron.checkpoint_writer import writing_in_process
 from miles_async.errors import CheckpointError
 
@@ -53,6 +54,7 @@ def load(directory: Path, modules: list[Any], optimizer: Any, scheduler: Any) ->
         raise CheckpointError(f"cannot load from {directory}: {error}") from error
     _inner(modules).load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    adam_state.separate_steps(optimizer)
     scheduler.load_state_dict(state["scheduler"])
     _restore_rng(state["rng"])
 

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from arguments.model import ModelArguments
 from arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron import hf_config
+from miles_async.backends.megatron import adam_state, hf_config
 from miles_async.backends.megatron.platform import Platform
 
 
@@ -88,7 +88,7 @@ def make_optimizer(
         ),
         modules,
     )
-    _make_adam_state(optimizer)
+    adam_state.make_state(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -107,24 +107,6 @@ def make_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
-
-
-def _make_adam_state(optimizer: MegatronOptimizer) -> None:
-    """What torch's AdamW would make at its first step; megatron 0.16 can't save or load a checkpoint without it.
-
-    Fused Adam (Apex, Transformer Engine), which megatron takes where it finds it, needs no such help.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        adam = part.optimizer
-        if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            continue
-        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-            if not adam.state[parameter]:
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter.data),
-                    "exp_avg_sq": torch.zeros_like(parameter.data),
-                }
 
 
 def _provider(bridge: Any, model: ModelArguments, platform: Platform) -> Any:

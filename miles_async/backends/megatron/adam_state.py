@@ -1,0 +1,40 @@
+"""State of torch's AdamW where megatron-core 0.16 mishandles it. Fused Adam, with Apex or Transformer Engine, is not touched.
+
+Megatron takes torch's AdamW where neither is installed, which is every machine without CUDA. Then
+
+- a checkpoint can't be saved before, nor loaded by an optimizer that never made, its first step;
+- a load makes all parameters share one ``step`` tensor, which each of them increments: from the second step
+  after a resume on, Adam's bias correction runs too fast by the number of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def make_state(optimizer: Any) -> None:
+    """What the first step would make."""
+    for adam, parameter in _torch_adam_parameters(optimizer):
+        if not adam.state[parameter]:
+            adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter.data),
+                "exp_avg_sq": torch.zeros_like(parameter.data),
+            }
+
+
+def separate_steps(optimizer: Any) -> None:
+    """After a load: every parameter has a ``step`` of its own."""
+    for adam, parameter in _torch_adam_parameters(optimizer):
+        adam.state[parameter]["step"] = adam.state[parameter]["step"].clone()
+
+
+def _torch_adam_parameters(optimizer: Any) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = part.optimizer
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            for group in adam.param_groups:
+                yield from ((adam, parameter) for parameter in group["params"])

@@ -1,0 +1,222 @@
+"""The pages tell the truth about the tree: files, links, flags, commands and examples that they name exist.
+
+# covers: R13
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import types
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from arguments.parser import build_parser
+from arguments.pass_through import PREFIXES, is_pass_through
+from arguments.renamed_flags import OWNED_PASS_THROUGH_FLAGS, RENAMED_FLAGS
+from miles_async.hooks import load_object
+from miles_async.protocols import GroupFilter, Reward
+from miles_async.types import Attempt, Group, Prompt, Sample
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("README.md"),
+    ]
+)
+
+SUFFIXES = (
+    ".args",
+    ".in",
+    ".jsonl",
+    ".json",
+    ".lock",
+    ".log",
+    ".md",
+    ".parquet",
+    ".png",
+    ".py",
+    ".toml",
+    ".txt",
+    ".yaml",
+)
+MADE_LATER = {
+    *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl"),  # by a run
+    *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/"),
+    *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
+    *("logs/router.0.log", "logs/trainer-0.log"),
+    *("docs/staleness_study.md", "docs/images/staleness_study.png"),  # by `make study`
+    "my_hooks.py",  # by the reader
+}
+"""What pages may name though the repository does not hold it."""
+
+OTHER_TOOLS_FLAGS = {"--no-deps", "--help", "--version", "--X"}  # pip's; the command's own; a placeholder
+
+
+def on_pages(pages: list[Path] = PAGES) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=[str(page.relative_to(ROOT)) for page in pages])
+
+
+# ------------------------------------------------------------------------------------------------- reading a page
+def code_spans(text: str) -> list[str]:
+    """What stands in single backticks, code blocks left out."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def code_blocks(text: str) -> list[str]:
+    """Lines of fenced and of indented blocks."""
+    fenced = [line for block in re.findall(r"```.*?\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()]
+    return fenced + [line for line in text.splitlines() if line.startswith("    ")]
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it: lower case, punctuation away, spaces to hyphens."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", "")).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)}
+
+
+def named_paths(text: str) -> Iterator[str]:
+    """Code spans that are paths: by their suffix, a slash at the end, or a folder of ours in front."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} | {"runs"}
+    for span in code_spans(text):
+        is_words = re.search(r"[\s<>{}()*=@:…]|\.\.\.|--", span)
+        if not is_words and (span.endswith((*SUFFIXES, "/")) or ("/" in span and span.split("/")[0] in folders)):
+            yield span
+    yield from re.findall(r"@((?:arguments|examples)/\S+\.args)", text)
+
+
+def exists(name: str, page: Path) -> bool:
+    if name in MADE_LATER or str(page.parent.relative_to(ROOT) / name) in MADE_LATER:
+        return True
+    # Pages may leave the name of the package or of their own folder out: `staleness/pool.py`.
+    return any((base / name).exists() for base in (ROOT, ROOT / "miles_async", page.parent))
+
+
+# ------------------------------------------------------------------------------------------------------ the tests
+@on_pages()
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, fragment = target.partition("#")
+        assert not name or exists(name, page), f"{page.name} links to {target}"
+        linked = page.parent / name if name else page
+        if fragment and linked.exists():
+            assert fragment in anchors(linked), f"{page.name} links to {target}; there are {sorted(anchors(linked))}"
+
+
+@on_pages()
+def test_files_exist(page: Path) -> None:
+    missing = [name for name in named_paths(page.read_text()) if not exists(name, page)]
+    assert not missing
+
+
+@lru_cache(maxsize=1)
+def flags_of_ours() -> frozenset[str]:
+    """Of `miles-async train`, negated ones too."""
+    return frozenset(build_parser("miles-async train")._option_string_actions)
+
+
+@lru_cache(maxsize=1)
+def flags_of_scripts() -> frozenset[str]:
+    """Of the commands in examples/ and scripts/."""
+    sources = [path.read_text() for folder in ("examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    return frozenset(flag for source in sources for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", source))
+
+
+def is_known(flag: str, page: Path) -> bool:
+    ours = flags_of_ours()
+    if "*" in flag:  # --sglang-*, --custom-*-path
+        return flag.removesuffix("*") in PREFIXES or any(fnmatchcase(name, flag) for name in ours)
+    if page.name == "CHANGELOG.md" and flag in {**RENAMED_FLAGS, **OWNED_PASS_THROUGH_FLAGS}:
+        return True
+    return flag in ours | flags_of_scripts() | OTHER_TOOLS_FLAGS or is_pass_through(flag, ours)
+
+
+@on_pages()
+def test_flags_exist(page: Path) -> None:
+    named = re.findall(r"(?<![\w-])--[a-zA-Z][\w*-]*", page.read_text())
+    assert not [flag for flag in dict.fromkeys(named) if not is_known(flag, page)]
+
+
+@on_pages()
+def test_make_targets_exist(page: Path) -> None:
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    named = {target for code in code_spans(text) + code_blocks(text) for target in re.findall(r"\bmake ([a-z]+)", code)}
+    assert named <= targets
+
+
+def test_changelog_has_every_flag_of_other_systems() -> None:
+    # covers: P8
+    named = set(code_spans((ROOT / "CHANGELOG.md").read_text()))
+    assert not [flag for flag in {**RENAMED_FLAGS, **OWNED_PASS_THROUGH_FLAGS} if flag not in named]
+
+
+async def test_hooks_of_the_readme_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    module = types.ModuleType("my_hooks")
+    exec(source, vars(module))
+    monkeypatch.setitem(sys.modules, "my_hooks", module)
+    reward = load_object("my_hooks:digits_right", Reward, "--custom-rm-path")
+    keeps = load_object("my_hooks:has_spread", GroupFilter, "--group-filter-path")
+
+    prompt = Prompt(prompt_id="train.jsonl:1", token_ids=(1, 2), text="rev 1234", label="4321")
+    assert await reward(prompt, sample("4329", "stop")) == 0.75
+    assert await reward(prompt, sample("4321", "length")) == 0.0
+    assert keeps(group(prompt, 0.0, 1.0)) is None
+    assert keeps(group(prompt, 1.0, 1.0)) == "all rewards are equal"
+
+
+def sample(text: str, finish_reason: str, reward: float | None = None) -> Sample:
+    return Sample(
+        tokens=np.array([1, 2, 3], np.int32),
+        prompt_length=2,
+        loss_mask=np.array([0, 0, 1], np.uint8),
+        rollout_logprobs=np.zeros(3, np.float32),
+        weight_versions=np.array([-1, -1, 0], np.int32),
+        text=text,
+        finish_reason=finish_reason,
+        reward=reward,
+    )
+
+
+def group(prompt: Prompt, *rewards: float) -> Group:
+    attempt = Attempt(attempt_id=0, prompt=prompt, epoch=0)
+    samples = tuple(sample("", "stop", reward) for reward in rewards)
+    return Group(attempt=attempt, samples=samples, oldest_version=0, newest_version=0)
+
+
+def test_table_of_behaviours_is_current() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "behaviours.py"))
+    expected = script["render"](script["covered"](ROOT / "tests"))
+    assert (ROOT / "tests" / "behaviours.md").read_text() == expected, "run .venv/bin/python scripts/behaviours.py"
+
+
+def test_marks_are_read_where_they_stand(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "behaviours.py"))
+    mark = "# covers" + ":"
+    (tmp_path / "test_x.py").write_text(
+        f'"""All.\n\n{mark} C1, M10\n"""\n'
+        f"def test_a():  {mark} M3\n    pass\n"
+        f"async def test_b():\n    {mark} M3, C1\n    pass\n"
+        f'class TestC:\n    """{mark} P8"""\n    def test_d(self):\n        {mark} P9\n        pass\n'
+    )
+    assert script["covered"](tmp_path) == {
+        "C1": ["test_x.py", "test_x.py::test_b"],
+        "M3": ["test_x.py::test_a", "test_x.py::test_b"],
+        "M10": ["test_x.py"],
+        "P8": ["test_x.py::TestC"],
+        "P9": ["test_x.py::test_d"],
+    }
