@@ -101,6 +101,9 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
         yield "--save-interval without --save: give the directory for checkpoints"
     if checkpoint.load is not None and not checkpoint.load.is_dir():
         yield f"--load {checkpoint.load}: there is no such directory; leave --load out to start a new run"
+    run_dir = arguments.observability.run_dir.absolute()
+    if checkpoint.load is not None and checkpoint.load.absolute().is_relative_to(run_dir):
+        yield f"--load {checkpoint.load} is inside --run-dir {run_dir}, which starts empty: choose another --run-dir"
     outputs = {
         "--run-dir": arguments.observability.run_dir,
         "--save": checkpoint.save,

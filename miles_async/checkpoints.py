@@ -35,8 +35,8 @@ class RunCheckpoints:
     ) -> None:
         self._trainer = trainer
         self._rollout = rollout
-        self._save = save.absolute() if save else None
-        self._load = load.absolute() if load else None
+        self._save = save
+        self._load = load
 
     async def save(self, position: Position) -> None:
         """Write one checkpoint. Raises CheckpointError naming the directory."""

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from arguments import Arguments
 from arguments.config_file import to_toml
@@ -69,6 +70,8 @@ def _train(words: Sequence[str]) -> int:
         _show(to_toml(parsed.arguments))
         return 0
     validate(parsed.arguments)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
     check_hooks(parsed.arguments)
     prompts = check_prompts(parsed.arguments)
     if parsed.dry_run:

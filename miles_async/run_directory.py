@@ -9,8 +9,7 @@ from miles_async.errors import ConfigurationError
 
 
 def prepare_run_directory(directory: Path) -> Path:
-    """Make ``directory`` (absolute) empty, with a ``logs`` folder; an older run goes to ``<name>.<time>``."""
-    directory = directory.absolute()
+    """Make ``directory`` empty, with a ``logs`` folder; an older run goes to ``<name>.<time>``."""
     try:
         if directory.is_dir() and any(directory.iterdir()):
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +19,7 @@ import structlog
 
 from arguments import Arguments
 from arguments.config_file import to_toml
+from arguments.paths import with_absolute_paths
 from miles_async.checkpoints import RunCheckpoints
 from miles_async.cluster import ray_cluster, worker_environment
 from miles_async.controller import Controller
@@ -51,8 +51,7 @@ EXIT_INTERRUPTED = 130
 
 def run(arguments: Arguments) -> int:
     """Run to the end. Returns the exit code: 0 done, 130 interrupted. Raises the first error of either side."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # --custom-*-path modules, as for the workers
+    arguments = with_absolute_paths(arguments)
     run_dir = prepare_run_directory(arguments.observability.run_dir)
     configure_logging(run_dir, arguments.observability.log_level)
     (run_dir / "config.toml").write_text(to_toml(arguments))
@@ -132,7 +131,7 @@ class Run:
         try:
             await controller.run()
             if arguments.checkpoint.save_hf is not None:
-                await trainer.save_hf(arguments.checkpoint.save_hf.absolute())
+                await trainer.save_hf(arguments.checkpoint.save_hf)
         finally:
             self._version = controller.position.version
             self._stats = await _last_stats(manager)
@@ -166,7 +165,7 @@ class Run:
         write_summary(summary, self._run_dir / "summary.json")
         if summary["steps"]:
             plot_run(self._run_dir)
-        print_summary(summary, run_dir=self._run_dir)
+            print_summary(summary, run_dir=self._run_dir)
 
 
 async def _last_stats(manager: RolloutSide) -> dict[str, Any]:

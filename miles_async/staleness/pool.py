@@ -59,7 +59,7 @@ class Pool:
             self._fresh.append((epoch, prompt))
 
     def issue(self, visible_version: int) -> Attempt:
-        """Admit one attempt: a retry if one waits, else an offered prompt. Ask :meth:`room` and :meth:`needs_prompt`."""
+        """Admit one attempt: a retry if one waits, else an offered prompt. Ask room() and needs_prompt() first."""
         self._admission.admit()
         attempt = self._book.issue(self._fresh.popleft, visible_version)
         self._ledger.issue(attempt)

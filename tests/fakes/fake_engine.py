@@ -1,6 +1,6 @@
 """An SGLang server in this process, without a model: the protocol of 0.5.23 as the engines package uses it.
 
-Held to the real one by tests/integration/test_engines_contract.py. A "token" takes ``token_seconds``; the n-th
+Held to the real one by tests/integration/test_engines_real.py. A "token" takes ``token_seconds``; the n-th
 output token of a request has id ``n % 50 + 3`` and log-prob ``-0.5``.
 """
 

@@ -1,6 +1,6 @@
 """Fakes of the two sides for tests of the publisher and the controller: they write down what is called.
 
-Held against the real thing by tests/integration/test_publication.py, which runs the same publisher.
+Held against the real thing by tests/unit/test_fakes_contract.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class FakeTrainer:
 
     async def leave_group(self, group_name: str) -> None: ...
 
-    async def save(self, directory: Any, *, hf_export: Any) -> None: ...
+    async def save(self, directory: Any) -> None: ...
+
+    async def save_hf(self, directory: Any) -> None: ...
 
     async def load(self, directory: Any) -> None: ...
 
@@ -127,9 +129,7 @@ class FakeFleet:
         self.paused -= set(engines)
         return self._result("resume", engines)
 
-    async def score(
-        self, engines: Sequence[str], tokens: Sequence[int]
-    ) -> Mapping[str, CanaryScore | Exception]:
+    async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore | Exception]:
         self.events.append("score")
         return {
             engine: CanaryScore(
@@ -148,3 +148,60 @@ class FakeFleet:
         self.fenced += engines
         self.serving = [engine for engine in self.serving if engine not in engines]
         self.joining = [engine for engine in self.joining if engine not in engines]
+
+
+class FakeRollout:
+    """RolloutSide that always has a batch, of the given age."""
+
+    def __init__(self, events: list[str], *, age: int = 0) -> None:
+        self.events = events
+        self.age = age
+        self.error: Exception | None = None
+        self.evaluation_error: Exception | None = None
+        self.closed = asyncio.Event()
+        self.batches = 0
+
+    async def run(self) -> None:
+        if self.error:
+            raise self.error
+        await self.closed.wait()
+
+    async def next_batch(self, target_version: int) -> PreparedBatch:
+        self.events.append(f"cut for {target_version}")
+        self.batches += 1
+        return PreparedBatch(
+            batch_id=self.batches,
+            target_version=target_version,
+            oldest_version=max(0, target_version - self.age),
+            shards=(),
+            metrics={"reward/mean": 0.5},
+            ages={self.age: 8},
+        )
+
+    async def trained(self, batch_id: int) -> None:
+        self.events.append("trained")
+
+    async def commit_version(self, version: int) -> None:
+        self.events.append(f"commit {version}")
+
+    async def wait_for_joining(self) -> None:
+        await asyncio.Event().wait()
+
+    async def evaluate(self) -> Mapping[str, float]:
+        self.events.append("evaluate")
+        if self.evaluation_error:
+            raise self.evaluation_error
+        return {"eval/accuracy": 1.0}
+
+    async def stats(self) -> dict[str, Any]:
+        return {}
+
+    async def state(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self, state: Mapping[str, Any], *, step: int) -> None: ...
+
+    async def close(self) -> None:
+        self.closed.set()
+
+    async def stop(self) -> None: ...

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from integration.real_run import QUICKSTART, real_run, traceback_in
+
+from tests.integration.real_run import QUICKSTART, real_run, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 

@@ -300,3 +300,10 @@ class TestResolvedValues:
         cluster = dataclasses.replace(arguments.cluster, actor_num_nodes=2, actor_num_gpus_per_node=4)
         model = dataclasses.replace(arguments.model, tensor_model_parallel_size=2)
         assert dataclasses.replace(arguments, cluster=cluster, model=model).data_parallel_size == 4
+
+
+def test_resuming_from_inside_the_run_directory_is_refused(valid: dict[str, Any], tmp_path: Path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    message = refusal({**valid, "run_dir": tmp_path / "run", "load": checkpoints})
+    assert f"--load {checkpoints} is inside --run-dir" in message

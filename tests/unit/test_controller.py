@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes.fake_sides import FakeFleet, FakeTrainer
 
 from arguments import (
     CheckpointArguments,
@@ -19,55 +18,8 @@ from arguments import (
 )
 from miles_async.controller import Controller, Position
 from miles_async.errors import ContractViolation, EngineError, TrainerError, first_error
-from miles_async.types import PreparedBatch
 from miles_async.weights.publisher import WeightPublisher
-
-
-class FakeRollout:
-    """RolloutSide that always has a batch, of the given age."""
-
-    def __init__(self, events: list[str], *, age: int = 0) -> None:
-        self.events = events
-        self.age = age
-        self.error: Exception | None = None
-        self.evaluation_error: Exception | None = None
-        self.closed = asyncio.Event()
-        self.batches = 0
-
-    async def run(self) -> None:
-        if self.error:
-            raise self.error
-        await self.closed.wait()
-
-    async def next_batch(self, target_version: int) -> PreparedBatch:
-        self.events.append(f"cut for {target_version}")
-        self.batches += 1
-        return PreparedBatch(
-            batch_id=self.batches,
-            target_version=target_version,
-            oldest_version=max(0, target_version - self.age),
-            shards=(),
-            metrics={"reward/mean": 0.5},
-            ages={self.age: 8},
-        )
-
-    async def trained(self, batch_id: int) -> None:
-        self.events.append("trained")
-
-    async def commit_version(self, version: int) -> None:
-        self.events.append(f"commit {version}")
-
-    async def wait_for_joining(self) -> None:
-        await asyncio.Event().wait()
-
-    async def evaluate(self) -> Mapping[str, float]:
-        self.events.append("evaluate")
-        if self.evaluation_error:
-            raise self.evaluation_error
-        return {"eval/accuracy": 1.0}
-
-    async def close(self) -> None:
-        self.closed.set()
+from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
 
 
 class NoCheckpoints:

@@ -126,7 +126,7 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for it, however slow the machine is."""
     async with asyncio.timeout(10):
-        while not condition():
+        while not condition():  # noqa: ASYNC110, the pool is pure and tells nobody
             await asyncio.sleep(0.001)
 
 

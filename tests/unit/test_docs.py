@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ MADE_LATER = {
     *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/"),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
     *("logs/router.0.log", "logs/trainer-0.log"),
-    *("docs/staleness_study.md", "docs/images/staleness_study.png"),  # by `make study`
+    *("docs/staleness_study.md", "docs/staleness_study.png"),  # by `make study`
     "my_hooks.py",  # by the reader
 }
 """What pages may name though the repository does not hold it."""
@@ -177,6 +178,21 @@ async def test_hooks_of_the_readme_work(monkeypatch: pytest.MonkeyPatch) -> None
     assert await reward(prompt, sample("4321", "length")) == 0.0
     assert keeps(group(prompt, 0.0, 1.0)) is None
     assert keeps(group(prompt, 1.0, 1.0)) == "all rewards are equal"
+
+
+def test_command_of_the_readme_finds_the_hooks(tmp_path: Path) -> None:
+    """As typed, but for the prompts, which a fresh clone doesn't have yet, and ``--dry-run``."""
+    readme = (ROOT / "README.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (command,) = [c for c in re.findall(r"(?:^    .*\n)+", readme, flags=re.MULTILINE) if "my_hooks:digits_right" in c]
+    (tmp_path / "my_hooks.py").write_text(source)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "rev 12", "label": "21"}\n')
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    command = command.strip().replace(".venv/bin/miles-async", str(Path(sys.executable).with_name("miles-async")))
+    command += " --prompt-data train.jsonl --eval-prompt-data train.jsonl --dry-run"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert "my_hooks:digits_right" in done.stdout
 
 
 def sample(text: str, finish_reason: str, reward: float | None = None) -> Sample:

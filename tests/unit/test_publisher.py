@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fakes.fake_sides import FakeFleet, FakeTrainer
 
 from arguments import WeightsArguments
 from miles_async.errors import PublicationError
 from miles_async.weights.publisher import WeightPublisher
+from tests.fakes.fake_sides import FakeFleet, FakeTrainer
 
 
 def make(fleet: FakeFleet, **arguments: object) -> WeightPublisher:
@@ -54,9 +54,7 @@ async def test_group_is_kept_while_engines_stay_the_same() -> None:
     assert "open 3" in fleet.events
 
 
-@pytest.mark.parametrize(
-    "step", ["connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end"]
-)
+@pytest.mark.parametrize("step", ["connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end"])
 async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str) -> None:
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
@@ -91,7 +89,7 @@ async def test_canary_that_disagrees_fences(logprobs: tuple[float, ...]) -> None
 async def test_without_any_engine_it_says_so_at_the_deadline() -> None:
     # covers: C10
     fleet = FakeFleet([], joining=())
-    with pytest.raises(PublicationError, match="version 2.*--publication-timeout.*waiting for engines"):
+    with pytest.raises(PublicationError, match=r"version 2.*--publication-timeout.*waiting for engines"):
         await make(fleet, publication_timeout=0.05).publish(2)
 
 

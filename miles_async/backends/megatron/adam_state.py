@@ -1,4 +1,4 @@
-"""State of torch's AdamW where megatron-core 0.16 mishandles it. Fused Adam, with Apex or Transformer Engine, is not touched.
+"""State of torch's AdamW where megatron-core 0.16 mishandles it; fused Adam (Apex, Transformer Engine) is left alone.
 
 Megatron takes torch's AdamW where neither is installed, which is every machine without CUDA. Then
 

@@ -23,7 +23,7 @@ class InProcessWriter(filesystem_async.FileSystemWriterAsync):
     def write_preloaded_data_multiproc(
         transform_list: Sequence[Any], use_msc: bool, rank: int, write_buckets: Sequence[Any], results_queue: Any
     ) -> None:
-        written: dict[int, Any] | Exception = {}
+        written: dict[int, Any] = {}
         for index, bucket in enumerate(write_buckets):
             results: queue.Queue[Any] = queue.Queue()
             pending: queue.Queue[int] = queue.Queue()
@@ -33,8 +33,8 @@ class InProcessWriter(filesystem_async.FileSystemWriterAsync):
             )
             _, outcome = results.get_nowait()
             if isinstance(outcome, Exception):
-                written = outcome
-                break
+                results_queue.put(outcome)
+                return
             written[index] = outcome
         results_queue.put(written)
 

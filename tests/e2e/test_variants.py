@@ -1,0 +1,45 @@
+"""The quick start in all its variants, each long enough to see it learn. A quarter of an hour on 2 cores:
+
+pytest tests/e2e/test_variants.py -m e2e
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.real_run import real_run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STEPS = 12
+VARIANTS = {
+    "on-policy": ("--on-policy",),
+    "abort": ("--pause-generation-mode", "abort"),
+    "retract": ("--pause-generation-mode", "retract"),
+    "in-place": ("--pause-generation-mode", "in_place"),
+    "one engine, DP1": ("--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1"),
+    "TP2": ("--tensor-model-parallel-size", "2"),
+    "PP2": ("--pipeline-model-parallel-size", "2"),
+    "publish every second step": ("--update-weights-interval", "2"),
+    "two optimizer steps, TIS": ("--global-batch-size", "64", "--no-use-rollout-logprobs", "--use-tis"),
+    "KL loss": ("--use-kl-loss", "--kl-loss-coef", "0.01"),
+    "unbounded": ("--max-weight-staleness", "none", "--max-rollout-lead", "none"),
+    "drop": ("--stale-group-action", "drop", "--max-weight-staleness", "1"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_learns(name: str, tmp_path: Path) -> None:
+    flags = ("--num-rollout", str(STEPS), "--eval-interval", "none", *VARIANTS[name])
+    with real_run(tmp_path / "run", *flags) as run:
+        assert run.wait(400) == 0, run.output
+        run.assert_nothing_left()
+    summary = run.summary
+    assert summary["steps"] == STEPS
+    assert summary["reward_last"] > 0.4 > summary["reward_first"]
+    assert summary["eval_accuracy_last"] > 0.8
+    assert summary["balanced"]
+    assert summary["groups"]["trained"] == STEPS * 16
+    assert (summary["logprob_diff"]["max"] or 0.0) < 1e-4

@@ -1,0 +1,299 @@
+"""TrainerGroup: Ray actors around real Megatron ranks, from start to stop, weights sent to a receiver, ranks dying."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import ray
+
+from arguments.algorithm import AlgorithmArguments
+from arguments.model import ModelArguments
+from arguments.optimizer import OptimizerArguments
+from miles_async.errors import CheckpointError, ConfigurationError, StalledError, TrainerError
+from miles_async.trainer.group import TrainerGroup
+from miles_async.trainer.placement import RankResources
+from miles_async.weights.export import stage_on_host
+from tests.integration.tiny_models import save_tiny_qwen3
+from tests.integration.toy_batches import to_shards, toy_samples
+from tests.integration.weight_receiver import receive
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+CANARY = tuple(range(3, 20))
+SENDER_TIMEOUT = 5.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": environment},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_qwen3(tmp_path_factory.mktemp("model") / "qwen3", tied=True)
+
+
+# Factories run in the actors: the heavy imports are theirs.
+def make_backend(directory: Path, **rank: Any) -> Any:
+    from miles_async.backends.megatron.backend import MegatronBackend
+    from miles_async.trainer.losses.policy import GrpoLoss
+
+    return MegatronBackend(
+        model=ModelArguments(hf_checkpoint=directory),
+        optimizer=OptimizerArguments(lr=1e-3),
+        total_steps=10,
+        temperature=0.8,
+        loss=partial(GrpoLoss, AlgorithmArguments()),
+        device="cpu",
+        **rank,
+    )
+
+
+def make_sender(address: str) -> Any:
+    import torch
+
+    from miles_async.weights.transports.distributed import DistributedSender
+
+    return DistributedSender(
+        address=address, backend="gloo", device=torch.device("cpu"), timeout_seconds=SENDER_TIMEOUT
+    )
+
+
+def trainer_group(directory: Path, **options: Any) -> TrainerGroup:
+    defaults: dict[str, Any] = {
+        "world_size": 2,
+        "resources": RankResources.for_device("cpu", {}),
+        "backend": partial(make_backend, directory),
+        "sender": make_sender,
+        "stage": stage_on_host,
+        "bucket_bytes": 64 * 1024,
+        "canary_tokens": CANARY,
+        "keep_versions": 2,
+        "start_timeout": 120.0,
+        "step_timeout": 60.0,
+    }
+    return TrainerGroup(**(defaults | options))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerGroup]:
+    """Two data-parallel ranks, shared by the tests in which nobody dies."""
+    running = trainer_group(model, log_directory=tmp_path_factory.mktemp("logs"))
+    await running.start()
+    yield running
+    pids = [info.pid for info in running.ranks]
+    await running.stop()
+    await running.stop()  # a second time does nothing
+    await wait_until_gone(pids)
+
+
+def references(seed: int = 0) -> list[Any]:
+    return [ray.put(shard) for shard in to_shards([toy_samples(8, seed=seed)], dp_size=2, micro_batches=2)]
+
+
+async def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, seconds)
+    assert not alive
+
+
+async def test_a_step_trains_all_ranks_on_their_own_shards(group: TrainerGroup) -> None:
+    assert group.data_parallel_size == 2
+    assert [info.is_weight_source for info in group.ranks] == [True, False]
+    metrics = await group.train(references())
+    samples = toy_samples(8)
+    assert metrics["tokens"] == sum(len(sample.tokens) for sample in samples)
+    assert metrics["loss_tokens"] == sum(int(sample.loss_mask.sum()) for sample in samples)
+    assert np.isfinite(metrics["grad_norm"])
+    assert metrics["grad_norm"] > 0
+    with pytest.raises(TrainerError, match="expected 2 shards"):
+        await group.train(references()[:1])
+
+
+async def test_output_of_ranks_goes_to_the_log_directory(group: TrainerGroup) -> None:  # covers: C7
+    assert group._log_directory is not None
+    assert sorted(path.name for path in group._log_directory.iterdir()) == ["trainer-0.log", "trainer-1.log"]
+
+
+async def test_staged_weights_reach_a_receiver_as_they_were_staged(group: TrainerGroup, model: Path) -> None:
+    # covers: C8, P4
+    staged = await group.stage_weights(1)
+    assert staged.version == 1
+    assert staged.total_bytes == sum(int(np.prod(meta.shape)) * 4 for bucket in staged.buckets for meta in bucket)
+    assert len(staged.buckets) > 2
+    assert len(staged.canary_logprobs) == len(CANARY) - 1
+    await group.train(references())  # the trainer goes on: what was staged must not follow
+    newer = await group.stage_weights(2)
+    assert newer.canary_logprobs != staged.canary_logprobs
+
+    address, port = await group.open_group("weights-1", 2)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        arguments = (address, port, "weights-1", 1, 2, staged.buckets)
+        receiving = asyncio.get_running_loop().run_in_executor(pool, receive, *arguments)
+        await group.join_group("weights-1")
+        for index in range(len(staged.buckets)):
+            await group.send_bucket("weights-1", 1, index)
+        received = await asyncio.wait_for(receiving, 30)
+    await group.leave_group("weights-1")
+
+    assert list(received) == [meta.name for bucket in staged.buckets for meta in bucket]
+    logprobs = canary_logprobs(model, received)
+    np.testing.assert_allclose(logprobs, staged.canary_logprobs, atol=1e-5)
+
+
+def canary_logprobs(model: Path, weights: dict[str, np.ndarray]) -> list[float]:
+    """By transformers, at temperature 1, with the weights received."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    state = {name: torch.from_numpy(array) for name, array in weights.items()}
+    reference.load_state_dict(state, strict=False)  # tied: no lm_head of its own
+    with torch.no_grad():
+        scores = torch.log_softmax(reference(torch.tensor([CANARY])).logits[0, :-1], -1)
+    return [scores[i, token].item() for i, token in enumerate(CANARY[1:])]
+
+
+async def test_a_member_that_stays_away_costs_the_timeout_and_nothing_else(group: TrainerGroup) -> None:
+    # covers: C8, C10
+    await group.stage_weights(3)
+    await group.open_group("weights-absent", 2)
+    started = time.monotonic()
+    await group.join_group("weights-absent")
+    assert time.monotonic() - started < SENDER_TIMEOUT + 5
+    await group.send_bucket("weights-absent", 3, 0)  # the receivers report it, not the sender
+    await group.leave_group("weights-absent")
+    await group.leave_group("weights-absent")
+    assert (await group.train(references()))["loss_tokens"] > 0
+
+
+async def test_training_goes_on_while_the_transport_waits(group: TrainerGroup) -> None:
+    await group.open_group("weights-slow", 2)
+    async with asyncio.TaskGroup() as scope:
+        joining = scope.create_task(group.join_group("weights-slow"))
+        await group.train(references())
+        assert not joining.done()
+    await group.leave_group("weights-slow")
+
+
+async def test_only_the_newest_versions_stay_staged(group: TrainerGroup) -> None:
+    for version in (10, 11, 12):
+        await group.stage_weights(version)
+    with pytest.raises(TrainerError, match=r"version 10 are not staged, only \[11, 12\]"):
+        await group.send_bucket("any", 10, 0)
+    assert (await group.train(references()))["loss_tokens"] > 0  # an error of the transport ends nobody
+
+
+async def test_checkpoint_and_hf_export(group: TrainerGroup, tmp_path: Path) -> None:  # covers: C9
+    await group.save(tmp_path / "trainer")
+    before = await group.stage_weights(20)
+    first = [await group.train(references(seed)) for seed in (1, 2)]
+    await group.load(tmp_path / "trainer")
+    assert (await group.stage_weights(21)).canary_logprobs == before.canary_logprobs
+    again = [await group.train(references(seed)) for seed in (1, 2)]
+    assert [m["loss"] for m in again] == [m["loss"] for m in first]
+    await group.save_hf(tmp_path / "hf")
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "hf").iterdir()}
+
+
+# ----------------------------------------------------------------------------------- in which somebody dies
+async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path) -> None:  # covers: C1, C10
+    running = trainer_group(model, canary_tokens=())
+    await running.start()
+    pids = [info.pid for info in running.ranks]
+    await running.train(references())
+
+    async def train_for_ever() -> None:
+        while True:
+            await running.train(references())
+
+    training = asyncio.ensure_future(train_for_ever())
+    await asyncio.sleep(0.2)
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(TrainerError, match="trainer rank 1 died"):
+        await asyncio.wait_for(training, 30)
+    assert time.monotonic() - killed < 10
+    await wait_until_gone(pids)  # the others would have waited in a collective
+    with pytest.raises(TrainerError, match="not running"):
+        await running.train(references())
+    await running.stop()
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "message"),
+    [
+        ("config", ConfigurationError, "sliding_window"),
+        ("absent", ConfigurationError, "does not exist"),
+        ("one rank", TrainerError, "trainer rank 1 failed: RuntimeError: no luck"),
+        ("hangs", StalledError, r"ranks \[1\] did not answer within 20 s"),
+    ],
+)
+async def test_a_start_that_fails_says_why_and_leaves_nothing(
+    model: Path, tmp_path: Path, broken: str, error: type[Exception], message: str
+) -> None:
+    # covers: C10
+    if broken == "config":
+        backend = partial(make_backend, save_tiny_qwen3(tmp_path, tied=True, use_sliding_window=True, sliding_window=8))
+    elif broken == "absent":
+        backend = partial(make_backend, tmp_path / "absent")
+    else:
+        backend = partial(_rank_1_fails, broken == "hangs")
+    running = trainer_group(model, backend=backend, start_timeout=20.0 if broken == "hangs" else 120.0)
+    with pytest.raises(error, match=message):
+        await running.start()
+    assert not running._actors
+
+
+def _rank_1_fails(hangs: bool, *, rank: int, **_: Any) -> Any:
+    if rank == 1 and hangs:
+        time.sleep(600)
+    if rank == 1:
+        raise RuntimeError("no luck")
+    return _Idle()
+
+
+class _Idle:
+    data_parallel_rank = 0
+    is_weight_source = True
+
+
+async def test_a_cluster_without_room_is_named_as_the_reason(model: Path) -> None:
+    running = trainer_group(model, resources=RankResources(num_cpus=1, num_gpus=1), start_timeout=3.0)
+    with pytest.raises(TrainerError, match="--actor-num-gpus-per-node"):
+        await running.start()
+
+
+async def test_loading_what_is_no_checkpoint_is_a_checkpoint_error(model: Path, tmp_path: Path) -> None:
+    running = trainer_group(model, world_size=1)
+    await running.start()
+    with pytest.raises(CheckpointError, match="holds no trainer checkpoint"):
+        await running.load(tmp_path)
+    await running.stop()

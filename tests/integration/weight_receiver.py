@@ -1,0 +1,50 @@
+"""An engine's end of the weight transport, without the engine: joins and receives as SGLang does."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch.distributed as dist
+
+from miles_async.types import TensorMeta
+
+
+def receive(
+    address: str, port: int, group_name: str, rank: int, world_size: int, buckets: tuple[tuple[TensorMeta, ...], ...]
+) -> dict[str, Any]:
+    """Runs in a process of its own. Name → numpy array of everything broadcast."""
+    import torch
+
+    torch.set_num_threads(1)
+    # SGLang insists on a default process group, its own.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = _init_custom_process_group(address, port, group_name, rank, world_size)
+    received = {}
+    for bucket in buckets:
+        for meta in bucket:
+            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+            dist.broadcast(tensor, src=0, group=group)
+            received[meta.name] = tensor.numpy()
+    dist.destroy_process_group(group)
+    return received
+
+
+def _init_custom_process_group(address: str, port: int, group_name: str, rank: int, world_size: int) -> Any:
+    """sglang.srt.utils.common.init_custom_process_group (0.5.23), for one backend."""
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+    timeout = datetime.timedelta(seconds=30)
+    store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        Backend("gloo"),
+        PrefixStore(group_name, store),
+        group_name=group_name,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group

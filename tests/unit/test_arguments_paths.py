@@ -1,0 +1,18 @@
+"""Workers on other nodes have another working directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from arguments.parser import assemble
+from arguments.paths import with_absolute_paths
+
+
+def test_every_path_becomes_absolute_and_nothing_else_changes() -> None:
+    relative = assemble({"hf_checkpoint": Path("model"), "prompt_data": Path("/data/p.jsonl"), "lr": 0.5}, {})
+    absolute = with_absolute_paths(relative)
+    assert absolute.model.hf_checkpoint == Path.cwd() / "model"
+    assert absolute.data.prompt_data == Path("/data/p.jsonl")
+    assert absolute.observability.run_dir.is_absolute()
+    assert absolute.optimizer == relative.optimizer
+    assert absolute.checkpoint.save is None

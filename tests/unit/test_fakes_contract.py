@@ -1,0 +1,99 @@
+"""Each fake is held against the real thing: same methods, same parameters, and, for the fleet, same behaviour.
+
+``fakes.fake_engine`` has its own contract test, against a real SGLang server (integration/test_engines_real.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from miles_async.engines.fleet import Fleet
+from miles_async.engines.http import Http
+from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.traffic import Traffic
+from miles_async.protocols import EngineFleet, RolloutSide, TrainerSide
+from miles_async.rollout.manager import RolloutManager
+from miles_async.trainer.group import TrainerGroup
+from miles_async.types import TensorMeta
+from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
+from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
+
+
+def methods(protocol: type) -> list[str]:
+    return [name for name, member in vars(protocol).items() if inspect.isfunction(member) and not name.startswith("_")]
+
+
+def parameters(owner: type, name: str) -> list[str]:
+    return list(inspect.signature(getattr(owner, name)).parameters)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "real", "fake"),
+    [
+        (EngineFleet, Fleet, FakeFleet),
+        (TrainerSide, TrainerGroup, FakeTrainer),
+        (RolloutSide, RolloutManager, FakeRollout),
+    ],
+)
+def test_real_and_fake_have_the_methods_of_the_protocol(protocol: type, real: type, fake: type) -> None:
+    for name in methods(protocol):
+        expected = parameters(protocol, name)
+        assert parameters(real, name) == expected, f"{real.__name__}.{name}"
+        assert parameters(fake, name) == expected, f"{fake.__name__}.{name}"
+        assert inspect.iscoroutinefunction(getattr(real, name)), f"{real.__name__}.{name}"
+        assert inspect.iscoroutinefunction(getattr(fake, name)), f"{fake.__name__}.{name}"
+
+
+@asynccontextmanager
+async def real_fleet(num_engines: int) -> AsyncIterator[Fleet]:
+    """The real fleet and its HTTP calls; only the servers and the router process are fakes."""
+    registry, http = EngineRegistry(), Http()
+    router: Any = FakeRouter(registry)
+    fleet = Fleet(registry, router, http, Traffic(), lambda index, _: FakeServer(FakeEngine()), num_engines=num_engines)
+    await router.start()
+    await fleet.start()
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+        await http.close()
+
+
+@asynccontextmanager
+async def fake_fleet(num_engines: int) -> AsyncIterator[FakeFleet]:
+    yield FakeFleet([], joining=[f"engine-{index}" for index in range(num_engines)])
+
+
+@pytest.mark.parametrize("make", [real_fleet, fake_fleet])
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str) -> None:
+    bucket = (TensorMeta("w", "float32", (2,)),)
+    async with make(2) as fleet:
+        assert (await fleet.members()).joining == ("engine-0", "engine-1")
+        engines = ("engine-0", "engine-1")
+        for version in (0, 1):
+            for errors in (
+                await fleet.connect(engines, f"group-{version}", "127.0.0.1", 1, 3, "gloo"),
+                await fleet.pause(engines, mode),
+                await fleet.begin_update(engines),
+                await fleet.receive_bucket(engines, f"group-{version}", bucket, version, mode != "in_place"),
+                await fleet.end_update(engines),
+                await fleet.resume(engines),
+            ):
+                assert errors == {"engine-0": None, "engine-1": None}
+            scores = await fleet.score(engines, (1, 2, 3))
+            assert {engine: score.weight_version for engine, score in scores.items()} == dict.fromkeys(
+                engines, str(version)
+            )
+            assert all(len(score.logprobs) == 2 for score in scores.values())
+            await fleet.admit(engines, version)
+            assert (await fleet.members()).serving == engines
+        await fleet.fence(["engine-1"], "test")
+        members = await fleet.members()
+        assert members.serving == ("engine-0",)
+        assert members.joining == ()
