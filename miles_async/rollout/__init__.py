@@ -1,0 +1,1 @@
+"""The rollout side: ``dispatcher`` (attempts → groups), ``generate`` (prompt → sample), ``batches`` (→ train data)."""

@@ -7,9 +7,8 @@ group stands apart from the trainer's default group: own store, own name, own ti
 from __future__ import annotations
 
 import datetime
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -19,13 +18,14 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 log = structlog.get_logger(__name__)
 
+JOIN_SECONDS = 60.0  # an engine that is up joins in less than a second
+
 
 @dataclass(slots=True)
 class _Group:
     store: dist.TCPStore  # listens as long as the group lives
     world_size: int
     process_group: dist.ProcessGroup | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class DistributedSender:
@@ -35,18 +35,19 @@ class DistributedSender:
     """
 
     def __init__(self, *, address: str, backend: str, device: torch.device, timeout_seconds: float) -> None:
-        """``address``: where engines reach this process. ``timeout_seconds``: for joining, and for one tensor."""
+        """``address``: where engines reach this process. ``timeout_seconds``: of one tensor and, at most, of a join."""
         self._address = address
         self._backend = backend
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._join_timeout = datetime.timedelta(seconds=min(timeout_seconds, JOIN_SECONDS))
         self._groups: dict[str, _Group] = {}
 
     def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
         """Listen; the port is the system's choice. Returns (address, port) for the engines to join at."""
         assert group_name not in self._groups, f"process group {group_name} is open already"
         store = dist.TCPStore(
-            self._address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+            self._address, 0, world_size, is_master=True, timeout=self._join_timeout, wait_for_workers=False
         )
         self._groups[group_name] = _Group(store, world_size)
         return self._address, store.port
@@ -56,7 +57,7 @@ class DistributedSender:
         group = self._groups[group_name]
         try:
             group.process_group = self._new_process_group(group_name, group)
-        except (RuntimeError, dist.DistError) as error:  # supervision point: engines fail, the trainer goes on
+        except RuntimeError as error:  # supervision point: engines fail, the trainer goes on
             log.warning("process group incomplete", group=group_name, world_size=group.world_size, error=str(error))
 
     def send(self, group_name: str, tensors: Sequence[Any]) -> None:
@@ -69,7 +70,7 @@ class DistributedSender:
                 dist.broadcast(tensor.to(self._device), src=0, group=group.process_group)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        except (RuntimeError, dist.DistError) as error:  # supervision point: as in join_group
+        except RuntimeError as error:  # supervision point: as in join_group
             log.warning("process group broke while sending", group=group_name, error=str(error))
             self._destroy(group)
 
