@@ -86,9 +86,9 @@ class Run:
         _cancel_on_sigterm()
         environment = worker_environment(arguments.cluster.forward_env, cpu=self._device == "cpu")
         with open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress:
-            progress.phase("starting Ray")
+            progress.phase("Ray")
             with ray_cluster(arguments.cluster.ray_address, environment):
-                progress.phase("starting engines, router and trainer ranks")
+                progress.phase("engines, router and trainer ranks")
                 rollout = RolloutProcess(partial(build_rollout, arguments, self._run_dir, self._device))
                 trainer = trainer_group(arguments, self._run_dir, self._device, environment)
                 try:
@@ -97,7 +97,6 @@ class Run:
                         scope.create_task(trainer.start())
                     await self._control(progress, rollout, trainer)
                 finally:
-                    progress.phase("stopping")
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.stop(STOP_SECONDS))
                         scope.create_task(trainer.stop())
@@ -127,7 +126,7 @@ class Run:
             evaluation=arguments.evaluation,
             checkpoint=arguments.checkpoint,
         )
-        progress.phase("publishing the first weights")
+        progress.phase("the first publication")
         try:
             await controller.run()
             if arguments.checkpoint.save_hf is not None:
