@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from arguments import Arguments
 
@@ -14,9 +15,7 @@ def with_absolute_paths(arguments: Arguments) -> Arguments:
     return dataclasses.replace(arguments, **{name: _absolute(group) for name, group in groups.items()})
 
 
-def _absolute(group: object) -> object:
-    assert dataclasses.is_dataclass(group)
-    assert not isinstance(group, type)
+def _absolute(group: Any) -> Any:
     values = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
     paths = {name: value.absolute() for name, value in values.items() if isinstance(value, Path)}
     return dataclasses.replace(group, **paths)

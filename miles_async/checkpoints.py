@@ -5,6 +5,7 @@
     SAVE/iter_0000040/trainer/       weights, optimizer, scheduler, RNG (the backend's format)
     SAVE/iter_0000040/rollout.json   prompt cursor, attempts that are owed to a prompt, balance
     SAVE/iter_0000040/position.json  step and weight version
+    SAVE/readmit.json                prompts that get another budget at the next load (``readmission.py``)
 
 A checkpoint is written to ``iter_0000040.partial`` and renamed when everything is on disk, so a directory with
 the final name is whole. What was in flight or buffered is saved as owed attempts and generated anew.
@@ -16,6 +17,7 @@ import asyncio
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -23,6 +25,7 @@ import structlog
 from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.protocols import RolloutSide, TrainerSide
+from miles_async.readmission import read_readmissions
 
 log = structlog.get_logger(__name__)
 
@@ -30,9 +33,7 @@ log = structlog.get_logger(__name__)
 class RunCheckpoints:
     """Saves to ``--save``, loads from ``--load``."""
 
-    def __init__(
-        self, trainer: TrainerSide, rollout: RolloutSide, *, save: Path | None, load: Path | None
-    ) -> None:
+    def __init__(self, trainer: TrainerSide, rollout: RolloutSide, *, save: Path | None, load: Path | None) -> None:
         self._trainer = trainer
         self._rollout = rollout
         self._save = save
@@ -59,22 +60,28 @@ class RunCheckpoints:
         if self._load is None:
             return None
         directory = await asyncio.to_thread(newest_checkpoint, self._load)
-        position = msgspec.json.decode(
-            await asyncio.to_thread((directory / "position.json").read_bytes), type=Position
-        )
-        state = msgspec.json.decode(await asyncio.to_thread((directory / "rollout.json").read_bytes))
+        position, state = await asyncio.to_thread(_read, directory)
+        readmissions = await asyncio.to_thread(read_readmissions, self._load)
         await self._trainer.load(directory / "trainer")
-        await self._rollout.restore(state, step=position.step)
+        await self._rollout.restore({**state, "readmissions": readmissions}, step=position.step)
         log.info("resumed", directory=str(directory), step=position.step, version=position.version)
         return position
 
 
 def newest_checkpoint(directory: Path) -> Path:
     """The whole checkpoint with the highest step. Raises CheckpointError if there is none."""
-    whole = sorted(path for path in directory.glob("iter_*") if path.suffix != ".partial" and path.is_dir())
+    whole = sorted(path for path in directory.glob("iter_*") if not path.suffix and path.is_dir())
     if not whole:
         raise CheckpointError(f"--load {directory}: no checkpoint there (expected a folder iter_NNNNNNN)")
     return whole[-1]
+
+
+def _read(directory: Path) -> tuple[Position, dict[str, Any]]:
+    try:
+        position = msgspec.json.decode((directory / "position.json").read_bytes(), type=Position)
+        return position, msgspec.json.decode((directory / "rollout.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"--load: {directory} is no whole checkpoint: {error}") from error
 
 
 def _make_empty(directory: Path) -> None:
@@ -90,9 +97,11 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _replace(partial: Path, final: Path) -> None:
+    old = final.with_suffix(".old")
     if final.exists():  # a run that resumed before this step and came here again
-        shutil.rmtree(final)
+        final.rename(old)
     partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
     descriptor = os.open(final.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

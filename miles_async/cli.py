@@ -26,12 +26,17 @@ Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, nei
 
 Commands:
   train          train a model; `miles-async train --help` lists its flags
+  ledger         where the attempts of a run ended; quarantined prompts; `miles-async ledger --help`
+  explain        what happened to one prompt or attempt of a run; `miles-async explain --help`
+  plan           predict step time, idle time and ages of settings; `miles-async plan --help`
   --version      print the version ({__version__})
 
 Examples:
   miles-async train @examples/quickstart/reverse.args              the quick start (CPU, minutes)
   miles-async train @examples/quickstart/reverse.args --dry-run    check everything, start nothing
   miles-async train @examples/quickstart/reverse.args --max-weight-staleness 0 --max-rollout-lead 1
+  miles-async ledger runs/quickstart                               the balance, also while the run goes on
+  miles-async explain runs/quickstart 17                           attempt 17, from issue to end
 """
 
 
@@ -82,7 +87,33 @@ def _train(words: Sequence[str]) -> int:
     return run(parsed.arguments)
 
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"train": _train}
+def _ledger(words: Sequence[str]) -> int:
+    from miles_async.ledger_commands import ledger
+
+    _show(ledger(words))
+    return 0
+
+
+def _explain(words: Sequence[str]) -> int:
+    from miles_async.ledger_commands import explain
+
+    _show(explain(words))
+    return 0
+
+
+def _plan(words: Sequence[str]) -> int:
+    from miles_async.simulation.plan_command import plan
+
+    _show(plan(words))
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "ledger": _ledger,
+    "explain": _explain,
+    "plan": _plan,
+}
 
 
 def check_prompts(arguments: Arguments) -> dict[str, int]:

@@ -26,7 +26,6 @@ only; ``train.py`` decides what stands behind them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -38,7 +37,8 @@ from arguments.evaluation import EvaluationArguments
 from arguments.rollout import RolloutArguments
 from arguments.staleness import StalenessArguments
 from arguments.weights import WeightsArguments
-from miles_async.errors import ContractViolation, MilesAsyncError
+from miles_async.clock import now
+from miles_async.errors import ContractViolation
 from miles_async.protocols import RolloutSide, TrainerSide
 from miles_async.types import PreparedBatch, Publication
 
@@ -130,18 +130,19 @@ class Controller:
     async def _train(self, scope: asyncio.TaskGroup) -> None:
         first = self.position.step
         evaluation = self._start_evaluation(scope, first) if self._evaluate_at(first) else None
-        batch = self._start_cut(scope, first, self.position.version)
+        if first < self._num_steps:
+            batch = self._start_cut(scope, first, self.position.version)
         for step in range(first, self._num_steps):
-            started = time.monotonic()
+            started = now()
             prepared = await batch
-            waited = time.monotonic() - started
+            waited = now() - started
             version, publishes = self.position.version, self._publishes_after(step)
             self._check_age(prepared, version)
             if step + 1 < self._num_steps:
                 batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
-            trained = time.monotonic()
+            trained = now()
             train_metrics = self._comparable(await self._trainer.train(prepared.shards))
-            train_seconds = time.monotonic() - trained
+            train_seconds = now() - trained
             await self._rollout.trained(prepared.batch_id)
             if evaluation is not None:  # it is pinned to the version that is visible now
                 await evaluation
@@ -226,8 +227,8 @@ class Controller:
     async def _evaluate(self, step: int) -> None:
         try:
             metrics = await self._rollout.evaluate()
-        except MilesAsyncError as error:  # supervision point: a failing evaluation never stops training (C9)
-            log.warning("evaluation failed", step=step, error=str(error))
+        except Exception as error:  # supervision point: a failing evaluation never stops training (C9)
+            log.warning("evaluation failed", step=step, error=repr(error))
             return
         self._recorder.evaluation(step, metrics)
 
@@ -247,7 +248,7 @@ class Controller:
             **batch.metrics,
             **{f"train/{name}": value for name, value in train_metrics.items()},
             "weight_version/trainer": version,
-            "time/step_seconds": time.monotonic() - started,
+            "time/step_seconds": now() - started,
             "time/wait_seconds": waited,
             "time/train_seconds": train_seconds,
         }

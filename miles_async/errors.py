@@ -55,6 +55,10 @@ class CheckpointError(MilesAsyncError):
     """A checkpoint could not be written or is not whole."""
 
 
+class LedgerError(MilesAsyncError):
+    """The ledger on disk could not be written or read."""
+
+
 class ContractViolation(MilesAsyncError):
     """C1 (staleness) or C2 (conservation) does not hold. Always a bug: the run stops."""
 

@@ -47,12 +47,8 @@ def _module(name: str, named: str) -> Any:
                 "(it reaches every Ray worker, see --forward-env)"
             ) from None
         raise ConfigurationError(f"{named}: importing {name} failed: {error}") from error
-    except (
-        Exception
-    ) as error:  # the user's own code runs here: whatever it raises is told together with the flag
-        raise ConfigurationError(
-            f"{named}: importing {name} failed: {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # the user's own code runs here: whatever it raises is told together with the flag
+        raise ConfigurationError(f"{named}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
 def _attribute(module: Any, attribute: str, named: str) -> Any:
@@ -70,9 +66,7 @@ def _problems(loaded: Any, protocol: type) -> Iterator[str]:
         found = loaded if name == "__call__" and inspect.isroutine(loaded) else getattr(loaded, name, None)
         if not callable(found):
             yield (
-                f"it cannot be called (found {type(loaded).__name__})"
-                if name == "__call__"
-                else f"it has no {name}()"
+                f"it cannot be called (found {type(loaded).__name__})" if name == "__call__" else f"it has no {name}()"
             )
             continue
         label = "it" if name == "__call__" else f"{name}()"

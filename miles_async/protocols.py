@@ -121,6 +121,10 @@ class RolloutSide(Protocol):
         """End what is in flight as cancelled; :meth:`run` returns."""
         ...
 
+    async def last_stats(self) -> dict[str, Any]:
+        """:meth:`close`, and :meth:`stats` when everything has ended."""
+        ...
+
     async def stop(self) -> None:
         """Engines and router down."""
         ...
@@ -193,9 +197,7 @@ class TrainBackend(Protocol):
 
     def train(self, shard: TrainShard) -> dict[str, float]: ...
 
-    def logprobs(
-        self, sequences: Sequence[Sequence[int]], temperature: float | None = None
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, at the rollout temperature unless given. Collective."""
         ...
 
@@ -217,6 +219,10 @@ class EngineFleet(Protocol):
     """
 
     async def members(self) -> FleetMembers: ...
+
+    async def probe(self, engines: Sequence[str]) -> EngineErrors:
+        """Whether they answer at all."""
+        ...
 
     async def pause(self, engines: Sequence[str], mode: str) -> EngineErrors:
         """Stops new requests at our side too, until :meth:`resume`."""

@@ -23,7 +23,9 @@ from miles_async.rewards.hub import resolve_reward
 from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
+from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
+from miles_async.run_directory import LEDGER_FILE
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
@@ -45,11 +47,11 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
         parse_versions=parse_spans,
         publication_timeout=arguments.weights.publication_timeout,
     )
-    await engines.start()
+    ledger = LedgerWriter(run_dir / LEDGER_FILE)
     manager = RolloutManager(
         engines=engines,
         source=source,
-        dispatcher=_dispatcher(arguments, engines, source, template, reward, run_dir),
+        dispatcher=_dispatcher(arguments, engines, source, template, reward, run_dir, ledger),
         batches=BatchMaker(
             algorithm=arguments.algorithm,
             dp_size=arguments.data_parallel_size,
@@ -59,7 +61,9 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
         ),
         evaluator=_evaluator(arguments, engines, template, reward),
         put=ray.put,
+        ledger=ledger,
     )
+    await engines.start()  # last: until here there is nothing to clean up
     return {"manager": manager, "fleet": engines.fleet}
 
 
@@ -90,6 +94,7 @@ def _dispatcher(
     template: ChatTemplate,
     reward: Reward,
     run_dir: Path,
+    ledger: LedgerWriter,
 ) -> Dispatcher:
     rollout, staleness = arguments.rollout, arguments.staleness
     return Dispatcher(
@@ -101,6 +106,7 @@ def _dispatcher(
                 recycle_stale=staleness.stale_group_action == "recycle",
             ),
             total_groups=rollout.num_rollout * rollout.rollout_batch_size,
+            observer=ledger,
         ),
         source=source,
         client=engines.client,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from miles_async.errors import ConfigurationError
 
+LEDGER_FILE = "ledger.sqlite"
+
 
 def prepare_run_directory(directory: Path) -> Path:
     """Make ``directory`` empty, with a ``logs`` folder; an older run goes to ``<name>.<time>``."""

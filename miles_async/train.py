@@ -47,6 +47,7 @@ log = structlog.get_logger(__name__)
 STOP_SECONDS = 30.0  # for a side to stop by itself before its processes are ended
 STATS_SECONDS = 10.0
 EXIT_INTERRUPTED = 130
+ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it starts again
 
 
 def run(arguments: Arguments) -> int:
@@ -83,11 +84,11 @@ class Run:
     async def main(self) -> None:
         """Start everything, run the controller, stop everything."""
         arguments = self._arguments
-        _cancel_on_sigterm()
         environment = worker_environment(arguments.cluster.forward_env, cpu=self._device == "cpu")
         with open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress:
             progress.phase("Ray")
             with ray_cluster(arguments.cluster.ray_address, environment):
+                _cancel_on_sigterm()  # now: Ray installs a handler that just exits
                 progress.phase("engines, router and trainer ranks")
                 rollout = RolloutProcess(partial(build_rollout, arguments, self._run_dir, self._device))
                 trainer = trainer_group(arguments, self._run_dir, self._device, environment)
@@ -115,6 +116,7 @@ class Run:
                 arguments.weights,
                 tolerance=arguments.weights.canary_tolerance or default_tolerance(arguments.model.bf16),
                 backend="nccl" if self._device == "cuda" else "gloo",
+                engines_timeout=arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS,
             ),
             checkpoints=RunCheckpoints(
                 trainer, manager, save=arguments.checkpoint.save, load=arguments.checkpoint.load
@@ -171,7 +173,7 @@ async def _last_stats(manager: RolloutSide) -> dict[str, Any]:
     """For the summary; {} from a rollout side that is gone."""
     try:
         async with asyncio.timeout(STATS_SECONDS):
-            return await manager.stats()
+            return await manager.last_stats()
     except Exception as error:  # supervision point: the run is ending, and its first error must surface
         log.warning("no last word from the rollout side", error=repr(error))
         return {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -14,6 +14,8 @@ import msgspec
 from miles_async.engines.http import Http
 from miles_async.errors import EngineError
 from miles_async.types import CanaryScore, TensorMeta
+
+Answer = TypeVar("Answer")
 
 _ERROR_TEXT = 500  # characters of an answer that go into a message
 
@@ -36,6 +38,14 @@ class _ScoreReply(msgspec.Struct):
     meta_info: _ScoreMeta
 
 
+def decode(body: bytes, kind: type[Answer], source: str) -> Answer:
+    """``body`` as ``kind``. Raises EngineError: an answer that makes no sense is the engine's failure."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{source}: unexpected answer ({error}): {body[:_ERROR_TEXT]!r}") from error
+
+
 class EngineApi:
     """All methods take the engine's URL and a deadline in seconds, and raise EngineError with its own
     words.
@@ -45,7 +55,7 @@ class EngineApi:
         self._http = http
 
     async def model_info(self, url: str, timeout: float) -> ModelInfo:
-        return msgspec.json.decode(await self._call("GET", url, "/model_info", None, timeout), type=ModelInfo)
+        return decode(await self._call("GET", url, "/model_info", None, timeout), ModelInfo, f"{url}/model_info")
 
     async def pause(self, url: str, mode: str, timeout: float) -> None:
         await self._post(url, "/pause_generation", {"mode": mode}, timeout)
@@ -126,7 +136,7 @@ class EngineApi:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        reply = msgspec.json.decode(await self._post(url, "/generate", body, timeout), type=_ScoreReply)
+        reply = decode(await self._post(url, "/generate", body, timeout), _ScoreReply, f"{url}/generate")
         logprobs = [entry[0] for entry in reply.meta_info.input_token_logprobs[1:]]
         if len(logprobs) != len(tokens) - 1 or any(value is None for value in logprobs):
             raise EngineError(f"{url}: expected {len(tokens) - 1} log-probs of the canary, found {logprobs}")

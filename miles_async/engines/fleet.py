@@ -196,6 +196,12 @@ class Fleet:
             ranks={r.engine_id: r.ranks for r in records if r.state is not EngineState.GONE},
         )
 
+    async def probe(self, engines: Sequence[str]) -> EngineErrors:
+        async def answer(url: str) -> None:
+            await self._api.model_info(url, _PROBE_SECONDS)
+
+        return await self._each(engines, answer)
+
     async def pause(self, engines: Sequence[str], mode: str) -> EngineErrors:
         """Stop requests at our side, then the engines; both until ``resume`` and ``admit``."""
         for record in self._records(engines):

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from miles_async.engines.addresses import LOOPBACK, HeldPort
+from miles_async.engines.engine_api import decode
 from miles_async.engines.http import Http
 from miles_async.engines.process import ChildProcess
 from miles_async.engines.registry import EngineRegistry, EngineState
@@ -91,9 +92,18 @@ class Router:
                 raise EngineStartError(message) from None
         for record in self._registry.in_state(EngineState.SERVING):
             if record.url is not None:
-                await self.add(record.url)
+                await self._register_again(record.url)
         self._registry.router_up = True
         self._registry.notify()
+
+    async def _register_again(self, url: str) -> None:
+        try:
+            await self.add(url)
+        except EngineError as error:  # it died, too, and is about to be fenced: no reason to end the run
+            log.warning("engine was not registered with the new router", url=url, error=str(error))
+        else:
+            if self._registry.serving_at(url) is None:  # fenced meanwhile
+                await self.remove(url)
 
     async def supervise(self) -> None:
         """Restart smg when it dies, with the engines that serve. Raises EngineError if it dies too often."""
@@ -140,7 +150,7 @@ class Router:
 
     async def workers(self) -> list[Worker]:
         """What the router knows."""
-        return msgspec.json.decode(await self._call("GET", "/workers", None, accept=(200,)), type=_Workers).workers
+        return decode(await self._call("GET", "/workers", None, accept=(200,)), _Workers, "router").workers
 
     async def _is_routable(self, url: str) -> bool:
         """Ask for it if nobody did yet: smg registers in the background, and forgets all when it restarts."""

@@ -59,7 +59,7 @@ class EngineStack:
             num_engines=num_engines,
             ranks_per_engine=spec.tensor_parallel_size,
             max_restarts=arguments.engine_max_restarts,
-            bucket_timeout=publication_timeout,
+            bucket_timeout=publication_timeout / 4,  # so that one engine that hangs leaves time for the others
         )
         self.client = RouterClient(
             self.http,

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import structlog
 
-from miles_async.errors import MilesAsyncError
 from miles_async.protocols import EngineClient, Generate, Reward
 from miles_async.types import Attempt, Prompt
 
@@ -63,7 +62,7 @@ class Evaluator:
         try:
             sample = await self._generate(self._client, attempt, index)
             reward = await self._reward(attempt.prompt, sample)
-        except (MilesAsyncError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
             return None
         return reward, len(sample.tokens) - sample.prompt_length

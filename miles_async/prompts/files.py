@@ -55,9 +55,7 @@ def open_row_file(path: Path, arguments: DataArguments) -> RowFile:
             case ".parquet":
                 rows = ParquetFile(path, _columns(arguments))
             case other:
-                raise DataError(
-                    f"{path}: prompt data must be .jsonl or .parquet, found {other or 'no suffix'!r}"
-                )
+                raise DataError(f"{path}: prompt data must be .jsonl or .parquet, found {other or 'no suffix'!r}")
     except OSError as error:
         raise DataError(f"{path}: cannot read prompt data: {error.strerror or error}") from None
     if not len(rows):

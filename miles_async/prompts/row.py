@@ -60,18 +60,12 @@ def _content(row: Mapping[str, Any], arguments: DataArguments, location: str) ->
         expected = "a text or a list of messages, objects with the texts 'role' and 'content'"
         raise DataError(f"{named} must be {expected}; found {_shown(value)}")
     if not arguments.apply_chat_template:
-        raise DataError(
-            f"{named} holds messages, which need the chat template: leave --no-apply-chat-template out"
-        )
+        raise DataError(f"{named} holds messages, which need the chat template: leave --no-apply-chat-template out")
     return list(value)
 
 
 def _is_message(item: Any) -> bool:
-    return (
-        isinstance(item, Mapping)
-        and isinstance(item.get("role"), str)
-        and isinstance(item.get("content"), str)
-    )
+    return isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
 
 
 def _label(row: Mapping[str, Any], arguments: DataArguments, location: str) -> str | None:
@@ -80,9 +74,7 @@ def _label(row: Mapping[str, Any], arguments: DataArguments, location: str) -> s
     value = _value(row, arguments.label_key, "--label-key; none: no labels", location)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         named = f"{location}: {arguments.label_key!r} (--label-key)"
-        raise DataError(
-            f"{named} must be a text or a number; found {_shown(value)}. Use --metadata-key for the rest"
-        )
+        raise DataError(f"{named} must be a text or a number; found {_shown(value)}. Use --metadata-key for the rest")
     return str(value)
 
 

@@ -110,9 +110,7 @@ class FilePromptSource:
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position <= len(self._rows):
-            raise CheckpointError(
-                f"{self._rows.path}: cursor out of range: epoch {epoch}, position {position}"
-            )
+            raise CheckpointError(f"{self._rows.path}: cursor out of range: epoch {epoch}, position {position}")
         self._epoch, self._position = epoch, position
         self._order = self._order_of(epoch)
         self._usable_in_epoch, self._began_at = 0, position
@@ -150,9 +148,7 @@ class FilePromptSource:
         """The prompt of one row, or None if it is too long."""
         location = self._rows.location(index)
         row = read_row(self._rows.read(index), self._arguments, location)
-        prompt_id = (
-            row.row_id if row.row_id is not None else f"{self._rows.path.name}:{self._rows.number(index)}"
-        )
+        prompt_id = row.row_id if row.row_id is not None else f"{self._rows.path.name}:{self._rows.number(index)}"
         token_ids = tuple(self._encode(row.content))
         if not token_ids:
             raise DataError(f"{location}: the tokenizer makes no tokens of this prompt: {row.text!r}")
@@ -160,9 +156,7 @@ class FilePromptSource:
         if limit is not None and len(token_ids) > limit:
             self._count_skip(prompt_id, len(token_ids), limit)
             return None
-        return Prompt(
-            prompt_id=prompt_id, token_ids=token_ids, text=row.text, label=row.label, metadata=row.metadata
-        )
+        return Prompt(prompt_id=prompt_id, token_ids=token_ids, text=row.text, label=row.label, metadata=row.metadata)
 
     def _count_skip(self, prompt_id: str, length: int, limit: int) -> None:
         first_time = prompt_id not in self._skips

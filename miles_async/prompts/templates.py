@@ -47,16 +47,12 @@ class ChatTemplate:
         """Token ids, ready for the engine: the turn of the assistant begins after them, <bos> occurs once."""
         if not self._apply_chat_template:
             if not isinstance(content, str):
-                raise ConfigurationError(
-                    "messages need the chat template: leave --no-apply-chat-template out"
-                )
+                raise ConfigurationError("messages need the chat template: leave --no-apply-chat-template out")
             return self._encode_text(content)
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         # The template writes <bos> itself where the model wants one; nothing is added to what it renders.
         return tuple(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         )
 
     def _encode_text(self, text: str) -> tuple[int, ...]:

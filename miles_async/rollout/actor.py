@@ -85,7 +85,10 @@ class RolloutProcess:
 
     async def stop(self, timeout: float) -> None:
         """Let the manager stop its processes, then end the actor whatever it did."""
-        with suppress(TimeoutError, KeyError, EngineError):  # it hangs, never started, or is gone
-            async with asyncio.timeout(timeout):
-                await self.manager.stop()
-        ray.kill(self._actor)
+        try:
+            # It hangs, never started, or is gone.
+            with suppress(TimeoutError, KeyError, EngineError):
+                async with asyncio.timeout(timeout):
+                    await self.manager.stop()
+        finally:
+            ray.kill(self._actor)

@@ -7,7 +7,7 @@ prompt of one that ended untrained, which groups are fresh at the cut. This file
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ import structlog
 
 from arguments.rollout import RolloutArguments
 from miles_async.errors import (
+    MilesAsyncError,
     RequestRejectedError,
     RewardError,
     StalledError,
     TransientEngineError,
     VersionUnknownError,
+    first_error,
 )
 from miles_async.protocols import EngineClient, Generate, GroupFilter, PromptSource, Reward
 from miles_async.staleness.pool import Pool
@@ -65,7 +67,7 @@ class Dispatcher:
         stall_timeout: float,
         dead_letters: Path | None = None,
     ) -> None:
-        """``visible_version``: what engines serve now. ``stall_timeout``: seconds the cut waits for any change.
+        """``visible_version``: what engines serve now. ``stall_timeout``: seconds the cut waits for a group.
         ``dead_letters``: where quarantined prompts are appended as JSON lines.
         """
         self.pool = pool
@@ -78,6 +80,8 @@ class Dispatcher:
         self._stall_timeout = stall_timeout
         self._dead_letters = dead_letters
         self._changed = asyncio.Condition()
+        self._progress = 0  # groups finished and versions committed: what a cut can wait for
+        self._taking = asyncio.Lock()  # the cursor has passed a prompt that the pool hasn't got yet
 
     # ------------------------------------------------------------------------------------------ producer
     async def run(self) -> None:
@@ -94,28 +98,34 @@ class Dispatcher:
     async def _next_attempt(self) -> Attempt:
         """A prompt that is owed another try, else a fresh one."""
         while self.pool.needs_prompt():
-            for epoch, prompt in await asyncio.to_thread(self._source.take, 1):
-                self.pool.offer(epoch, prompt)
+            async with self._taking:
+                for epoch, prompt in await asyncio.to_thread(self._source.take, 1):
+                    self.pool.offer(epoch, prompt)
         return self.pool.issue(self._visible_version())
 
     async def _run_attempt(self, attempt: Attempt) -> None:
         try:
             group = await self._generate_group(attempt)
+            reason = self._filter(group)
         except* AttemptFailed as failures:
-            failure = failures.exceptions[0]
-            while isinstance(failure, BaseExceptionGroup):
-                failure = failure.exceptions[0]
+            failure = first_error(failures)
             assert isinstance(failure, AttemptFailed)
             log.warning("attempt failed", prompt_id=attempt.prompt.prompt_id, reason=failure.reason)
             self.pool.failed(attempt, failure.reason, infrastructure=failure.infrastructure)
             await self._write_dead_letters()
         else:
-            reason = self._hooks.group_filter(group) if self._hooks.group_filter else None
             if reason is not None:
-                self.pool.filtered(attempt, reason)
+                self.pool.filtered(attempt, reason, group)
             else:
                 self.pool.finished(group)
+                self._progress += 1
         await self._notify()
+
+    def _filter(self, group: Group) -> str | None:
+        try:
+            return self._hooks.group_filter(group) if self._hooks.group_filter else None
+        except Exception as error:  # supervision point: a user's filter costs its attempt, not the run
+            raise AttemptFailed(f"group filter raised {error!r}", infrastructure=False) from error
 
     async def _generate_group(self, attempt: Attempt) -> Group:
         async with asyncio.TaskGroup() as scope:
@@ -127,31 +137,24 @@ class Dispatcher:
 
     async def _generate_sample(self, attempt: Attempt, index: int) -> Sample:
         """One rewarded sample; an infrastructure failure refills this sample only (C6)."""
-        for _ in range(self._arguments.max_sample_failures):
+        failures: list[str] = []
+        while len(failures) <= self._arguments.max_sample_failures:
             try:
                 async with self._slots:
                     sample = await self._hooks.generate(self._client, attempt, index)
                 oldest_version(sample.weight_versions, sample.loss_mask)  # unusable versions: not a sample
-                return msgspec.structs.replace(sample, reward=await self._reward(attempt, sample))
+                reward = await self._hooks.reward(attempt.prompt, sample)
+                return msgspec.structs.replace(sample, reward=reward)
             except (TransientEngineError, VersionUnknownError) as error:
-                log.info(
-                    "sample failed, generating it again", prompt_id=attempt.prompt.prompt_id, error=str(error)
-                )
-                last = str(error)
+                failures.append(str(error))
+                log.info("sample failed, generating it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
             except (RequestRejectedError, RewardError) as error:
                 raise AttemptFailed(str(error), infrastructure=False) from error
-        raise AttemptFailed(last, infrastructure=True)
-
-    async def _reward(self, attempt: Attempt, sample: Sample) -> float:
-        try:
-            async with asyncio.timeout(self._arguments.reward_timeout):
-                return float(await self._hooks.reward(attempt.prompt, sample))
-        except TimeoutError as error:
-            raise RewardError(
-                f"reward took longer than --reward-timeout {self._arguments.reward_timeout:g} s"
-            ) from error
-        except Exception as error:  # supervision point: a user's reward costs its attempt, not the run
-            raise RewardError(f"reward raised {error!r}") from error
+            except MilesAsyncError:
+                raise  # the system's own trouble
+            except Exception as error:  # supervision point: a user's Generate costs its attempt, not the run
+                raise AttemptFailed(f"generate raised {error!r}", infrastructure=False) from error
+        raise AttemptFailed(failures[-1], infrastructure=True)
 
     async def _write_dead_letters(self) -> None:
         if self._dead_letters is None:
@@ -163,30 +166,46 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------ consumer
     async def cut(self, target_version: int) -> tuple[Group, ...]:
-        """One batch, fresh for ``target_version`` (C1). Waits for groups to finish; StalledError if none does."""
-        try:
-            async with self._changed:  # held from the look to the wait, so that no change falls in between
-                while (groups := self.pool.cut(target_version)) is None:
-                    self._changed.notify_all()  # what was swept left room
-                    async with asyncio.timeout(self._stall_timeout):
+        """One batch, fresh for ``target_version`` (C1). Waits for groups to finish.
+
+        Raises StalledError when none does for ``--stall-timeout`` although some could: a pool that is full and
+        idle waits for the trainer, which has deadlines of its own.
+        """
+        loop = asyncio.get_running_loop()
+        deadline, seen = loop.time() + self._stall_timeout, self._progress
+        async with self._changed:  # held from the look to the wait, so that no change falls in between
+            while (groups := self.pool.cut(target_version)) is None:
+                self._changed.notify_all()  # what was swept left room
+                if self._progress != seen or not self.pool.can_move():
+                    deadline, seen = loop.time() + self._stall_timeout, self._progress
+                try:
+                    async with asyncio.timeout_at(deadline):
                         await self._changed.wait()
-                self._changed.notify_all()
-        except TimeoutError as error:
-            raise StalledError(
-                f"the trainer waits for a batch, and no group finished for {self._stall_timeout:g} s "
-                f"(--stall-timeout): {self.pool.describe()}"
-            ) from error
-        await self._write_dead_letters()
+                except TimeoutError as error:
+                    if self.pool.can_move():
+                        raise StalledError(
+                            f"the trainer waits for a batch, and no group finished for {self._stall_timeout:g} s "
+                            f"(--stall-timeout): {self.pool.describe()}"
+                        ) from error
+            self._changed.notify_all()
         return groups
 
-    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+    async def state(self) -> dict[str, Any]:
+        """Prompt cursor and pool, of one moment: no prompt is on its way from one to the other."""
+        async with self._taking:
+            return {"source": self._source.state(), "pool": self.pool.state()}
+
+    def restore(
+        self, state: Mapping[str, Any], *, step: int, readmissions: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         """The pool as it was after ``step`` trained steps; before :meth:`run`."""
-        steps_left = max(0, self._arguments.num_rollout - step)
-        self.pool.restore(state, total_groups=steps_left * self._arguments.rollout_batch_size)
+        groups_left = max(0, self._arguments.num_rollout - step) * self._arguments.rollout_batch_size
+        self.pool.restore(state, total_groups=groups_left, readmissions=readmissions)
 
     async def commit(self, version: int) -> None:
         """``version`` is visible: what was trained makes room."""
         self.pool.commit(version)
+        self._progress += 1
         await self._notify()
 
     async def _notify(self) -> None:

@@ -66,9 +66,7 @@ class SingleTurnGenerate:
         return build_sample(prompt, chunks, self._decode)
 
 
-def build_sample(
-    prompt: Prompt, chunks: Sequence[Generation], decode: Callable[[Sequence[int]], str]
-) -> Sample:
+def build_sample(prompt: Prompt, chunks: Sequence[Generation], decode: Callable[[Sequence[int]], str]) -> Sample:
     """Prompt and chunks → one sample whose arrays are aligned with prompt + response tokens."""
     response = np.concatenate([chunk.output_ids for chunk in chunks])
     versions = np.concatenate([_versions(chunk) for chunk in chunks])
@@ -88,6 +86,7 @@ def build_sample(
         weight_versions=weight_versions,
         text=decode(response.tolist()),
         finish_reason="length" if finish_reason == "abort" else finish_reason,
+        metadata={"engines": list(dict.fromkeys(chunk.engine_id for chunk in chunks)), "chunks": len(chunks)},
     )
 
 

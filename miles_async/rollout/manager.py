@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import structlog
 
+from miles_async.clock import now
 from miles_async.errors import first_error
 from miles_async.protocols import Metrics, PromptSource
 from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.dispatcher import Dispatcher
+from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.types import Group, PreparedBatch, TrainShard
 
 log = structlog.get_logger(__name__)
@@ -42,6 +44,9 @@ class Evaluation(Protocol):
     async def run(self) -> Metrics: ...
 
 
+CLOSE_SECONDS = 5.0  # for what is in flight to end as cancelled, before engines are stopped anyway
+
+
 class RolloutManager:
     """Implements RolloutSide."""
 
@@ -54,34 +59,49 @@ class RolloutManager:
         batches: BatchMaker,
         evaluator: Evaluation | None,
         put: Callable[[TrainShard], Any],
+        ledger: LedgerWriter | None = None,
     ) -> None:
-        """``put`` stores a shard and returns the reference that crosses processes (``ray.put``)."""
+        """``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
+        ``ledger`` observes the dispatcher's pool; None: nothing is kept on disk.
+        """
         self._engines = engines
         self._source = source
         self._dispatcher = dispatcher
         self._batches = batches
         self._evaluator = evaluator
         self._put = put
+        self._ledger = ledger
         self._closed = asyncio.Event()
+        self._over = asyncio.Event()
+        self._over.set()
         self._batch_ids = itertools.count()
-        self._cut: dict[
-            int, tuple[tuple[Group, ...], int]
-        ] = {}  # batches that the trainer has and hasn't stepped with yet
+        # Batches that the trainer has and has not stepped with yet, with the version they were cut for.
+        self._cut: dict[int, tuple[tuple[Group, ...], int]] = {}
         self._first_commit: float | None = None
+        self._seconds = self._busy_seconds = 0.0  # of the loop, once it is closed
 
     async def run(self) -> None:
-        """Dispatch and supervise until :meth:`close`; raises the first error of either."""
+        """Dispatch and supervise until :meth:`close`; raises the first error of either, or of the ledger."""
+        self._over.clear()
         try:
             async with asyncio.TaskGroup() as scope:
                 tasks = [
                     scope.create_task(self._dispatcher.run()),
                     scope.create_task(self._engines.supervise()),
                 ]
+                if self._ledger is not None:
+                    tasks.append(scope.create_task(self._ledger.run()))
                 await self._closed.wait()
                 for task in tasks:
                     task.cancel()
+            if self._ledger is not None:
+                await self._ledger.settle(self._dispatcher.pool.balance())
         except BaseExceptionGroup as group:
             raise first_error(group) from None  # exception groups don't cross Ray well
+        finally:
+            if self._ledger is not None:
+                await self._ledger.close()
+            self._over.set()
 
     async def next_batch(self, target_version: int) -> PreparedBatch:
         """Cut, convert, split. Waits for groups; StalledError if none finishes for ``--stall-timeout``."""
@@ -111,7 +131,7 @@ class RolloutManager:
     async def commit_version(self, version: int) -> None:
         """``version`` is visible: what was trained makes room, and the first time the pool starts to fill."""
         if self._first_commit is None:
-            self._first_commit = time.monotonic()
+            self._first_commit = now()
         await self._dispatcher.commit(version)
 
     async def wait_for_joining(self) -> None:
@@ -134,23 +154,37 @@ class RolloutManager:
                 "requests": engines["in_flight"],
                 "lead": pool.lead(),
             },
-            "busy_seconds": engines["busy_seconds"],
-            "seconds": time.monotonic() - self._first_commit if self._first_commit is not None else 0.0,
+            "busy_seconds": self._busy_seconds if self._closed.is_set() else engines["busy_seconds"],
+            "seconds": self._seconds if self._closed.is_set() else self._elapsed(),
         }
+
+    def _elapsed(self) -> float:
+        return now() - self._first_commit if self._first_commit is not None else 0.0
 
     async def state(self) -> dict[str, Any]:
         """Prompt cursor, owed attempts and balance, JSON-serializable."""
-        return {"source": self._source.state(), "pool": self._dispatcher.pool.state()}
+        return await self._dispatcher.state()
 
     async def restore(self, state: Mapping[str, Any], *, step: int) -> None:
         """Go on where ``state`` was taken, after ``step`` steps; before :meth:`run`."""
         await asyncio.to_thread(self._source.restore, state["source"])
-        self._dispatcher.restore(state["pool"], step=step)
+        self._dispatcher.restore(state["pool"], step=step, readmissions=state.get("readmissions"))
 
     async def close(self) -> None:
-        """End what is in flight as cancelled; :meth:`run` returns."""
-        self._closed.set()
+        """End what is in flight as cancelled; :meth:`run` returns. Saving what comes after is nobody's idling."""
+        if not self._closed.is_set():
+            self._seconds, self._busy_seconds = self._elapsed(), self._engines.stats()["busy_seconds"]
+            self._closed.set()
+
+    async def last_stats(self) -> dict[str, Any]:
+        """:meth:`close`, and the balance when everything has ended."""
+        await self.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._over.wait()
+        return await self.stats()
 
     async def stop(self) -> None:
-        """Engines and router down."""
+        """Engines and router down; before that :meth:`close`, if nobody did, so that the ledger is whole."""
+        await self.last_stats()
         await self._engines.stop()

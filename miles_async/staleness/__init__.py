@@ -2,7 +2,8 @@
 and the pool that moves them together.
 
 Read in that order. Pure Python and numpy: no Ray, no network, no wall clock, no asyncio, so that everything
-DESIGN.md promises in C1–C6 can be checked here by property tests alone (``tests/property``).
+DESIGN.md promises in C1–C6 can be checked here by property tests alone (``tests/property``). Only the ledger's file
+(``ledger_store``, ``ledger_reader``) is I/O, and it is given its times.
 
 ::
 
@@ -11,5 +12,6 @@ DESIGN.md promises in C1–C6 can be checked here by property tests alone (``tes
          └──── AttemptBook.ended: retry, or a fresh prompt ◄────────────┴─── Admission.leave               │
                                                    Admission.trained, then .commit ◄───────────────────────┘
 
-``Ledger`` sees every arrow and refuses an attempt that ends twice or never.
+``Ledger`` sees every arrow and refuses an attempt that ends twice or never; a ``PoolObserver`` is told of it, and
+brings it to disk (``rollout.ledger_writer``).
 """

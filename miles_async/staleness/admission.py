@@ -51,9 +51,7 @@ class Admission:
             ConfigurationError: below 1: nothing would ever be admitted.
         """
         if capacity < 1:
-            raise ConfigurationError(
-                f"expected room for at least 1 attempt, found {capacity}; see --max-rollout-lead"
-            )
+            raise ConfigurationError(f"expected room for at least 1 attempt, found {capacity}; see --max-rollout-lead")
         self._capacity = capacity
 
     def admit(self) -> None:
@@ -91,9 +89,7 @@ class Admission:
             ContractViolation: versions went backwards.
         """
         if version < self._visible_version:
-            raise ContractViolation(
-                f"C1: version {version} became visible after version {self._visible_version}"
-            )
+            raise ContractViolation(f"C1: version {version} became visible after version {self._visible_version}")
         self._visible_version = version
         self._trained = {made: count for made, count in self._trained.items() if made > version}
 
@@ -108,7 +104,5 @@ class Admission:
 
     def _take_untrained(self, count: int) -> None:
         if not 0 <= count <= self._untrained:
-            raise ContractViolation(
-                f"C2: {count} attempts leave, but {self._untrained} are admitted and untrained"
-            )
+            raise ContractViolation(f"C2: {count} attempts leave, but {self._untrained} are admitted and untrained")
         self._untrained -= count

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,10 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: Prompt
     epoch: int
-    data_failures: int
-    infra_failures: int
-    stale_count: int
-    history: tuple[str, ...]
+    data_failures: int = 0
+    infra_failures: int = 0
+    stale_count: int = 0
+    history: tuple[str, ...] = ()
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,12 +72,18 @@ class AttemptBook:
         self._policy = policy
         self._next_id = 0
         self._retries: deque[Retry] = deque()
-        self._quarantined: set[str] = set()
+        self._quarantined: dict[str, Retry] = {}  # prompt_id → what it would take to try it again
+        self._readmissions: set[str] = set()  # requests that were granted
 
     @property
     def quarantined(self) -> frozenset[str]:
         """Ids of the prompts that get no more attempts."""
         return frozenset(self._quarantined)
+
+    @property
+    def dead_letters(self) -> tuple[DeadLetter, ...]:
+        """The same prompts, with their reasons."""
+        return tuple(dead_letter(retry) for retry in self._quarantined.values())
 
     @property
     def waiting_retries(self) -> int:
@@ -120,6 +126,9 @@ class AttemptBook:
         """
         if cause is Cause.FILTERED:
             return Verdict(outcome=Outcome.FILTERED, reason=reason)
+        if attempt.prompt.prompt_id in self._quarantined:  # by another attempt, of another epoch
+            outcome = Outcome.STALE_DROPPED if cause is Cause.STALE else Outcome.FAILED
+            return Verdict(outcome=outcome, reason=reason)
         last_stale = attempt.stale_count + 1 >= self._policy.max_prompt_attempts
         if cause is Cause.STALE and (last_stale or not self._policy.recycle_stale):
             return Verdict(outcome=Outcome.STALE_DROPPED, reason=reason)
@@ -137,33 +146,48 @@ class AttemptBook:
         outcome = Outcome.STALE_RECYCLED if cause is Cause.STALE else Outcome.FAILED
         return Verdict(outcome=outcome, reason=reason, retry=retry)
 
+    def readmit(self, request_id: str, prompt_ids: Iterable[str]) -> tuple[str, ...]:
+        """Give quarantined prompts their whole budget again, and an attempt before fresh prompts get one.
+
+        A request is granted once, however often the file that holds it is read: a prompt that fails again is
+        quarantined again. Returns the prompts that were quarantined until now.
+        """
+        if request_id in self._readmissions:
+            return ()
+        self._readmissions.add(request_id)
+        readmitted = [self._quarantined.pop(prompt_id) for prompt_id in prompt_ids if prompt_id in self._quarantined]
+        for retry in readmitted:
+            history = (*retry.history, "readmitted")
+            self._retries.append(Retry(prompt=retry.prompt, epoch=retry.epoch, history=history))
+        return tuple(retry.prompt.prompt_id for retry in readmitted)
+
     def state(self) -> dict[str, Any]:
         """JSON-serializable."""
         return {
             "next_id": self._next_id,
             "retries": msgspec.to_builtins(tuple(self._retries)),
-            "quarantined": sorted(self._quarantined),
+            "quarantined": msgspec.to_builtins(tuple(self._quarantined.values())),
+            "readmissions": sorted(self._readmissions),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where the state was taken; ids are not reused."""
         self._next_id = int(state["next_id"])
         self._retries = deque(msgspec.convert(state["retries"], tuple[Retry, ...]))
-        self._quarantined = set(state["quarantined"])
+        quarantined = msgspec.convert(state["quarantined"], tuple[Retry, ...])
+        self._quarantined = {retry.prompt.prompt_id: retry for retry in quarantined}
+        self._readmissions = set(state["readmissions"])
 
     def _quarantine(self, last: Retry, reason: str) -> Verdict:
-        self._quarantined.add(last.prompt.prompt_id)
+        self._quarantined[last.prompt.prompt_id] = last
         # Overlapping epochs: another attempt of the same prompt may be waiting for its next try.
-        self._retries = deque(
-            retry for retry in self._retries if retry.prompt.prompt_id not in self._quarantined
-        )
+        self._retries = deque(retry for retry in self._retries if retry.prompt.prompt_id not in self._quarantined)
         if len(self._quarantined) > self._policy.max_quarantined_prompts:
             raise DataError(
                 f"expected at most --max-quarantined-prompts {self._policy.max_quarantined_prompts}, found "
                 f"{len(self._quarantined)}; the last is {last.prompt.prompt_id!r}: {'; '.join(last.history)}"
             )
-        letter = DeadLetter(prompt_id=last.prompt.prompt_id, epoch=last.epoch, reasons=last.history)
-        return Verdict(outcome=Outcome.QUARANTINED, reason=reason, dead_letter=letter)
+        return Verdict(outcome=Outcome.QUARANTINED, reason=reason, dead_letter=dead_letter(last))
 
     def _take_fresh(self, fresh: Callable[[], tuple[int, Prompt]]) -> tuple[int, Prompt]:
         # The end of one epoch and the start of the next hold each quarantined prompt at most once.
@@ -171,6 +195,9 @@ class AttemptBook:
             epoch, prompt = fresh()
             if prompt.prompt_id not in self._quarantined:
                 return epoch, prompt
-        raise DataError(
-            f"expected a prompt that is not quarantined, found only the {len(self._quarantined)} that are"
-        )
+        raise DataError(f"expected a prompt that is not quarantined, found only the {len(self._quarantined)} that are")
+
+
+def dead_letter(last: Retry) -> DeadLetter:
+    """Of a prompt that is quarantined."""
+    return DeadLetter(prompt_id=last.prompt.prompt_id, epoch=last.epoch, reasons=last.history)

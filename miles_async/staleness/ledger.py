@@ -140,6 +140,11 @@ class Ledger:
             self._reasons[f"{outcome}: {reason}"] += 1
 
     @property
+    def in_flight(self) -> int:
+        """Attempts that are being generated or rewarded."""
+        return self._stages[Stage.IN_FLIGHT]
+
+    @property
     def trained(self) -> int:
         """Attempts that ended as trained, over all processes of the run."""
         return self._ended[Outcome.TRAINED]
@@ -172,9 +177,7 @@ class Ledger:
         balance, rows = self.balance(), self._rows.values()
         accounted = balance.in_flight + balance.buffered + balance.cut + sum(balance.ended.values())
         if balance.issued != accounted or len(rows) != sum(self._stages.values()):
-            raise ContractViolation(
-                f"C2: issued ≠ in flight + buffered + cut + ended: {balance}; live: {self.live()}"
-            )
+            raise ContractViolation(f"C2: issued ≠ in flight + buffered + cut + ended: {balance}; live: {self.live()}")
         for stage, held in ((Stage.IN_FLIGHT, in_flight), (Stage.BUFFERED, buffered)):
             expected = {row.attempt_id for row in rows if row.stage is stage}
             found = expected if held is None else set(held)
@@ -223,9 +226,7 @@ class Ledger:
     def _move(self, rows: list[Row], before: Stage, after: Stage) -> None:
         wrong = [row for row in rows if row.stage is not before]
         if wrong or len({row.attempt_id for row in rows}) < len(rows):
-            raise ContractViolation(
-                f"C2: expected distinct attempts that are {before}, found {wrong or rows}"
-            )
+            raise ContractViolation(f"C2: expected distinct attempts that are {before}, found {wrong or rows}")
         for row in rows:
             row.stage = after
         self._stages[before] -= len(rows)

@@ -72,9 +72,7 @@ class StalenessPolicy:
     def __post_init__(self) -> None:
         """Refuse what could never cut a batch (C3)."""
         if self.bound is not None and self.bound < 0:
-            raise ConfigurationError(
-                f"expected --max-weight-staleness of at least 0 or none, found {self.bound}"
-            )
+            raise ConfigurationError(f"expected --max-weight-staleness of at least 0 or none, found {self.bound}")
         if self.lead_batches < 1:
             raise ConfigurationError(
                 f"expected --max-rollout-lead of at least 1, found {self.lead_batches}: no batch would fill"

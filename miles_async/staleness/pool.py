@@ -8,16 +8,17 @@ its slot, and settles what its prompt gets. No waiting, no I/O.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from miles_async.errors import ContractViolation
+from miles_async.errors import ContractViolation, DataError
 from miles_async.staleness.admission import Admission
 from miles_async.staleness.attempts import AttemptBook, Cause, DeadLetter, Retry, RetryPolicy
 from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.ledger import Balance, Ledger, Outcome, Row
+from miles_async.staleness.observer import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.types import Attempt, Group, Prompt
 
@@ -25,19 +26,29 @@ from miles_async.types import Attempt, Group, Prompt
 class Pool:
     """Attempts from admission to their end."""
 
-    def __init__(self, policy: StalenessPolicy, retries: RetryPolicy, *, total_groups: int | None = None) -> None:
-        """``total_groups``: what is left to train; nothing is generated beyond that (R5, P6). None: no end."""
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        retries: RetryPolicy,
+        *,
+        total_groups: int | None = None,
+        observer: PoolObserver | None = None,
+    ) -> None:
+        """``total_groups``: what is left to train; nothing is generated beyond that (R5, P6). None: no end.
+        ``observer`` is told whatever happens; the ledger on disk is one.
+        """
+        self._observer = observer or PoolObserver()
         self._admission = Admission(policy.capacity)
         self._buffer = StalenessBuffer(policy.batch_size, policy.bound)
         self._ledger = Ledger()
         self._book = AttemptBook(retries)
         self._total_groups = total_groups
+        self._steps = 0  # trained, over all processes of the run
         self._live: dict[int, Attempt] = {}
         self._fresh: deque[tuple[int, Prompt]] = deque()
+        self._passed_over = 0  # offered prompts in a row that were quarantined
         self._visible_version: int | None = None  # None: no engine serves anything yet
-        self.dead_letters: list[
-            DeadLetter
-        ] = []  # quarantined since the start; whoever runs the pool writes them out
+        self.dead_letters: list[DeadLetter] = []  # quarantined by now; whoever runs the pool writes them out
 
     # -------------------------------------------------------------------------------------------- admission
     def room(self) -> int:
@@ -54,9 +65,18 @@ class Pool:
         return not self._book.waiting_retries and not self._fresh
 
     def offer(self, epoch: int, prompt: Prompt) -> None:
-        """A fresh prompt from the source; passed over if it is quarantined."""
-        if prompt.prompt_id not in self._book.quarantined:
+        """A fresh prompt from the source; passed over if it is quarantined.
+
+        Raises DataError if the source seems to have quarantined prompts only.
+        """
+        quarantined = self._book.quarantined
+        if prompt.prompt_id not in quarantined:
             self._fresh.append((epoch, prompt))
+            self._passed_over = 0
+            return
+        self._passed_over += 1
+        if self._passed_over > 2 * len(quarantined):  # the end of one epoch and the start of the next
+            raise DataError(f"expected a prompt that is not quarantined, found only the {len(quarantined)} that are")
 
     def issue(self, visible_version: int) -> Attempt:
         """Admit one attempt: a retry if one waits, else an offered prompt. Ask room() and needs_prompt() first."""
@@ -64,6 +84,7 @@ class Pool:
         attempt = self._book.issue(self._fresh.popleft, visible_version)
         self._ledger.issue(attempt)
         self._live[attempt.attempt_id] = attempt
+        self._observer.issued(attempt)
         return attempt
 
     # ------------------------------------------------------------------------------------------ its endings
@@ -71,13 +92,16 @@ class Pool:
         """Generated and rewarded: it waits for a cut."""
         self._buffer.put(group)
         self._ledger.buffered(group.attempt.attempt_id)
+        self._observer.finished(group)
 
     def failed(self, attempt: Attempt, reason: str, *, infrastructure: bool) -> None:
         """It brought no group. Raises DataError past ``--max-quarantined-prompts``."""
         self._end_untrained(attempt, Cause.INFRASTRUCTURE if infrastructure else Cause.DATA, reason)
 
-    def filtered(self, attempt: Attempt, reason: str) -> None:
+    def filtered(self, attempt: Attempt, reason: str, group: Group | None = None) -> None:
         """Its group is of no use (group filter)."""
+        if group is not None:
+            self._observer.finished(group)
         self._end_untrained(attempt, Cause.FILTERED, reason)
 
     def cut(self, target_version: int) -> tuple[Group, ...] | None:
@@ -85,10 +109,12 @@ class Pool:
         cut = self._buffer.cut(target_version)
         for group in cut.stale:
             age = target_version - group.oldest_version
-            self._end_untrained(group.attempt, Cause.STALE, f"age {age}")
+            self._end_untrained(group.attempt, Cause.STALE, f"age {age}", target_version=target_version)
         if not cut.groups:
             return None
-        self._ledger.cut((group.attempt.attempt_id for group in cut.groups), target_version)
+        attempt_ids = [group.attempt.attempt_id for group in cut.groups]
+        self._ledger.cut(attempt_ids, target_version)
+        self._observer.cut(attempt_ids, target_version)
         self.check()
         return cut.groups
 
@@ -97,6 +123,8 @@ class Pool:
         for group in groups:
             self._ledger.end(group.attempt.attempt_id, Outcome.TRAINED)
             del self._live[group.attempt.attempt_id]
+            self._observer.ended(group.attempt.attempt_id, Outcome.TRAINED, step=self._steps)
+        self._steps += 1
         self._admission.trained(len(groups), leads_to=target_version + 1)
 
     def commit(self, version: int) -> None:
@@ -111,6 +139,7 @@ class Pool:
         """The run ends: so does everything that is live."""
         for attempt_id in list(self._live):
             self._ledger.end(attempt_id, Outcome.CANCELLED)
+            self._observer.ended(attempt_id, Outcome.CANCELLED)
         self._admission.leave(len(self._live))
         self._live.clear()
 
@@ -120,9 +149,9 @@ class Pool:
         self._ledger.check(buffered=(group.attempt.attempt_id for group in self._buffer))
         live = {row.attempt_id for row in self._ledger.live()}
         if live != self._live.keys():
-            raise ContractViolation(
-                f"C2: the ledger and the pool disagree about {sorted(live ^ self._live.keys())}"
-            )
+            raise ContractViolation(f"C2: the ledger and the pool disagree about {sorted(live ^ self._live.keys())}")
+        stages = {row.attempt_id: row.stage for row in self._ledger.live()}
+        self._observer.checked(self._ledger.balance().issued, stages)
 
     def balance(self) -> Balance:
         """Attempts by stage and outcome."""
@@ -135,6 +164,10 @@ class Pool:
     def lead(self) -> int:
         """Attempts admitted and not yet trained (C4)."""
         return self._admission.occupied
+
+    def can_move(self) -> bool:
+        """Whether anything can happen without the trainer: an attempt is in flight, or may be admitted."""
+        return self.room() > 0 or self._ledger.in_flight > 0
 
     def describe(self) -> str:
         """One line for whoever asks why nothing moves (C10)."""
@@ -149,22 +182,43 @@ class Pool:
         """JSON-serializable. What is live or was offered is saved as owed to its prompt, and issued again."""
         owed = [_owed(attempt) for attempt in self._live.values()]
         owed += [_owed(Attempt(attempt_id=-1, prompt=prompt, epoch=epoch)) for epoch, prompt in self._fresh]
-        return {"ledger": self._ledger.state(), "book": self._book.state(), "owed": msgspec.to_builtins(owed)}
+        return {
+            "ledger": self._ledger.state(),
+            "book": self._book.state(),
+            "owed": msgspec.to_builtins(owed),
+            "steps": self._steps,
+        }
 
-    def restore(self, state: Mapping[str, Any], *, total_groups: int | None = None) -> None:
-        """Before anything was issued. ``total_groups``: what is left to train, as at construction."""
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        total_groups: int | None = None,
+        readmissions: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Before anything was issued. ``total_groups``: what is left to train, as at construction.
+
+        ``readmissions``: request → ids of quarantined prompts that shall get attempts again.
+        """
         self._ledger.restore(state["ledger"])
+        self._steps = int(state["steps"])
         self._total_groups = None if total_groups is None else self._ledger.trained + total_groups
         book = dict(state["book"])
         self._book.restore({**book, "retries": [*state["owed"], *book["retries"]]})
+        for request_id, prompt_ids in (readmissions or {}).items():
+            self._book.readmit(request_id, prompt_ids)
+        self._observer.restored(self.balance(), self._book.dead_letters)
 
-    def _end_untrained(self, attempt: Attempt, cause: Cause, reason: str) -> None:
+    def _end_untrained(self, attempt: Attempt, cause: Cause, reason: str, *, target_version: int | None = None) -> None:
         verdict = self._book.ended(attempt, cause, reason)
         self._ledger.end(attempt.attempt_id, verdict.outcome, verdict.reason)
+        self._observer.ended(attempt.attempt_id, verdict.outcome, verdict.reason, target_version=target_version)
         del self._live[attempt.attempt_id]
         self._admission.leave()
         if verdict.dead_letter:
             self.dead_letters.append(verdict.dead_letter)
+            prompt_id = verdict.dead_letter.prompt_id
+            self._fresh = deque(fresh for fresh in self._fresh if fresh[1].prompt_id != prompt_id)
 
 
 def _owed(attempt: Attempt) -> Retry:

@@ -95,9 +95,7 @@ def _read_spans(raw: object, newest_possible: int) -> list[VersionSpan]:
     spans = []
     for entry in raw:
         if not isinstance(entry, Mapping):
-            raise VersionUnknownError(
-                f"expected weight_versions entries {{version, start, end}}, found {entry!r}"
-            )
+            raise VersionUnknownError(f"expected weight_versions entries {{version, start, end}}, found {entry!r}")
         version = _parse_version(entry.get("version"), "weight_versions", newest_possible)
         start, end = entry.get("start"), entry.get("end")
         if isinstance(start, int) and isinstance(end, int):
@@ -127,9 +125,7 @@ def _assign_edges(spans: Sequence[VersionSpan], num_tokens: int, dispatched: int
     first = spans[0]
     edges = [(min(first.version, dispatched), 0)]  # (version, first token it has)
     edges.append((first.version, EDGE_TOLERANCE if first.version > dispatched else 0))
-    edges += [
-        (after.version, max(before.end, after.start) + EDGE_TOLERANCE) for before, after in pairwise(spans)
-    ]
+    edges += [(after.version, max(before.end, after.start) + EDGE_TOLERANCE) for before, after in pairwise(spans)]
     stops = [start for _, start in edges[1:]] + [num_tokens]
     result: list[VersionSpan] = []
     for (version, _), stop in zip(edges, stops, strict=True):
@@ -156,13 +152,9 @@ def versions_per_token(spans: Sequence[VersionSpan], num_tokens: int) -> Int32:
 def _loss_versions(weight_versions: Int32, loss_mask: UInt8) -> Int32:
     versions: Int32 = weight_versions[loss_mask != 0]
     if versions.size == 0:
-        raise VersionUnknownError(
-            "expected at least one token that carries loss, found none: the sample has no age"
-        )
+        raise VersionUnknownError("expected at least one token that carries loss, found none: the sample has no age")
     if versions.min() <= NO_VERSION:
-        raise VersionUnknownError(
-            "expected a weight version for every token that carries loss, found one without"
-        )
+        raise VersionUnknownError("expected a weight version for every token that carries loss, found one without")
     return versions
 
 

@@ -227,6 +227,8 @@ class FakeEngine:
         return _outcome(None)
 
     async def _begin(self, request: web.Request) -> web.Response:
+        if self._updating:
+            return _outcome("a weight-update session is already open")
         self._updating = True
         return _outcome(None)
 

@@ -77,6 +77,8 @@ class FakeFleet:
         self.logprobs: dict[str, tuple[float, ...]] = {}
         self.versions: dict[str, int] = {}
         self.paused: set[str] = set()
+        self.sessions: set[str] = set()  # engines between begin and end of an update
+        self.complete: dict[str, list[str]] = {}  # tensors received in the session
         self.fenced: list[str] = []
 
     async def members(self) -> FleetMembers:
@@ -92,6 +94,11 @@ class FakeFleet:
         self.events.append(step)
         failing = self.faults.get(step, set())
         return {engine: EngineError(f"{step} refused") if engine in failing else None for engine in engines}
+
+    async def probe(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+        self.events.append("probe")
+        failing = self.faults.get("probe", set())
+        return {engine: EngineError("no answer") if engine in failing else None for engine in engines}
 
     async def pause(self, engines: Sequence[str], mode: str) -> Mapping[str, Exception | None]:
         self.paused |= set(engines)
@@ -109,7 +116,14 @@ class FakeFleet:
         return self._result("disconnect", engines)
 
     async def begin_update(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
-        return self._result("begin", engines)
+        result = self._result("begin", engines)
+        for engine in engines:
+            if engine in self.sessions:  # SGLang refuses a second session
+                result[engine] = EngineError("a weight-update session is already open")
+            elif result[engine] is None:
+                self.sessions.add(engine)
+                self.complete[engine] = []
+        return result
 
     async def receive_bucket(
         self,
@@ -120,9 +134,16 @@ class FakeFleet:
         flush_cache: bool,
     ) -> Mapping[str, Exception | None]:
         self.versions |= dict.fromkeys(engines, version)
-        return self._result(f"receive {tensors[0].name}", engines)
+        result = self._result(f"receive {tensors[0].name}", engines)
+        if any(result.values()):  # one broken member breaks the group for all
+            result = {engine: error or EngineError("connection closed by peer") for engine, error in result.items()}
+        for engine, error in result.items():
+            if error is None:
+                self.complete[engine] += [tensor.name for tensor in tensors]
+        return result
 
     async def end_update(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+        self.sessions -= set(engines)
         return self._result("end", engines)
 
     async def resume(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
@@ -146,6 +167,7 @@ class FakeFleet:
 
     async def fence(self, engines: Sequence[str], reason: str) -> None:
         self.fenced += engines
+        self.sessions -= set(engines)  # its process is ended
         self.serving = [engine for engine in self.serving if engine not in engines]
         self.joining = [engine for engine in self.joining if engine not in engines]
 
@@ -194,6 +216,9 @@ class FakeRollout:
         return {"eval/accuracy": 1.0}
 
     async def stats(self) -> dict[str, Any]:
+        return {}
+
+    async def last_stats(self) -> dict[str, Any]:
         return {}
 
     async def state(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -66,10 +65,6 @@ class RealRun:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {timeout:g} s:\n{self.output}") from None
-
-    def interrupt(self) -> None:
-        """Ctrl-C."""
-        self.process.send_signal(signal.SIGINT)
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the run that are alive, wherever they hang in the process tree."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,12 @@ def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) ->
     assert "flush_cache" not in str(run.steps)
 
 
-def test_ctrl_c_stops_cleanly_and_says_what_was_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_interruption_stops_cleanly_and_says_what_was_done(signal_number: int, tmp_path: Path) -> None:
     # covers: C10
     with real_run(tmp_path / "run", "--num-rollout", "1000", "--pause-generation-mode", "abort") as run:
         run.wait_for_steps(2, RUN_SECONDS)
-        run.interrupt()
+        run.process.send_signal(signal_number)
         assert run.wait(60) == 130, run.output
         run.assert_nothing_left()
     assert not traceback_in(run.output), run.output
@@ -100,6 +102,8 @@ def test_ctrl_c_stops_cleanly_and_says_what_was_done(tmp_path: Path) -> None:
     assert summary["ending"] == "interrupted"
     assert summary["steps"] >= 2
     assert summary["balanced"]
+    assert summary["groups"]["cancelled"] > 0
+    assert summary["groups"]["in_flight"] == 0
 
 
 def test_engine_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path) -> None:

@@ -188,6 +188,14 @@ async def test_resume_names_weights_that_were_never_published_anew() -> None:
     assert only(b.events, "stage", "cut") == ["stage 8", "cut for 8", "cut for 9", "stage 9"]
 
 
+async def test_resuming_a_run_that_is_complete_ends_at_once() -> None:
+    # covers: C9
+    b = bench(steps=3, resume=Position(step=3, version=2), evaluate=True)
+    await b.controller.run()
+    assert only(b.events, "cut", "train") == []
+    assert b.records.evaluations == [3]
+
+
 async def test_resume_goes_on_with_step_and_version_and_publishes_before_generating() -> None:
     b = bench(steps=5, resume=Position(step=3, version=7), save_interval=1)
     await b.controller.run()

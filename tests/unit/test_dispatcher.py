@@ -18,6 +18,7 @@ from miles_async.errors import (
     TransientEngineError,
     first_error,
 )
+from miles_async.rewards.hub import GuardedReward
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.staleness.attempts import RetryPolicy
@@ -48,12 +49,11 @@ class Engine:
     def __init__(self) -> None:
         self.version = 0
         self.calls = 0
+        self.hangs = False
         self.script: Callable[[int], Exception | Generation | None] = lambda call: None
 
-    async def generate(
-        self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str
-    ) -> Generation:
-        await asyncio.sleep(0)
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
+        await asyncio.sleep(3600 if self.hangs else 0)
         call, self.calls = self.calls, self.calls + 1
         scripted = self.script(call)
         if isinstance(scripted, Exception):
@@ -82,14 +82,12 @@ class Bench:
         self.engine, self.source = Engine(), Prompts()
         hooks = Hooks(
             generate=SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids))),
-            reward=options.pop("reward", reward),
+            reward=GuardedReward(options.pop("reward", reward), timeout=options.pop("reward_timeout", 60.0)),
             group_filter=options.pop("group_filter", None),
         )
         self.dispatcher = Dispatcher(
             pool=Pool(
-                StalenessPolicy(
-                    bound=options.pop("bound", 1), lead_batches=2, batch_size=BATCH, action="recycle"
-                ),
+                StalenessPolicy(bound=options.pop("bound", 1), lead_batches=2, batch_size=BATCH, action="recycle"),
                 RetryPolicy(
                     max_prompt_attempts=2,
                     max_quarantined_prompts=options.pop("quarantine", 3),
@@ -284,8 +282,52 @@ async def test_reward_that_hangs_costs_its_attempt_only() -> None:
 async def test_stall_says_who_waits_for_whom() -> None:
     # covers: C10
     bench = Bench()
-    with pytest.raises(StalledError, match=r"trainer waits for a batch.*--stall-timeout.*0 groups buffered"):
+    bench.engine.hangs = True
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(bench):
+            await bench.dispatcher.cut(0)
+    error = first_error(caught.value)
+    assert isinstance(error, StalledError)
+    assert "the trainer waits for a batch" in str(error)
+    assert "--stall-timeout): 4 attempts in flight, 0 groups buffered" in str(error)
+
+
+async def test_full_pool_is_no_stall_the_trainer_is_just_slow() -> None:
+    # covers: C10, P3
+    async with running(Bench(total_groups=BATCH)) as bench:  # as with a lead of one batch
+        groups = await bench.dispatcher.cut(0)
+        waiting = asyncio.ensure_future(bench.dispatcher.cut(1))
+        await asyncio.sleep(0.7)  # twice the stall timeout
+        assert not waiting.done()
+        waiting.cancel()
+        bench.dispatcher.pool.trained(groups, 0)
+
+
+async def test_filter_that_rejects_everything_stalls() -> None:
+    # covers: C3, C10
+    bench = Bench(group_filter=lambda group: "never good enough")
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(bench):
+            await bench.dispatcher.cut(0)
+    assert isinstance(first_error(caught.value), StalledError)
+
+
+async def test_generate_of_the_user_that_raises_costs_its_attempt_only() -> None:
+    # covers: C6
+    bench = Bench(quarantine=100)
+    bench.engine.script = lambda call: KeyError("tool") if call == 0 else None
+    async with running(bench):
         await bench.dispatcher.cut(0)
+    assert bench.balance()["failed"] == 1
+
+
+async def test_source_with_quarantined_prompts_only_is_an_error_that_says_so() -> None:
+    bench = Bench(reward=fail_for("p0"), quarantine=100)
+    bench.source.take = lambda count: [(0, Prompt(prompt_id="p0", token_ids=(1,), text=""))]  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(bench):
+            await bench.dispatcher.cut(0)
+    assert "found only the 1 that are" in str(first_error(caught.value))
 
 
 async def test_end_of_run_cancels_what_is_live_and_the_balance_adds_up() -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from arguments import WeightsArguments
-from miles_async.errors import PublicationError
+from miles_async.errors import EngineError, PublicationError
 from miles_async.weights.publisher import WeightPublisher
 from tests.fakes.fake_sides import FakeFleet, FakeTrainer
 
 
-def make(fleet: FakeFleet, **arguments: object) -> WeightPublisher:
+def make(fleet: FakeFleet, engines_timeout: float = 10.0, **arguments: object) -> WeightPublisher:
     return WeightPublisher(
         FakeTrainer(fleet.events),
         fleet,
         WeightsArguments(**arguments),
         tolerance=1e-3,
         backend="gloo",
+        engines_timeout=engines_timeout,
         poll_seconds=0.01,
     )
 
@@ -26,7 +30,7 @@ async def test_order_of_a_publication() -> None:
     fleet = FakeFleet([])
     publication = await make(fleet).publish(0)
     assert fleet.events == [
-        "stage 0", "open 2", "connect", "pause retract", "flush", "begin",
+        "stage 0", "probe", "open 2", "connect", "pause retract", "flush", "begin",
         "send 0/0", "receive t0", "send 0/1", "receive t1", "end", "resume", "score", "admit 0",
     ]  # fmt: skip
     assert publication.engines == ("engine-0",)
@@ -54,18 +58,55 @@ async def test_group_is_kept_while_engines_stay_the_same() -> None:
     assert "open 3" in fleet.events
 
 
-@pytest.mark.parametrize("step", ["connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end"])
+@pytest.mark.parametrize(
+    "step", ["probe", "connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end", "resume"]
+)
 async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str) -> None:
     # covers: C8
-    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
     fleet.faults[step] = {"engine-1"}
     publication = await make(fleet).publish(3)
+    assert set(publication.engines) == {"engine-0", "engine-2"}
+    assert fleet.fenced == ["engine-1"]
+    assert fleet.serving == ["engine-0", "engine-2"]
+    assert not fleet.paused & {"engine-0", "engine-2"}
+    assert not fleet.sessions
+    for engine in ("engine-0", "engine-2"):
+        assert fleet.complete[engine] == ["t0", "t1"], "a part of the weights is not enough"
+
+
+async def test_a_group_that_broke_by_itself_costs_no_engine() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    plain, broken = fleet.receive_bucket, []
+
+    async def break_once(engines: Any, *rest: Any) -> Any:
+        if not broken:
+            broken.append(True)
+            return {engine: EngineError("connection closed by peer") for engine in engines}
+        return await plain(engines, *rest)
+
+    fleet.receive_bucket = break_once  # type: ignore[method-assign]
+    publication = await make(fleet).publish(3)
+    assert set(publication.engines) == {"engine-0", "engine-1"}
+    assert publication.fenced == ()
+
+
+async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
+    # covers: C8, C10
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    plain = fleet.receive_bucket
+
+    async def hang(engines: Any, *rest: Any) -> Any:
+        if "engine-1" in engines:
+            await asyncio.sleep(0.05)  # the fleet's own deadline
+            return {engine: EngineError("no answer within 0.05 s") for engine in engines}
+        return await plain(engines, *rest)
+
+    fleet.receive_bucket = hang  # type: ignore[method-assign]
+    publication = await make(fleet, publication_timeout=5.0).publish(3)
     assert publication.engines == ("engine-0",)
     assert fleet.fenced == ["engine-1"]
-    assert fleet.serving == ["engine-0"]
-    assert "engine-0" not in fleet.paused
-    last_begin = len(fleet.events) - 1 - fleet.events[::-1].index("begin")
-    assert [e for e in fleet.events[last_begin:] if e.startswith("receive")] == ["receive t0", "receive t1"]
 
 
 async def test_engine_that_answers_with_the_old_version_is_fenced() -> None:
@@ -86,11 +127,25 @@ async def test_canary_that_disagrees_fences(logprobs: tuple[float, ...]) -> None
     assert fleet.serving == ["engine-1"]
 
 
-async def test_without_any_engine_it_says_so_at_the_deadline() -> None:
+async def test_without_any_engine_it_says_so_at_the_deadline_and_why() -> None:
     # covers: C10
-    fleet = FakeFleet([], joining=())
-    with pytest.raises(PublicationError, match=r"version 2.*--publication-timeout.*waiting for engines"):
+    fleet = FakeFleet([], joining=("engine-0",))
+    fleet.faults["pause retract"] = {"engine-0"}
+    with pytest.raises(PublicationError, match=r"waited 0.05 s for an engine.*engine-0 was lost: pause.*refused"):
+        await make(fleet, engines_timeout=0.05).publish(2)
+
+
+async def test_update_that_takes_too_long_says_where_it_was() -> None:
+    # covers: C10
+    fleet = FakeFleet([])
+
+    async def hang(engines: Any) -> Any:
+        await asyncio.sleep(60)
+
+    fleet.flush_cache = hang  # type: ignore[method-assign]
+    with pytest.raises(PublicationError, match=r"version 2.*--publication-timeout.*pausing"):
         await make(fleet, publication_timeout=0.05).publish(2)
+    assert not fleet.paused, "engines go on whatever happens"
 
 
 async def test_repair_touches_joining_engines_only_and_uses_the_served_version() -> None:

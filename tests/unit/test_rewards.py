@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import types
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from arguments.specification import flag_specifications
 from miles_async.errors import ConfigurationError, RewardError
 from miles_async.hooks import load_object
 from miles_async.protocols import Generate, GroupFilter, PromptSource, Reward
-from miles_async.rewards.hub import REWARDS, exact_match, resolve_reward
+from miles_async.rewards.hub import REWARDS, GuardedReward, exact_match, resolve_reward
 from miles_async.types import Prompt, Sample
 
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
@@ -62,14 +63,42 @@ class TestHub:
         for name in REWARDS:
             assert isinstance(resolve_reward(RolloutArguments(rm_type=name)), Reward)
 
-    def test_own_reward(self, hooks: types.ModuleType):
-        assert resolve_reward(RolloutArguments(custom_rm_path="own_hooks:good")) is hooks.good
+    async def test_own_reward(self, hooks: types.ModuleType):
+        reward = resolve_reward(RolloutArguments(custom_rm_path="own_hooks:good"))
+        assert await reward(PROMPT, sample("21")) == await hooks.good(PROMPT, sample("21"))
 
     def test_nothing_and_unknown_are_refused(self):
         with pytest.raises(ConfigurationError, match="no reward: give --rm-type"):
             resolve_reward(RolloutArguments())
         with pytest.raises(ConfigurationError, match="--rm-type maths: expected one of exact_match"):
             resolve_reward(RolloutArguments(rm_type="maths"))
+
+
+class TestGuardedReward:
+    """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), "no number", None])
+    async def test_what_is_no_finite_number_is_an_error(self, value: Any):
+        async def reward(prompt: Prompt, sample: Sample) -> Any:
+            return value
+
+        with pytest.raises(RewardError):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    async def test_whatever_it_raises_is_a_reward_error(self):
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            raise AssertionError("no label")
+
+        with pytest.raises(RewardError, match="AssertionError"):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    async def test_it_takes_bounded_time(self):
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            await asyncio.sleep(60)
+            return 1.0
+
+        with pytest.raises(RewardError, match=r"longer than --reward-timeout 0\.01 s"):
+            await GuardedReward(reward, timeout=0.01)(PROMPT, sample("21"))
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 import structlog
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
 log = structlog.get_logger(__name__)
 
-JOIN_SECONDS = 60.0  # an engine that is up joins in less than a second
+JOIN_SECONDS = 30.0  # an engine that is up joins in less than a second
 
 
 @dataclass(slots=True)
@@ -93,9 +93,10 @@ class DistributedSender:
             Backend(self._backend),
             PrefixStore(name, group.store),
             group_name=name,
-            timeout=self._timeout,
+            timeout=self._join_timeout,
         )
         _world.pg_group_ranks[process_group] = {rank: rank for rank in range(group.world_size)}
+        _set_pg_timeout(self._timeout, process_group)  # of sending; joining has to be quick
         return process_group
 
     @staticmethod

@@ -1,0 +1,203 @@
+"""``miles-async ledger`` and ``miles-async explain``: what became of every attempt of a run.
+
+Both only read the run, while it goes on, after it, and after a crash (up to the last flush). ``--readmit`` writes a
+request beside the checkpoints, for the next ``--load``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from miles_async.checkpoints import newest_checkpoint
+from miles_async.errors import CheckpointError, ConfigurationError, LedgerError
+from miles_async.readmission import request_readmission
+from miles_async.run_directory import LEDGER_FILE
+from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
+from miles_async.staleness.ledger import Balance
+from miles_async.staleness.ledger_reader import LedgerReader, open_ledger
+from miles_async.staleness.story import tell
+
+ALL = "all"
+MAX_REASONS = 20  # most frequent ones that are printed; errors of engines can each be different
+
+
+def ledger(words: Sequence[str]) -> str:
+    """``miles-async ledger``; what it prints.
+
+    Raises:
+        ConfigurationError: there is no such directory or prompt; the message has the nearest one.
+        LedgerError: the ledger cannot be read, or its balance does not add up.
+    """
+    parser = _Parser(
+        prog="miles-async ledger",
+        description="Where the attempts of a run ended, by outcome and reason; and that none is missing (C2).",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a run directory, or a directory of checkpoints")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--dead-letter", action="store_true", help="list quarantined prompts, with their reasons")
+    which.add_argument(
+        "--readmit",
+        nargs="+",
+        metavar="PROMPT",
+        help="give quarantined prompts (ids, or all) another budget when the run is resumed with --load",
+    )
+    parsed = parser.parse_args(words)
+    _check_directory(parsed.directory)
+    if parsed.readmit:
+        return _readmit(parsed.directory, parsed.readmit)
+    if parsed.dead_letter:
+        return _show_dead_letters(_dead_letters(parsed.directory).values())
+    with open_ledger(_ledger_file(parsed.directory)) as reader:
+        return _show_balance(reader)
+
+
+def explain(words: Sequence[str]) -> str:
+    """``miles-async explain``; what it prints. Raises as :func:`ledger` does."""
+    parser = _Parser(
+        prog="miles-async explain",
+        description="What happened to a prompt, attempt by attempt; or to one attempt, whose samples are a group.",
+    )
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument("subject", metavar="PROMPT_OR_GROUP", help="the id of a prompt, or the number of an attempt")
+    parsed = parser.parse_args(words)
+    _check_directory(parsed.directory)
+    with open_ledger(_ledger_file(parsed.directory)) as reader:
+        records = reader.find(parsed.subject)
+        if not records:
+            raise ConfigurationError(f"{parsed.directory}: {_not_found(reader, parsed.subject)}")
+        started_at = reader.started_at()
+        stories = [tell(r, started_at=started_at, came_again_as=reader.next_attempt(r)) for r in records]
+        return "\n\n".join(stories) + f"\n{_carried_note(reader)}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports errors as exceptions; ``miles_async.cli`` alone turns them into an exit code."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
+
+
+# ------------------------------------------------------------------------------------------------------- directories
+def _check_directory(directory: Path) -> None:
+    if directory.is_dir():
+        return
+    siblings = [path.name for path in directory.parent.iterdir() if path.is_dir()] if directory.parent.is_dir() else []
+    nearest = difflib.get_close_matches(directory.name, siblings, n=1)
+    hint = f"; did you mean {directory.with_name(nearest[0])}?" if nearest else ""
+    raise ConfigurationError(f"there is no directory {directory}{hint}")
+
+
+def _ledger_file(directory: Path) -> Path:
+    path = directory / LEDGER_FILE
+    if not path.is_file():
+        raise ConfigurationError(f"expected a run directory with a {LEDGER_FILE}, found none in {directory}")
+    return path
+
+
+def _save_directory(directory: Path) -> Path:
+    """Where the checkpoints are: ``--save`` of the run in ``directory``, or ``directory`` itself."""
+    if not (directory / LEDGER_FILE).is_file():
+        return directory
+    try:
+        config = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+        save = config["checkpoint"]["save"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(
+            f"{directory / 'config.toml'} does not say where the checkpoints are ({error!r}); name the directory of "
+            "--save instead"
+        ) from None
+    if save == "none":
+        raise ConfigurationError(f"the run in {directory} writes no checkpoints (--save): it cannot be resumed")
+    return Path(save)
+
+
+# ---------------------------------------------------------------------------------------------------------- balance
+def _show_balance(reader: LedgerReader) -> str:
+    balance, carried = reader.balance(), reader.carried()
+    summary = balance.summary()
+    issued = summary.pop("issued")
+    width = max(len(str(issued)), 6)
+    lines = [f"{issued:>{width}}  issued" + (f", {carried.balance.issued} of them before --load" if carried else "")]
+    lines += [f"{count:>{width}}  {name.replace('_', ' ')}" for name, count in summary.items() if count]
+    total = sum(summary.values())
+    if total != issued:
+        raise LedgerError(f"C2: {issued} attempts were issued and {total} are accounted for: {balance}")
+    lines.append(f"balanced: issued = {' + '.join(str(count) for count in summary.values() if count) or 0}")
+    return "\n".join([*lines, *_show_reasons(balance, width)]) + "\n"
+
+
+def _show_reasons(balance: Balance, width: int) -> list[str]:
+    if not balance.reasons:
+        return []
+    reasons = sorted(balance.reasons.items(), key=lambda item: (-item[1], item[0]))
+    lines = ["", "reasons"]
+    lines += [f"{count:>{width}}  {reason.replace('_', ' ', 1)}" for reason, count in reasons[:MAX_REASONS]]
+    if rest := reasons[MAX_REASONS:]:
+        lines.append(f"{sum(count for _, count in rest):>{width}}  {len(rest)} other reasons")
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------------- dead letters
+def _dead_letters(directory: Path) -> dict[str, DeadLetter]:
+    """By prompt: of the run, if it is a run directory, else of the newest checkpoint."""
+    if (directory / LEDGER_FILE).is_file():
+        with open_ledger(directory / LEDGER_FILE) as reader:
+            return {letter.prompt_id: letter for letter in reader.dead_letters()}
+    try:
+        state = msgspec.json.decode((newest_checkpoint(directory) / "rollout.json").read_bytes())
+        quarantined = msgspec.convert(state["pool"]["book"]["quarantined"], tuple[Retry, ...])
+    except CheckpointError:
+        raise ConfigurationError(
+            f"expected a run directory ({LEDGER_FILE}) or checkpoints (iter_...), found neither in {directory}"
+        ) from None
+    except (OSError, KeyError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"cannot read the newest checkpoint in {directory}: {error!r}") from error
+    return {retry.prompt.prompt_id: dead_letter(retry) for retry in quarantined}
+
+
+def _show_dead_letters(letters: Iterable[DeadLetter]) -> str:
+    lines: list[str] = []
+    for letter in letters:
+        lines += [f"{letter.prompt_id} (epoch {letter.epoch})", *(f"  {reason}" for reason in letter.reasons)]
+    return "\n".join(lines or ["no prompt is quarantined"]) + "\n"
+
+
+def _readmit(directory: Path, wanted: Sequence[str]) -> str:
+    letters = _dead_letters(directory)
+    if not letters:
+        raise ConfigurationError(f"{directory}: no prompt is quarantined, so none can be readmitted")
+    prompt_ids = list(letters) if list(wanted) == [ALL] else list(dict.fromkeys(wanted))
+    for prompt_id in prompt_ids:
+        if prompt_id not in letters:
+            nearest = difflib.get_close_matches(prompt_id, letters, n=1) or list(letters)[:1]
+            raise ConfigurationError(f"{directory}: {prompt_id} is not quarantined; did you mean {nearest[0]}?")
+    save = _save_directory(directory)
+    path = request_readmission(save, prompt_ids)
+    return f"{path}: the next run with --load {save} gives {', '.join(prompt_ids)} another budget\n"
+
+
+# ---------------------------------------------------------------------------------------------------------- stories
+def _not_found(reader: LedgerReader, subject: str) -> str:
+    known = reader.attempt_range()
+    if known is None:
+        return "no attempt has been issued yet"
+    message = f"no prompt and no attempt {subject!r} in this ledger (attempts {known[0]} to {known[1]})"
+    nearest = None if subject.isdecimal() else reader.nearest_prompt(subject)
+    return message + (f"; did you mean {nearest}?" if nearest else "") + _carried_note(reader)
+
+
+def _carried_note(reader: LedgerReader) -> str:
+    carried = reader.carried()
+    if carried is None or not carried.balance.issued:
+        return ""
+    return f"\n{carried.balance.issued} earlier attempts are in the ledgers of the runs that this one resumed from.\n"

@@ -1,0 +1,102 @@
+"""How long things take: fixed, lognormal (long tails), or drawn from a trace of measured seconds."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from miles_async.errors import ConfigurationError
+
+
+class Distribution(Protocol):
+    """Seconds, one draw at a time."""
+
+    def draw(self, chance: random.Random) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always the same."""
+
+    seconds: float
+
+    def draw(self, chance: random.Random) -> float:
+        return self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """exp(N(ln median, σ²)), cut at ``longest`` as ``--rollout-max-response-len`` cuts responses."""
+
+    median: float
+    sigma: float
+    longest: float = math.inf
+
+    def draw(self, chance: random.Random) -> float:
+        return min(self.longest, chance.lognormvariate(math.log(self.median), self.sigma))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Measured values, drawn with replacement."""
+
+    seconds: tuple[float, ...] = field(repr=False)
+
+    def draw(self, chance: random.Random) -> float:
+        return chance.choice(self.seconds)
+
+
+def median(distribution: Distribution) -> float:
+    """Of 1,001 draws, always the same ones."""
+    chance = random.Random(0)
+    return sorted(distribution.draw(chance) for _ in range(1001))[500]
+
+
+def parse_distribution(text: str, flag: str) -> Distribution:
+    """``fixed:SECONDS``, ``lognormal:MEDIAN:SIGMA[:LONGEST]``, ``trace:FILE`` or just SECONDS.
+
+    A trace has one number of seconds per line; lines that are empty or start with # are comments. Raises
+    ConfigurationError naming ``flag``.
+
+    >>> parse_distribution("lognormal:20:0.5", "--latency")
+    LogNormal(median=20.0, sigma=0.5, longest=inf)
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "trace":
+        return _read_trace(Path(rest), f"{flag} {text}")
+    words = rest.split(":") if rest else [kind]
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    finite = bool(numbers) and all(math.isfinite(number) and number >= 0 for number in numbers)
+    if finite and kind == "lognormal" and len(numbers) in (2, 3) and numbers[0] > 0:
+        return LogNormal(*numbers)
+    if finite and len(numbers) == 1 and (kind == "fixed" or not rest):
+        return Fixed(numbers[0])
+    raise ConfigurationError(
+        f"{flag} {text}: expected SECONDS, fixed:SECONDS, lognormal:MEDIAN:SIGMA[:LONGEST] or trace:FILE"
+    )
+
+
+def _read_trace(path: Path, named: str) -> Trace:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"{named}: {error}") from None
+    seconds = []
+    for number, line in enumerate(lines, start=1):
+        if not (word := line.strip()) or word.startswith("#"):
+            continue
+        try:
+            seconds.append(float(word))
+        except ValueError:
+            raise ConfigurationError(f"{named}: line {number}: expected seconds, found {word!r}") from None
+        if not (math.isfinite(seconds[-1]) and seconds[-1] >= 0):
+            raise ConfigurationError(f"{named}: line {number}: expected seconds from 0 up, found {word!r}")
+    if not seconds:
+        raise ConfigurationError(f"{named}: no seconds in it; expected one number per line")
+    return Trace(tuple(seconds))

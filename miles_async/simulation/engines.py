@@ -1,0 +1,204 @@
+"""Simulated servers and router under the real fleet, registry and client: what ``EngineStack`` is to a real run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, cast
+
+from miles_async.engines.client import ROUTING_KEY, RouterClient
+from miles_async.engines.fleet import Fleet
+from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.router import Router
+from miles_async.engines.traffic import Traffic
+from miles_async.errors import EngineStartError
+from miles_async.simulation.engine import Meter, SimulatedEngine
+from miles_async.simulation.events import EventLog
+from miles_async.simulation.network import Host, Network, Response, SimulatedHttp
+from miles_async.simulation.settings import CallFault, SimulationSettings
+from miles_async.staleness.versions import parse_spans
+
+ROUTER_URL = "sim://router"
+HASHING_POLICY = "consistent_hashing"
+
+
+class SimulatedEngines:
+    """Implements the manager's ``Engines``. Make it on the loop that it runs on."""
+
+    def __init__(self, settings: SimulationSettings, log: EventLog) -> None:
+        self.network = Network()
+        self.registry = EngineRegistry()
+        self.meter = Meter()
+        self._settings = settings
+        self._log = log
+        self._latencies = random.Random(f"{settings.seed} responses")
+        self._crashes = random.Random(f"{settings.seed} crashes")
+        self._pending_crashes = list(settings.faults.crashes)
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self._traffic = Traffic(asyncio.get_running_loop().time)
+        http = SimulatedHttp(self.network)
+        router = SimulatedRouter(self.registry, self.network, settings.engines.sglang_router_policy)
+        self.fleet = Fleet(
+            self.registry,
+            cast(Router, router),
+            http,
+            self._traffic,
+            self._launch,
+            num_engines=settings.num_engines,
+            max_restarts=settings.engines.engine_max_restarts,
+            bucket_timeout=settings.weights.publication_timeout / 4,  # as EngineStack
+        )
+        self.client = RouterClient(
+            http,
+            self.registry,
+            self._traffic,
+            router_url=lambda: ROUTER_URL,
+            parse_versions=parse_spans,
+            request_timeout=settings.engines.request_timeout,
+            retries=settings.engines.request_retries,
+            gate_timeout=settings.engines.engine_start_timeout + settings.weights.publication_timeout + 60,
+        )
+        self._router = router
+
+    async def start(self) -> None:
+        await self._router.start()
+        await self.fleet.start()
+
+    async def supervise(self) -> None:
+        await self.fleet.supervise()
+
+    async def wait_for_joining(self) -> None:
+        await self.fleet.wait_for_joining()
+
+    def stats(self) -> Mapping[str, Any]:
+        return {"in_flight": self._traffic.in_flight, "busy_seconds": self._traffic.busy_seconds()}
+
+    async def stop(self) -> None:
+        await self.fleet.stop()
+
+    def _launch(self, engine_index: int, incarnation: int) -> SimulatedServer:
+        return SimulatedServer(self, engine_index, incarnation)
+
+    # What one server asks of the whole.
+    def new_engine(self, index: int, incarnation: int) -> SimulatedEngine:
+        """The server of engine ``index``, listening."""
+        settings = self._settings
+        url = f"sim://engine-{index}.{incarnation}"
+        engine = SimulatedEngine(
+            f"engine-{index}",
+            url,
+            slots=settings.slots,
+            response_seconds=settings.response_seconds,
+            token_seconds=settings.token_seconds,
+            chance=self._latencies,
+            meter=self.meter,
+            log=self._log,
+            fault=lambda path: self._fault(index, path),
+        )
+        self.network.hosts[url] = engine
+        self._log.add("engine-up", engine=engine.name, incarnation=incarnation)
+        return engine
+
+    def start_seconds(self, index: int, incarnation: int) -> float:
+        """How long it takes to come up. Raises EngineStartError if it won't."""
+        if incarnation and self._settings.faults.never_restart:
+            raise EngineStartError(f"engine-{index} does not come up (simulated)")
+        return self._settings.start_seconds
+
+    def crash_seconds(self, index: int) -> list[float]:
+        """Seconds from now at which this engine dies unless it did before."""
+        now = asyncio.get_running_loop().time()
+        due = [crash for crash in self._pending_crashes if crash.engine == index and crash.at_seconds >= now]
+        delays = [crash.at_seconds - now for crash in due]
+        if (mean := self._settings.faults.mean_seconds_between_crashes) is not None:
+            delays.append(self._crashes.expovariate(1 / mean))
+        return delays
+
+    def _fault(self, index: int, path: str) -> str | None:
+        faults: tuple[CallFault, ...] = self._settings.faults.calls
+        if not faults:
+            return None
+        self._calls[index, path] += 1
+        call = self._calls[index, path]
+        return next((f.action for f in faults if (f.engine, f.path, f.call) == (index, path, call)), None)
+
+
+class SimulatedServer:
+    """A ``ServerHandle``."""
+
+    def __init__(self, engines: SimulatedEngines, index: int, incarnation: int) -> None:
+        self._engines = engines
+        self._index = index
+        self._incarnation = incarnation
+        self._engine: SimulatedEngine | None = None
+        self._crashes: list[asyncio.TimerHandle] = []
+
+    async def start(self) -> str:
+        await asyncio.sleep(self._engines.start_seconds(self._index, self._incarnation))
+        engine = self._engine = self._engines.new_engine(self._index, self._incarnation)
+        loop = asyncio.get_running_loop()
+        delays = self._engines.crash_seconds(self._index)
+        self._crashes = [loop.call_later(delay, self._end, "crashed") for delay in delays]
+        return engine.url
+
+    async def wait_exit(self) -> str:
+        assert self._engine is not None
+        return await self._engine.wait_exit()
+
+    async def stop(self) -> None:
+        self._end("stopped")
+
+    def _end(self, why: str) -> None:
+        for crash in self._crashes:
+            crash.cancel()
+        if self._engine is not None:
+            self._engines.network.hosts.pop(self._engine.url, None)
+            self._engine.die(why)
+
+
+class SimulatedRouter:
+    """Has the methods of ``engines.router.Router`` that the fleet uses, and is the host that spreads requests.
+
+    ``consistent_hashing`` sends all samples of a group to one engine; any other policy is taken as least loaded.
+    """
+
+    def __init__(self, registry: EngineRegistry, network: Network, policy: str) -> None:
+        self._registry = registry
+        self._network = network
+        self._policy = policy
+        self._urls: list[str] = []
+
+    async def start(self) -> None:
+        self._network.hosts[ROUTER_URL] = cast(Host, self)
+        self._registry.router_up = True
+        self._registry.notify()
+
+    async def supervise(self) -> None:
+        await asyncio.Event().wait()
+
+    async def add(self, url: str, timeout: float = 30.0) -> None:
+        if url not in self._urls:
+            self._urls.append(url)
+
+    async def remove(self, url: str) -> None:
+        if url in self._urls:
+            self._urls.remove(url)
+
+    async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
+        if not self._urls:
+            return Response(b"no worker is available", status=503)
+        host, _ = self._network.host(self._choose(headers.get(ROUTING_KEY, "")) + path)
+        return await host.answer(path, body, headers)
+
+    def _choose(self, key: str) -> str:
+        if self._policy == HASHING_POLICY:
+            return self._urls[zlib.crc32(key.encode()) % len(self._urls)]
+        hosts = self._network.hosts
+        return min(
+            (url for url in self._urls if url in hosts),
+            key=lambda url: cast(SimulatedEngine, hosts[url]).load,
+            default=self._urls[0],
+        )

@@ -1,0 +1,81 @@
+"""HTTP without sockets: what ``Http.session`` is to the real client, fleet and engine API.
+
+A URL is ``sim://HOST/PATH``. A host that is gone refuses connections; an exchange with one that dies is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+import aiohttp
+
+from miles_async.engines.http import Http
+
+
+class Response:
+    """As much of aiohttp's as we use."""
+
+    def __init__(self, body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        self.status = status
+        self.headers = headers or {}
+        self._body = body
+
+    async def read(self) -> bytes:
+        return self._body
+
+
+class Host(Protocol):
+    """Something that listens. May raise aiohttp.ClientError: the connection is cut."""
+
+    async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Response: ...
+
+
+class Network:
+    """Hosts by URL; has the methods of aiohttp.ClientSession that we use."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, Host] = {}
+
+    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> _Exchange:
+        return _Exchange(self, url, data, headers)
+
+    def request(self, method: str, url: str, *, data: bytes | None, headers: Mapping[str, str]) -> _Exchange:
+        return _Exchange(self, url, data or b"", headers)
+
+    def host(self, url: str) -> tuple[Host, str]:
+        """Who listens there, and the path. Raises ClientConnectionError if nobody does."""
+        slash = url.index("/", len("sim://"))
+        host = self.hosts.get(url[:slash])
+        if host is None:
+            raise aiohttp.ClientConnectionError(f"nobody listens at {url[:slash]}")
+        return host, url[slash:]
+
+
+class _Exchange:
+    """One request and its answer: an async context manager, as aiohttp's."""
+
+    def __init__(self, network: Network, url: str, body: bytes, headers: Mapping[str, str]) -> None:
+        self._network = network
+        self._url = url
+        self._body = body
+        self._headers = headers
+
+    async def __aenter__(self) -> Response:
+        host, path = self._network.host(self._url)
+        return await host.answer(path, self._body, self._headers)
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+
+class SimulatedHttp(Http):
+    """The session of a simulated network."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self._network = network
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        return cast(aiohttp.ClientSession, self._network)

@@ -1,0 +1,147 @@
+"""``miles-async plan``: the flags of a run, and how long its parts take → what to expect, and what to set."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich_argparse import RawDescriptionRichHelpFormatter
+
+from arguments.parser import parse_arguments
+from arguments.problems import refuse
+from arguments.ranges import range_problems
+from arguments.validation import check_deadlines, check_staleness
+from miles_async.errors import ConfigurationError
+from miles_async.simulation.distributions import Fixed, parse_distribution
+from miles_async.simulation.plan import Flags, Row, Timing, candidates, predict, recommend
+from miles_async.simulation.plan_view import plan_table, plan_text, plot_plan
+
+DESCRIPTION = """\
+Predict step time, idle time, ages and waste for a sweep of settings, by simulating the real control loop, and
+recommend the smallest age within 5 % of the fastest. Starts nothing, needs no model and no data.
+
+Flags of `miles-async train` (and @FILE, --config) say what is planned; those below say how long its parts take.
+SECONDS are a number, fixed:S, lognormal:MEDIAN:SIGMA[:LONGEST] or trace:FILE (one number per line)."""
+
+EPILOG = """\
+Examples:
+  miles-async plan @run.args --latency lognormal:20:0.5 --train-seconds 60 --publish-seconds 2
+  miles-async plan @run.args --latency trace:latencies.txt --train-seconds 60 --publish-seconds 2 \\
+      --sweep max-weight-staleness=1,2,4 --sweep rollout-num-gpus=4,6,8 --output plan.png
+"""
+
+
+def plan(words: Sequence[str]) -> str:
+    """The table and the recommendation, to be printed. Raises ConfigurationError if no candidate can work."""
+    own, train_words = _parser().parse_known_args(list(words))
+    timing = Timing(
+        response=parse_distribution(own.latency, "--latency"),
+        train=parse_distribution(own.train_seconds, "--train-seconds"),
+        publish=parse_distribution(own.publish_seconds, "--publish-seconds"),
+        stage_seconds=own.stage_seconds,
+        start_seconds=0.0,
+    )
+    base = parse_arguments(train_words, prog="miles-async plan").arguments
+    labels = list(dict.fromkeys(candidates(own.sweep)))
+    rows: list[Row] = []
+    for row in predict(
+        labels,
+        lambda words: _flags([*train_words, *words], own.engine_slots),
+        timing,
+        steps=own.steps,
+        seed=own.seed,
+        base_trainer_ranks=base.cluster.trainer_world_size,
+    ):
+        rows.append(row)
+        if sys.stderr.isatty():
+            end = "\n" if len(rows) == len(labels) else ""
+            print(f"\rsimulated {len(rows)} of {len(labels)}", end=end, file=sys.stderr, flush=True)
+    recommended = recommend(rows)
+    if recommended is None:
+        refuse([f"{row.label}: {row.refusal}" for row in rows])
+    console = Console()
+    with console.capture() as capture:
+        console.print(plan_table(rows, recommended))
+    text = capture.get() + plan_text(rows, recommended)
+    if own.output is not None:
+        plot_plan(rows, recommended, own.output)
+        text += f"wrote {own.output}\n"
+    return text
+
+
+def _flags(words: Sequence[str], slots: int | None) -> Flags:
+    arguments = parse_arguments(words, prog="miles-async plan").arguments
+    problems = [*range_problems(arguments)]
+    refuse(problems or [*check_staleness(arguments), *check_deadlines(arguments)])
+    if arguments.cluster.num_engines < 1:
+        raise ConfigurationError(
+            f"--rollout-num-gpus {arguments.cluster.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "
+            f"{arguments.cluster.rollout_num_gpus_per_engine}: there would be no engine"
+        )
+    return Flags(
+        rollout=arguments.rollout,
+        staleness=arguments.staleness,
+        weights=arguments.weights,
+        engines=arguments.engines,
+        num_engines=arguments.cluster.num_engines,
+        trainer_ranks=arguments.cluster.trainer_world_size,
+        slots_per_engine=slots,
+        stall_timeout=arguments.observability.stall_timeout,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message.removeprefix("argument "))
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="miles-async plan",
+        usage="miles-async plan [TRAIN FLAGS] --latency SECONDS --train-seconds SECONDS [--sweep FLAG=VALUE,...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=RawDescriptionRichHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--latency", required=True, metavar="SECONDS", help="of one response, on a slot of its own")
+    parser.add_argument(
+        "--train-seconds", required=True, metavar="SECONDS",
+        help="of one rollout step, with the trainer ranks given; a sweep of ranks scales it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--publish-seconds", default="0", metavar="SECONDS", help="engines are paused, per publication (default: 0)"
+    )
+    parser.add_argument(
+        "--stage-seconds", type=_seconds, default=0.0, metavar="S",
+        help="export and staging before the pause: the trainer is busy, engines generate (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine-slots", type=_positive, metavar="N",
+        help="requests an engine runs at once; the rest queue (default: --rollout-concurrency-per-engine)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="FLAG=VALUE,...",
+        help="train flags to vary, every combination (default: bounds and leads that are worth comparing)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=_positive, default=60, metavar="N", help="simulated per setting (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same plan (default: 0)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="draw the plan into this PNG")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    distribution = parse_distribution(text, "--stage-seconds")
+    if not isinstance(distribution, Fixed):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text}")
+    return distribution.seconds

@@ -1,0 +1,118 @@
+"""The plan for people: a table, a recommendation in words, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from miles_async.simulation.plan import GOOD_ENOUGH, Row
+from miles_async.simulation.result import SimulationResult
+
+BOTTLENECK = 0.1  # a side that is idle for more of the time waits for the other
+
+COLUMNS = ("flags", "step\ns", "×\nbound", "trainer\nidle", "engine\nidle", "age\nmean", "age\nmax", "stale", "waste")
+
+
+def plan_table(rows: Sequence[Row], recommended: Row | None) -> Table:
+    """One line per candidate; the recommended one is marked."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, caption_justify="left")
+    for name in COLUMNS:
+        flags = name == "flags"  # what gives way in a narrow terminal
+        table.add_column(name, justify="left" if flags else "right", no_wrap=not flags)
+    for row in rows:
+        style = "bold green" if row is recommended else None
+        if row.result is None:
+            table.add_row(_short(row.label), "refused", style="red")
+        else:
+            table.add_row(_short(row.label), *_cells(row.result), style=style)
+    table.caption = (
+        "bound: max(T_rollout, T_train) + T_pause. engines idle: slots × time in which nothing is generated. "
+        "stale: attempts recycled or dropped. waste: tokens generated and not trained."
+    )
+    return table
+
+
+def _short(label: str) -> str:
+    """One flag per line: the table has to fit into 80 columns."""
+    return label.replace(" --", "\n").removeprefix("--")
+
+
+def _cells(result: SimulationResult) -> list[str]:
+    return [
+        f"{result.step_seconds:.4g}",
+        f"{result.step_seconds / result.bound_seconds:.2f}",
+        f"{result.trainer_idle_fraction:.0%}",
+        f"{max(0.0, result.slot_idle_fraction):.0%}",
+        f"{result.mean_age:.2f}",
+        f"{max(result.ages)}",
+        f"{result.stale_fraction:.1%}",
+        f"{max(0.0, result.wasted_fraction):.1%}",
+    ]
+
+
+def plan_text(rows: Sequence[Row], recommended: Row | None) -> str:
+    """What to do, and what was refused and why."""
+    lines = [f"Refused: {row.label}: {row.refusal}" for row in rows if row.result is None]
+    if recommended is not None and recommended.result is not None:
+        lines.append(_recommendation(recommended.label, recommended.result))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _recommendation(label: str, result: SimulationResult) -> str:
+    advice = ""
+    if result.trainer_idle_fraction > BOTTLENECK:
+        advice = f" The trainer waits {result.trainer_idle_fraction:.0%} of the time: generation is the bottleneck."
+        if result.slot_idle_fraction > 2 * BOTTLENECK:
+            advice += (
+                f" And yet {result.slot_idle_fraction:.0%} of the engines' slots are idle: stragglers, a lead that is "
+                "too small, or requests spread unevenly (--sglang-router-policy)."
+            )
+    elif result.slot_idle_fraction > BOTTLENECK:
+        advice = f" Slots are idle {result.slot_idle_fraction:.0%} of the time: training is the bottleneck."
+    return (
+        f"Recommended: {label or 'the flags as given'}: {result.step_seconds:.4g} s per step, "
+        f"{result.step_seconds / result.bound_seconds:.2f} × the bound of {result.bound_seconds:.4g} s "
+        f"(T_rollout {result.rollout_seconds:.4g}, T_train {result.train_seconds + result.stage_seconds:.4g}, "
+        f"T_pause {result.pause_seconds:.4g}), mean age {result.mean_age:.2f}: the smallest age within "
+        f"{GOOD_ENOUGH - 1:.0%} of the fastest.{advice}"
+    )
+
+
+def plot_plan(rows: Sequence[Row], recommended: Row | None, output: Path) -> None:
+    """Step times against the bound, idle fractions, ages; as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and no display is needed
+    from matplotlib.figure import Figure
+
+    shown = [(row, row.result) for row in rows if row.result is not None]
+    places = range(len(shown))
+    figure = Figure(figsize=(9, 1.6 + 0.5 * len(shown)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, middle, right = figure.subplots(1, 3, sharey=True, gridspec_kw={"width_ratios": [2, 1.4, 1]})
+    colors = ["#2ca02c" if row is recommended else "#1f77b4" for row, _ in shown]
+    left.barh(places, [result.step_seconds for _, result in shown], color=colors)
+    bounds = [result.bound_seconds for _, result in shown]
+    left.plot(bounds, list(places), "|", color="black", markersize=14, label="bound")
+    left.set_yticks(list(places), [_short(row.label) for row, _ in shown], fontsize="small")
+    left.set_xlabel("seconds per step")
+    left.legend(frameon=False, fontsize="small")
+    idle = {"trainer": "#d62728", "engines": "#ff7f0e"}
+    middle.barh(
+        [place - 0.2 for place in places], [r.trainer_idle_fraction for _, r in shown], 0.4, color=idle["trainer"],
+        label="trainer",
+    )  # fmt: skip
+    middle.barh(
+        [place + 0.2 for place in places], [r.slot_idle_fraction for _, r in shown], 0.4, color=idle["engines"],
+        label="engines",
+    )  # fmt: skip
+    middle.set_xlabel("idle fraction")
+    middle.set_xlim(0, 1)
+    middle.legend(frameon=False, fontsize="small")
+    right.barh(places, [result.mean_age for _, result in shown], color=colors)
+    right.set_xlabel("mean age")
+    left.invert_yaxis()
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=150)

@@ -1,0 +1,114 @@
+"""What a simulation writes down: every event of the pool, every step, and what became of the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from miles_async.simulation.events import EventLog
+from miles_async.staleness.ledger import Outcome, Stage
+from miles_async.staleness.observer import PoolObserver
+from miles_async.staleness.pool import Pool
+from miles_async.types import Attempt, Group, Publication
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One trained step, published if it was to be."""
+
+    step: int
+    ended: float  # virtual seconds
+    wait_seconds: float  # of the trainer, for its batch
+    train_seconds: float
+    ages: Mapping[int, int]
+    lead: int  # groups that held slots when it ended
+    groups: Mapping[str, int]  # the ledger's balance when it ended
+
+
+@dataclass(kw_only=True, slots=True)
+class Lengths:
+    """Tokens of responses: response length → samples."""
+
+    generated: Counter[int] = field(default_factory=Counter)  # of finished groups
+    trained: Counter[int] = field(default_factory=Counter)
+
+
+class PoolRecorder(PoolObserver):
+    """Writes down what happens to attempts, and passes it on to the ledger on disk if there is one."""
+
+    def __init__(self, log: EventLog, lead: Callable[[], int], ledger: PoolObserver | None) -> None:
+        """``lead``: of the pool, now."""
+        self.lengths = Lengths()
+        self.max_lead = 0
+        self._log = log
+        self._lead = lead
+        self._ledger = ledger or PoolObserver()
+        self._waiting: dict[int, list[int]] = {}  # attempt → lengths of its group, until it ends
+
+    def issued(self, attempt: Attempt) -> None:
+        self._ledger.issued(attempt)
+        self.max_lead = max(self.max_lead, self._lead())
+        self._log.add("issued", attempt=attempt.attempt_id, prompt=attempt.prompt.prompt_id, lead=self._lead())
+
+    def finished(self, group: Group) -> None:
+        self._ledger.finished(group)
+        lengths = [len(sample.tokens) - sample.prompt_length for sample in group.samples]
+        self._waiting[group.attempt.attempt_id] = lengths
+        self.lengths.generated.update(lengths)
+        self._log.add("finished", attempt=group.attempt.attempt_id, oldest=group.oldest_version)
+
+    def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
+        self._ledger.cut(attempt_ids, target_version)
+        self._log.add("cut", version=target_version, attempts=",".join(map(str, attempt_ids)))
+
+    def ended(
+        self,
+        attempt_id: int,
+        outcome: Outcome,
+        reason: str = "",
+        *,
+        target_version: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        self._ledger.ended(attempt_id, outcome, reason, target_version=target_version, step=step)
+        lengths = self._waiting.pop(attempt_id, [])
+        if outcome is Outcome.TRAINED:
+            self.lengths.trained.update(lengths)
+        self._log.add("ended", attempt=attempt_id, outcome=outcome)
+
+    def checked(self, issued: int, live: Mapping[int, Stage]) -> None:
+        self._ledger.checked(issued, live)
+
+
+class Recording:
+    """The controller's Recorder. Checks conservation (C2) at every step, against what the pool really holds."""
+
+    def __init__(self, pool: Pool, log: EventLog) -> None:
+        self.steps: list[Step] = []
+        self.publications: list[tuple[float, Publication]] = []  # when it was committed
+        self._pool = pool
+        self._log = log
+
+    def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
+        self._pool.check()
+        record = Step(
+            step=step,
+            ended=asyncio.get_running_loop().time(),
+            wait_seconds=metrics["time/wait_seconds"],
+            train_seconds=metrics["time/train_seconds"],
+            ages=dict(ages),
+            lead=self._pool.lead(),
+            groups=self._pool.balance().summary(),
+        )
+        self.steps.append(record)
+        shown = ",".join(f"{age}:{count}" for age, count in sorted(ages.items()))
+        self._log.add("step", step=step, waited=f"{record.wait_seconds:.6f}", ages=shown, lead=record.lead)
+
+    def publication(self, record: Publication) -> None:
+        self.publications.append((asyncio.get_running_loop().time(), record))
+        self._log.add("published", version=record.version, engines=len(record.engines), fenced=len(record.fenced))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._log.add("evaluated", step=step)

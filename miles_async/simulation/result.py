@@ -1,0 +1,136 @@
+"""What a simulated run came to, in the terms of summary.json, and against what was possible at best."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from miles_async.simulation.recording import Lengths, Step
+from miles_async.types import Publication
+
+WARM_UP = 0.1  # share of the steps that measures of the steady state leave out
+COOL_DOWN = 0.1  # towards the end nothing new is admitted
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationResult:
+    """Times in virtual seconds, unless it says CPU."""
+
+    steps: tuple[Step, ...]
+    publications: tuple[tuple[float, Publication], ...]
+    balance: Mapping[str, int]
+    lengths: Lengths
+    max_lead: int  # groups that held slots at once, at most
+    seconds: float
+    busy_seconds: float  # with a request in flight
+    slot_seconds: float  # slots × seconds of generating
+    slots: int  # of all engines
+    generated_tokens: int  # by engines, whatever became of them
+    seconds_per_sample: float  # mean of what was drawn: a response on a slot, undisturbed
+    samples_per_step: int
+    cpu_seconds: float  # of the whole process, simulated engines included
+    trace: bytes
+
+    @property
+    def samples(self) -> int:
+        """Trained."""
+        return len(self.steps) * self.samples_per_step
+
+    @cached_property
+    def steady(self) -> tuple[Step, ...]:
+        """The steps of the steady state; the first is where measuring starts."""
+        first, last = int(len(self.steps) * WARM_UP), len(self.steps) - int(len(self.steps) * COOL_DOWN)
+        return self.steps[first:last]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean over the steady state."""
+        steady = self.steady
+        return (steady[-1].ended - steady[0].ended) / max(1, len(steady) - 1)
+
+    @property
+    def pause_seconds(self) -> float:
+        """Mean, per step, of what rollouts felt of publications."""
+        start, end = self.steady[0].ended, self.steady[-1].ended
+        pauses = [record.pause_seconds for when, record in self.publications if start < when <= end]
+        return sum(pauses) / max(1, len(self.steady) - 1)
+
+    @property
+    def stage_seconds(self) -> float:
+        """Mean, per step, of what the trainer spends on export and staging."""
+        start, end = self.steady[0].ended, self.steady[-1].ended
+        staging = [record.prepare_seconds for when, record in self.publications if start < when <= end]
+        return sum(staging) / max(1, len(self.steady) - 1)
+
+    @property
+    def train_seconds(self) -> float:
+        """Mean of the steady state."""
+        return sum(step.train_seconds for step in self.steady[1:]) / max(1, len(self.steady) - 1)
+
+    @property
+    def rollout_seconds(self) -> float:
+        """T_rollout: one batch on all slots, if they were never idle and nothing was thrown away."""
+        return self.samples_per_step * self.seconds_per_sample / self.slots
+
+    @property
+    def bound_seconds(self) -> float:
+        """What no schedule can beat: max(T_rollout, T_train) + T_pause, with T_train including staging."""
+        return max(self.rollout_seconds, self.train_seconds + self.stage_seconds) + self.pause_seconds
+
+    @property
+    def trainer_idle_fraction(self) -> float:
+        """Share of the steady state in which the trainer waits for its batch."""
+        waited = sum(step.wait_seconds for step in self.steady[1:])
+        return waited / max(1e-12, self.steady[-1].ended - self.steady[0].ended)
+
+    @property
+    def rollout_idle_fraction(self) -> float:
+        """Share of the run without any request in flight, as in summary.json."""
+        return 1 - self.busy_seconds / max(1e-12, self.seconds - self.publications[0][0])
+
+    @property
+    def slot_idle_fraction(self) -> float:
+        """Share of slots × seconds of the run that generated nothing."""
+        return 1 - self.slot_seconds / max(1e-12, self.slots * (self.seconds - self.publications[0][0]))
+
+    @property
+    def ages(self) -> Mapping[int, int]:
+        """Age → samples trained."""
+        total: Counter[int] = Counter()
+        for step in self.steps:
+            total.update(step.ages)
+        return dict(sorted(total.items()))
+
+    @property
+    def mean_age(self) -> float:
+        """Over all samples trained."""
+        return sum(age * count for age, count in self.ages.items()) / max(1, sum(self.ages.values()))
+
+    @property
+    def stale_fraction(self) -> float:
+        """Attempts recycled or dropped, of all that were issued."""
+        return (self.balance["recycled"] + self.balance["dropped"]) / max(1, self.balance["issued"])
+
+    @property
+    def wasted_fraction(self) -> float:
+        """Tokens that engines generated and nobody trained, of all that they generated."""
+        trained = sum(length * count for length, count in self.lengths.trained.items())
+        return 1 - trained / max(1, self.generated_tokens)
+
+    @property
+    def length_distance(self) -> float:
+        """Kolmogorov-Smirnov distance between the lengths of responses generated (finished) and trained."""
+        return kolmogorov_smirnov(self.lengths.generated, self.lengths.trained)
+
+
+def kolmogorov_smirnov(one: Mapping[int, int], other: Mapping[int, int]) -> float:
+    """Largest difference of the two cumulative distributions; value → count."""
+    values = sorted({*one, *other})
+    cumulated = []
+    for counts in (one, other):
+        total = sum(counts.values())
+        cumulated.append([part / total for part in accumulate(counts.get(value, 0) for value in values)])
+    return max(abs(a - b) for a, b in zip(*cumulated, strict=True))

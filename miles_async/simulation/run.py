@@ -1,0 +1,232 @@
+"""The composition root of a simulation: ``train.py`` and ``rollout_parts.py`` with three parts exchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import structlog
+
+from arguments.algorithm import AlgorithmArguments
+from arguments.checkpoint import CheckpointArguments
+from miles_async.controller import Controller, Position
+from miles_async.errors import first_error
+from miles_async.rollout.batches import BatchMaker
+from miles_async.rollout.dispatcher import Dispatcher, Hooks
+from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
+from miles_async.rollout.ledger_writer import LedgerWriter
+from miles_async.rollout.manager import RolloutManager
+from miles_async.simulation.engine import PROMPT_TOKEN
+from miles_async.simulation.engines import SimulatedEngines
+from miles_async.simulation.events import EventLog
+from miles_async.simulation.recording import PoolRecorder, Recording
+from miles_async.simulation.result import SimulationResult
+from miles_async.simulation.settings import SimulationSettings
+from miles_async.simulation.trainer import SimulatedTrainer
+from miles_async.simulation.virtual_time import run_in_virtual_time
+from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.ledger import Balance
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool
+from miles_async.types import Prompt, Sample
+from miles_async.weights.publisher import WeightPublisher
+
+MAX_TOKENS = 1 << 40  # packing is not what is simulated: one micro-batch
+
+
+def simulate(settings: SimulationSettings) -> SimulationResult:
+    """One run from start to end. Raises the first error of either side, as ``train.run`` does."""
+    with quiet_logs(), seeded(settings.seed):
+        started = time.process_time()
+        result = run_in_virtual_time(_simulate(settings, started), limit_seconds=settings.limit_seconds)
+        return result
+
+
+async def _simulate(settings: SimulationSettings, started: float) -> SimulationResult:
+    simulation = Simulation(settings)
+    try:
+        await simulation.run()
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+    return simulation.result(cpu_seconds=time.process_time() - started)
+
+
+class Simulation:
+    """The parts of one simulated run. To be made on the loop of virtual time that it runs on."""
+
+    def __init__(self, settings: SimulationSettings) -> None:
+        rollout, staleness = settings.rollout, settings.staleness
+        clock = asyncio.get_running_loop().time
+        ledger = LedgerWriter(settings.ledger, clock=clock) if settings.ledger else None
+        self.settings = settings
+        self.log = EventLog(enabled=settings.trace)
+        self.engines = SimulatedEngines(settings, self.log)
+        self.trainer = SimulatedTrainer(settings, self.log)
+        self.source = SimulatedPrompts()
+        self.observer = PoolRecorder(self.log, lambda: self.pool.lead(), ledger)
+        self.pool = Pool(
+            StalenessPolicy.from_arguments(staleness, rollout.rollout_batch_size),
+            RetryPolicy(
+                max_prompt_attempts=rollout.max_prompt_attempts,
+                max_quarantined_prompts=rollout.max_quarantined_prompts,
+                recycle_stale=staleness.stale_group_action == "recycle",
+            ),
+            total_groups=rollout.num_rollout * rollout.rollout_batch_size,
+            observer=self.observer,
+        )
+        self.recording = Recording(self.pool, self.log)
+        self.manager = RolloutManager(
+            engines=self.engines,
+            source=self.source,
+            dispatcher=Dispatcher(
+                pool=self.pool,
+                source=self.source,
+                client=self.engines.client,
+                hooks=Hooks(
+                    generate=SingleTurnGenerate(sampling_parameters(rollout), _no_text),
+                    reward=SimulatedReward(settings),
+                ),
+                arguments=rollout,
+                num_engines=settings.num_engines,
+                visible_version=lambda: self.engines.registry.version,
+                stall_timeout=settings.stall_timeout,
+            ),
+            batches=BatchMaker(
+                algorithm=AlgorithmArguments(),
+                dp_size=1,
+                max_tokens=MAX_TOKENS,
+                samples_per_optimizer_step=rollout.samples_per_rollout,
+                bound=staleness.bound,
+            ),
+            evaluator=None,
+            put=lambda shard: shard,
+            ledger=ledger or cast(LedgerWriter, NoLedger()),
+        )
+        self.controller = Controller(
+            rollout=self.manager,
+            trainer=self.trainer,
+            publisher=WeightPublisher(
+                self.trainer,
+                self.engines.fleet,
+                settings.weights,
+                tolerance=1e-3,
+                backend="gloo",
+                engines_timeout=settings.engines.engine_start_timeout + 60,
+            ),
+            checkpoints=NoCheckpoints(),
+            recorder=self.recording,
+            rollout_arguments=rollout,
+            staleness=staleness,
+            weights=settings.weights,
+            evaluation=settings.evaluation,
+            checkpoint=CheckpointArguments(),
+        )
+
+    async def run(self) -> None:
+        """From the start of the engines to their end, however the run ends."""
+        try:
+            await self.engines.start()
+            await self.controller.run()
+        finally:
+            await self.manager.stop()
+
+    def result(self, *, cpu_seconds: float = 0.0) -> SimulationResult:
+        """Of what was done so far."""
+        settings, meter = self.settings, self.engines.meter
+        return SimulationResult(
+            steps=tuple(self.recording.steps),
+            publications=tuple(self.recording.publications),
+            balance=self.pool.balance().summary(),
+            lengths=self.observer.lengths,
+            max_lead=self.observer.max_lead,
+            seconds=asyncio.get_running_loop().time(),
+            busy_seconds=self.engines.stats()["busy_seconds"],
+            slot_seconds=meter.slot_seconds,
+            slots=settings.num_engines * settings.slots,
+            generated_tokens=meter.generated_tokens,
+            seconds_per_sample=meter.drawn_seconds / max(1, meter.drawn),
+            samples_per_step=settings.rollout.samples_per_rollout,
+            cpu_seconds=cpu_seconds,
+            trace=self.log.text(),
+        )
+
+
+class SimulatedPrompts:
+    """An endless source of prompts of one token."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        numbers = itertools.islice(self._numbers, count)
+        return [(0, Prompt(prompt_id=f"p{number}", token_ids=(PROMPT_TOKEN,), text="")) for number in numbers]
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class SimulatedReward:
+    """Takes its time; 0 or 1 by a coin."""
+
+    def __init__(self, settings: SimulationSettings) -> None:
+        self._seconds = settings.reward_seconds
+        self._chance = random.Random(f"{settings.seed} rewards")
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        if seconds := self._seconds.draw(self._chance):
+            await asyncio.sleep(seconds)
+        return float(self._chance.random() < 0.5)
+
+
+class NoLedger:
+    """Nothing on disk; conservation is checked in memory."""
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def settle(self, balance: Balance) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class NoCheckpoints:
+    """A simulated run starts at the beginning and saves nothing."""
+
+    async def save(self, position: Position) -> None: ...
+
+    async def load(self) -> Position | None:
+        return None
+
+
+def _no_text(token_ids: Sequence[int]) -> str:
+    return ""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The global generator, which stamina draws its jitter from, is seeded inside and as before outside."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextmanager
+def quiet_logs(level: int = logging.CRITICAL) -> Iterator[None]:
+    """Warnings of thousands of simulated steps are in the event log; they'd drown the terminal."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

@@ -1,0 +1,77 @@
+"""Everything that a simulation is told. Flags are those of the real run; the rest says how long things take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arguments.engines import EnginesArguments
+from arguments.evaluation import EvaluationArguments
+from arguments.rollout import RolloutArguments
+from arguments.staleness import StalenessArguments
+from arguments.weights import WeightsArguments
+from miles_async.simulation.distributions import Distribution, Fixed
+
+ONE_SECOND, NO_TIME = Fixed(1.0), Fixed(0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crash:
+    """An engine's process dies."""
+
+    at_seconds: float
+    engine: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFault:
+    """What an engine does at the n-th call of one HTTP path, counted over its restarts."""
+
+    engine: int
+    path: str  # "/update_weights_from_distributed"
+    call: int  # the first is 1
+    action: str  # "crash" | "refuse" (HTTP 500) | "hang" (no answer) | "corrupt" (wrong weights from then on)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Faults:
+    """What goes wrong."""
+
+    crashes: tuple[Crash, ...] = ()
+    calls: tuple[CallFault, ...] = ()
+    mean_seconds_between_crashes: float | None = None  # per engine, exponential
+    never_restart: bool = False  # engines that died don't come up again
+    trainer_fails_at_step: int | None = None
+    publication_hangs_at_version: int | None = None  # staging never ends
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationSettings:
+    """One simulated run."""
+
+    rollout: RolloutArguments
+    staleness: StalenessArguments
+    weights: WeightsArguments = field(default_factory=WeightsArguments)
+    engines: EnginesArguments = field(default_factory=EnginesArguments)
+    evaluation: EvaluationArguments = field(default_factory=EvaluationArguments)
+    num_engines: int = 2
+    slots_per_engine: int | None = None  # requests that run at once; None: --rollout-concurrency-per-engine
+    response_seconds: Distribution = ONE_SECOND  # of one response on a slot, undisturbed
+    token_seconds: float = 0.1  # responses are whole tokens
+    reward_seconds: Distribution = NO_TIME
+    train_seconds: Distribution = ONE_SECOND  # one rollout step
+    stage_seconds: float = 0.0  # export and staging: the trainer is busy, engines generate
+    publish_seconds: Distribution = NO_TIME  # sending: engines are paused
+    start_seconds: float = 5.0  # of one engine process
+    faults: Faults = field(default_factory=Faults)
+    stall_timeout: float = 1800.0
+    limit_seconds: float = math.inf  # of virtual time: past it the simulation fails
+    seed: int = 0
+    trace: bool = True  # keep the event log
+    ledger: Path | None = None  # write the real ledger there
+
+    @property
+    def slots(self) -> int:
+        """Per engine, in force."""
+        return self.slots_per_engine or self.rollout.rollout_concurrency_per_engine

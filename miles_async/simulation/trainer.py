@@ -1,0 +1,77 @@
+"""A trainer that only takes time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from miles_async.errors import TrainerError
+from miles_async.simulation.engine import canary_logprobs
+from miles_async.simulation.events import EventLog
+from miles_async.simulation.settings import SimulationSettings
+from miles_async.types import StagedWeights, TensorMeta, TrainShard
+
+CANARY = (1, 2, 3)
+BUCKETS = 2
+
+
+class SimulatedTrainer:
+    """Implements TrainerSide."""
+
+    def __init__(self, settings: SimulationSettings, log: EventLog) -> None:
+        self._settings = settings
+        self._log = log
+        self._steps = 0
+        self._train_times = random.Random(f"{settings.seed} trainer")
+        self._publish_times = random.Random(f"{settings.seed} publications")
+        self._publish_seconds: dict[int, float] = {}  # version → what it takes to send it
+        self.busy_seconds = 0.0
+
+    async def start(self) -> None: ...
+
+    async def train(self, shards: Sequence[TrainShard]) -> Mapping[str, float]:
+        if self._settings.faults.trainer_fails_at_step == self._steps:
+            raise TrainerError(f"rank 0 died in step {self._steps} (simulated)")
+        self._log.add("train", step=self._steps, version=shards[0].target_version)
+        seconds = self._settings.train_seconds.draw(self._train_times)
+        await asyncio.sleep(seconds)
+        self.busy_seconds += seconds
+        self._steps += 1
+        return {"loss": 0.0}
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        if self._settings.faults.publication_hangs_at_version == version:
+            await asyncio.Event().wait()
+        self._log.add("stage", version=version)
+        await asyncio.sleep(self._settings.stage_seconds)
+        self.busy_seconds += self._settings.stage_seconds
+        return StagedWeights(
+            version=version,
+            buckets=tuple((TensorMeta(f"t{index}", "float32", (1,)),) for index in range(BUCKETS)),
+            total_bytes=4 * BUCKETS,
+            canary_tokens=CANARY,
+            canary_logprobs=canary_logprobs(version, len(CANARY)),
+            prepare_seconds=self._settings.stage_seconds,
+        )
+
+    async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def join_group(self, group_name: str) -> None: ...
+
+    async def send_bucket(self, group_name: str, version: int, index: int) -> None:
+        if index == 0:  # sent again from the start if an engine was lost
+            self._publish_seconds[version] = self._settings.publish_seconds.draw(self._publish_times)
+        await asyncio.sleep(self._publish_seconds[version] / BUCKETS)
+
+    async def leave_group(self, group_name: str) -> None: ...
+
+    async def save(self, directory: Path) -> None: ...
+
+    async def save_hf(self, directory: Path) -> None: ...
+
+    async def load(self, directory: Path) -> None: ...
+
+    async def stop(self) -> None: ...

@@ -1,0 +1,107 @@
+"""An event loop whose clock jumps to the next timer: hours of waiting take milliseconds, and every run is the same.
+
+Why not looptime, which tests could use: deadlocks are found at once here (nothing ready, no timer, no outside: nothing
+can ever happen), ``asyncio.to_thread`` runs inline instead of in a thread that takes real time, and tasks are numbered,
+so that the sets asyncio keeps them in have the same order in every process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from miles_async.errors import StalledError
+
+T = TypeVar("T")
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """``loop.time()`` starts at 0 and moves only while nothing is ready to run. No sockets, no threads.
+
+    Raises StalledError out of ``run_forever`` when nothing can ever happen, or past ``limit_seconds``.
+    """
+
+    def __init__(self, limit_seconds: float = math.inf) -> None:
+        self._jumping = _JumpingSelector(self._stalled, limit_seconds)
+        super().__init__(self._jumping)
+        numbers = itertools.count()
+        self.set_task_factory(lambda loop, coroutine, **options: _Task(next(numbers), coroutine, loop, **options))
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._jumping.now
+
+    @property
+    def iterations(self) -> int:
+        """Times that the loop has gone round: every await point that really waits is in one of them."""
+        return self._jumping.iterations
+
+    def at_iteration(self, iteration: int, call: Callable[[], object]) -> None:
+        """Call ``call`` in that iteration, before anything that becomes ready in it."""
+        self._jumping.calls[iteration] = lambda: self.call_soon(call)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Inline: what a thread computes takes no virtual time."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # supervision point: the thread's error belongs to whoever awaits it
+            future.set_exception(error)
+        return future
+
+    def _stalled(self, why: str) -> StalledError:
+        tasks = "; ".join(sorted(map(_where, asyncio.all_tasks(self)))[:20])
+        return StalledError(f"{why} at {self.time():.6g} virtual seconds. Tasks that wait: {tasks or 'none'}")
+
+
+def run_in_virtual_time(main: Coroutine[Any, Any, T], *, limit_seconds: float = math.inf) -> T:
+    """``asyncio.run`` on a loop of virtual time."""
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(limit_seconds)) as runner:
+        return runner.run(main)
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Where a real selector would sleep, this one moves the clock."""
+
+    def __init__(self, stalled: Callable[[str], StalledError], limit_seconds: float) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.iterations = 0
+        self.calls: dict[int, Callable[[], object]] = {}
+        self._stalled = stalled
+        self._limit_seconds = limit_seconds
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.iterations += 1
+        if (call := self.calls.pop(self.iterations, None)) is not None:
+            call()
+            return []
+        if timeout is None:
+            raise self._stalled("deadlock: nothing is ready and no timer runs")
+        self.now += max(0.0, timeout)
+        if self.now > self._limit_seconds:
+            limit, self._limit_seconds = self._limit_seconds, math.inf  # said once; cleaning up takes time too
+            raise self._stalled(f"not done within {limit:g} s")
+        return []
+
+
+class _Task(asyncio.Task):  # type: ignore[type-arg]
+    """Hashed by its number, not by its address."""
+
+    def __init__(self, number: int, coroutine: Any, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+        self._number = number  # first: it is asked for while the task registers itself
+        super().__init__(coroutine, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    frames = task.get_stack(limit=1)
+    if not frames:
+        return task.get_name()
+    return f"{task.get_name()} at {frames[0].f_code.co_qualname}:{frames[0].f_lineno}"

@@ -1,0 +1,100 @@
+"""``miles-async plan``: what it predicts, recommends and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.cli import main
+from miles_async.simulation.distributions import Fixed, LogNormal, Trace
+from miles_async.simulation.plan import DEFAULT_SWEEP, candidates, scaled
+
+QUICK = [
+    "plan", "--latency", "lognormal:20:0.5", "--train-seconds", "60", "--publish-seconds", "1",
+    "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-num-gpus", "2",
+    "--rollout-concurrency-per-engine", "8", "--use-rollout-logprobs", "--steps", "20",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def test_candidates_are_every_combination() -> None:
+    assert list(candidates(["max-weight-staleness=1,none", "--max-rollout-lead=1,2"])) == [
+        "--max-weight-staleness 1 --max-rollout-lead 1",
+        "--max-weight-staleness 1 --max-rollout-lead 2",
+        "--max-weight-staleness none --max-rollout-lead 1",
+        "--max-weight-staleness none --max-rollout-lead 2",
+    ]
+    assert tuple(candidates([])) == DEFAULT_SWEEP
+
+
+def test_it_recommends_the_smallest_age_that_is_fast_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    # covers: C3, C4
+    assert main([*QUICK, "--sweep", "max-weight-staleness=0,1,2,6"]) == 0
+    printed = capsys.readouterr().out
+    # Age 0 alternates and is far slower; ages above 2 bring nothing here.
+    recommended = next(line for line in printed.splitlines() if line.startswith("Recommended"))
+    assert "--max-weight-staleness 1" in recommended or "--max-weight-staleness 2" in recommended
+    assert "T_rollout" in recommended
+    assert printed.count("max-weight-staleness") == 5
+
+
+def test_what_cannot_work_is_refused_with_the_flag_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    # covers: C3
+    assert main([*QUICK, "--sweep", "max-weight-staleness=0,1", "--sweep", "max-rollout-lead=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "Refused: --max-weight-staleness 0 --max-rollout-lead 2" in printed
+    assert "lower the lead to 1 or raise the bound" in printed
+
+
+def test_nothing_that_works_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    # covers: C3
+    assert main([*QUICK, "--sweep", "max-weight-staleness=0", "--sweep", "max-rollout-lead=2,3"]) == 2
+    assert "lower the lead to 1" in capsys.readouterr().err
+
+
+def test_a_stall_is_a_refusal_that_says_who_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    # covers: C3, C10
+    stalling = ["--latency", "fixed:5000", "--request-timeout", "100", "--max-sample-failures", "100000"]
+    assert main([*QUICK, *stalling, "--stall-timeout", "600", "--sweep", "max-weight-staleness=1"]) == 2
+    assert "--stall-timeout" in capsys.readouterr().err
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.png"
+    assert main([*QUICK, "--sweep", "max-weight-staleness=0,1", "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--latency", "soon"], "--latency soon: expected SECONDS"),
+        (["--sweep", "max-rollout-lead"], "expected FLAG=VALUE,VALUE"),
+        (["--sweep", "max-rollout-leed=1"], "did you mean --max-rollout-lead?"),
+        (["--steps", "0"], "--steps"),
+        (["--bogus", "1"], "unknown flag --bogus"),
+    ],
+)
+def test_wrong_words_are_errors(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_sweep_of_trainer_ranks_scales_the_step_time(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["--train-seconds", "400", "--sweep", "actor-num-gpus-per-node=1,2"]
+    assert main([*QUICK, *slow]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    steps = [float(line.split()[2]) for line in lines if line.strip().startswith("actor-num-gpus-per-node")]
+    assert steps[0] == pytest.approx(401, rel=0.02)
+    assert steps[1] == pytest.approx(201, rel=0.05)
+
+
+def test_scaling_keeps_the_shape() -> None:
+    assert scaled(Fixed(4.0), 0.5) == Fixed(2.0)
+    assert scaled(LogNormal(4.0, 0.3, 8.0), 0.5) == LogNormal(2.0, 0.3, 4.0)
+    assert scaled(Trace((2.0, 4.0)), 0.5) == Trace((1.0, 2.0))

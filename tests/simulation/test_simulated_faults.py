@@ -1,0 +1,130 @@
+"""Engines, publications and the trainer fail at every step: the run goes on, or ends with the reason (C8, C10)."""
+
+from __future__ import annotations
+
+import pytest
+
+from arguments import EnginesArguments
+from miles_async.errors import EngineError, PublicationError, StalledError, TrainerError
+from miles_async.simulation.distributions import Fixed, Trace
+from miles_async.simulation.run import simulate
+from miles_async.simulation.settings import CallFault, Crash, Faults
+from tests.simulation.scenario import settings
+
+PUBLICATION = (
+    "/pause_generation",
+    "/flush_cache",
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/continue_generation",
+    "/init_weights_update_group",
+)
+
+
+def died(trace: bytes) -> int:
+    return sum(b" engine-died " in line and b"why=stopped" not in line for line in trace.splitlines())
+
+
+def up(trace: bytes, engine: str) -> int:
+    return sum(f" engine-up engine={engine} ".encode() in line for line in trace.splitlines())
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_crash_while_generating_costs_its_samples_and_the_engine_comes_back(mode: str) -> None:
+    # covers: C6, C8
+    result = simulate(settings(mode=mode, faults=Faults(crashes=(Crash(at_seconds=10.3, engine=0),))))
+    assert died(result.trace) == 1
+    assert up(result.trace, "engine-0") == 2
+    assert result.balance["failed"] == 0  # samples are generated again, attempts survive
+    assert len(result.publications[-1][1].engines) == 2  # repaired: it takes part in publications
+
+
+@pytest.mark.parametrize("path", PUBLICATION)
+@pytest.mark.parametrize("action", ["crash", "refuse"])
+def test_an_engine_that_fails_a_step_of_a_publication_is_fenced_and_repaired(path: str, action: str) -> None:
+    # covers: C8
+    first = 1 if path == "/init_weights_update_group" else 3
+    # Refused again and again: first all are served together, then it alone, and there it must be its own fault.
+    faults = tuple(CallFault(engine=0, path=path, call=call, action=action) for call in range(first, first + 3))
+    result = simulate(settings(faults=Faults(calls=faults if action == "refuse" else faults[:1])))
+    fenced = [record.fenced for _, record in result.publications if record.fenced]
+    assert fenced[0] == ("engine-0",)
+    assert up(result.trace, "engine-0") >= 2
+    assert len(result.publications[-1][1].engines) == 2
+    assert len(result.steps) == 30
+
+
+@pytest.mark.parametrize("action", ["crash", "refuse", "hang"])
+def test_an_engine_that_fails_while_weights_are_sent_costs_the_others_at_most_a_deadline(action: str) -> None:
+    # covers: C8, C10
+    fault = CallFault(engine=0, path="/update_weights_from_distributed", call=5, action=action)
+    result = simulate(settings(faults=Faults(calls=(fault,))))
+    assert len(result.steps) == 30
+    assert len(result.publications[-1][1].engines) == 2
+    assert max(record.pause_seconds for _, record in result.publications) < 300
+
+
+def test_an_engine_with_wrong_weights_is_caught_by_the_canary() -> None:
+    # covers: C8
+    corrupt = CallFault(engine=1, path="/update_weights_from_distributed", call=5, action="corrupt")
+    result = simulate(settings(faults=Faults(calls=(corrupt,))))
+    assert [record.fenced for _, record in result.publications if record.fenced] == [("engine-1",)]
+    assert len(result.steps) == 30
+
+
+def test_an_engine_that_hangs_in_a_publication_costs_one_deadline() -> None:
+    # covers: C8, C10
+    hang = CallFault(engine=0, path="/flush_cache", call=3, action="hang")
+    result = simulate(settings(faults=Faults(calls=(hang,))))
+    pauses = sorted(record.pause_seconds for _, record in result.publications)
+    assert pauses[-1] == pytest.approx(60.1)  # the deadline of such a call
+    assert pauses[-2] < 1
+
+
+def test_the_run_waits_while_no_engine_is_left_and_goes_on_when_one_is_back() -> None:
+    # covers: C10
+    crashes = (Crash(at_seconds=58.0, engine=0), Crash(at_seconds=59.0, engine=1))
+    result = simulate(settings(start_seconds=50.0, faults=Faults(crashes=crashes)))
+    assert len(result.steps) == 30
+
+
+def test_engines_that_do_not_come_back_in_time_end_the_run_by_the_deadline() -> None:
+    # covers: C10
+    crashes = (Crash(at_seconds=5010.0, engine=0), Crash(at_seconds=5010.0, engine=1))
+    with pytest.raises(PublicationError, match=r"waited 660 s for an engine to publish to; starting: .*engine-0"):
+        simulate(settings(start_seconds=5000.0, faults=Faults(crashes=crashes)))
+
+
+def test_engines_that_never_come_back_end_the_run_by_the_restart_budget() -> None:
+    # covers: C10
+    crashes = (Crash(at_seconds=8.0, engine=0), Crash(at_seconds=9.0, engine=1))
+    with pytest.raises(EngineError, match=r"no engine is left.*--engine-max-restarts"):
+        simulate(settings(faults=Faults(crashes=crashes, never_restart=True)))
+
+
+def test_engines_that_answer_nothing_are_a_stall_with_the_state_of_the_pool() -> None:
+    # covers: C10
+    patient = EnginesArguments(request_timeout=1e6)
+    with pytest.raises(StalledError, match=r"no group finished for 600 s \(--stall-timeout\): 4 attempts in flight"):
+        simulate(settings(response_seconds=Fixed(1e5), engines=patient, stall_timeout=600.0))
+
+
+def test_a_trainer_that_dies_ends_the_run() -> None:
+    # covers: C10
+    with pytest.raises(TrainerError, match="rank 0 died in step 3"):
+        simulate(settings(faults=Faults(trainer_fails_at_step=3)))
+
+
+def test_a_trainer_that_never_stages_ends_the_run_by_the_deadline() -> None:
+    # covers: C10
+    with pytest.raises(PublicationError, match="last state: preparing"):
+        simulate(settings(faults=Faults(publication_hangs_at_version=3)))
+
+
+def test_slow_publications_hold_back_generation_and_nothing_is_lost() -> None:
+    # covers: C2, C8
+    result = simulate(settings(publish_seconds=Trace((0.1, 0.1, 40.0)), mode="abort"))
+    assert result.pause_seconds > 5
+    assert result.balance["trained"] == 60
+    assert result.balance["failed"] == 0

@@ -1,0 +1,187 @@
+"""The contracts, on the real loop under virtual time with engines as slow and as uneven as can be."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from arguments import Arguments, EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
+from arguments.validation import check_staleness
+from miles_async.simulation.distributions import Fixed, LogNormal, Trace
+from miles_async.simulation.result import SimulationResult
+from miles_async.simulation.run import simulate
+from miles_async.simulation.settings import Faults
+from tests.simulation.scenario import ROLLOUT, random_settings, settings
+
+MODES = ("abort", "retract", "in_place")
+
+
+class Scripted:
+    """Seconds in the order given, then the last one for ever."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._seconds = list(seconds)
+
+    def draw(self, chance: random.Random) -> float:
+        return self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
+
+
+def trace_lines(result: SimulationResult, *kinds: str) -> list[str]:
+    lines = result.trace.decode().splitlines()
+    return [line for line in lines if line.split()[1] in kinds]
+
+
+# ------------------------------------------------------------------------------------------ staleness (C1)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bound", [0, 1, 2])
+@pytest.mark.parametrize("latency", [LogNormal(1.0, 1.5), Trace((0.1, 0.1, 0.1, 20.0))])
+def test_no_age_above_the_bound_is_trained_whatever_the_engines_do(mode: str, bound: int, latency: object) -> None:
+    # covers: C1, M3
+    result = simulate(
+        settings(mode=mode, bound=bound, response_seconds=latency, faults=Faults(mean_seconds_between_crashes=200.0),
+                 engines=EnginesArguments(engine_max_restarts=10_000))
+    )  # fmt: skip
+    assert max(result.ages) <= bound
+    assert len(result.steps) == 30
+
+
+def test_without_a_bound_older_ages_are_trained_and_nothing_is_thrown_away() -> None:
+    # covers: C1
+    result = simulate(settings(bound=None, steps=100))
+    assert max(result.ages) > 1
+    assert result.balance["recycled"] == result.balance["dropped"] == 0
+    assert result.wasted_fraction == 0
+
+
+def test_a_response_across_publications_is_as_old_as_its_first_token() -> None:
+    # covers: C1, M5
+    slow_first = Scripted(12.0, 1.0)  # the very first response takes as long as several steps of the others
+    result = simulate(settings(bound=None, mode="in_place", response_seconds=slow_first, steps=20))
+    finished = {line.split()[2]: int(line.rsplit("=", 1)[1]) for line in trace_lines(result, "finished")}
+    assert finished["attempt=0"] == 0
+    trained_at = [step.step for step in result.steps if max(step.ages) >= 4]
+    assert trained_at, "the group that spans many versions is trained as the oldest of them"
+
+
+# --------------------------------------------------------------------- conservation (C2), replenishing (C3, C5)
+@pytest.mark.parametrize(("action", "outcome"), [("recycle", "recycled"), ("drop", "dropped")])
+def test_slow_engines_make_groups_stale_and_each_is_replaced(action: str, outcome: str) -> None:
+    # covers: C2, C3, C5
+    staleness = StalenessArguments(max_weight_staleness=1, stale_group_action=action)
+    result = simulate(settings(staleness=staleness, response_seconds=LogNormal(1.0, 1.0), steps=200))
+    assert result.balance[outcome] > 0
+    assert result.balance["trained"] == 400
+    for step in result.steps:  # the recorder also checks the rows against the pool at every step
+        groups = dict(step.groups)
+        assert groups.pop("issued") == sum(groups.values())
+
+
+# --------------------------------------------------------------------------------------- pacing (C4), P1, P3
+def test_a_slow_trainer_keeps_the_lead_bounded() -> None:
+    # covers: C4, P1
+    for bound in (0, 1, 3):
+        result = simulate(settings(bound=bound, train_seconds=Fixed(50.0)))
+        assert result.max_lead <= (bound + 1) * 2
+        assert result.balance["recycled"] == 0 or bound == 1  # in order of admission nothing is swept
+
+
+def test_on_policy_alternates_strictly() -> None:
+    # covers: C11, P3
+    result = simulate(settings(staleness=StalenessArguments(on_policy=True), response_seconds=LogNormal(1.0, 1.0)))
+    assert set(result.ages) == {0}
+    kinds = [line.split()[1] for line in trace_lines(result, "issued", "cut", "train", "published")]
+    turns = [kind for kind, after in pairwise([*kinds, ""]) if kind != after]  # repetitions as one
+    assert turns == ["published", "issued", "cut", "train"] * 30
+
+
+def test_one_straggler_never_blocks_finished_groups_behind_it() -> None:
+    # covers: C4, C11
+    result = simulate(settings(bound=None, response_seconds=Scripted(500.0, 1.0), steps=20))
+    assert result.steps[-2].ended < 100
+    assert result.steps[-1].ended > 500  # the straggler is trained in the last batch, with nobody left to overtake it
+    assert "attempts=0," in trace_lines(result, "cut")[-1]
+
+
+def test_the_trainer_waits_no_longer_than_a_batch_takes() -> None:
+    # covers: C3
+    result = simulate(settings(bound=2, response_seconds=LogNormal(1.0, 1.0), steps=300))
+    assert max(step.wait_seconds for step in result.steps) < 60
+    assert result.trainer_idle_fraction < 0.9
+
+
+# ------------------------------------------------------------------------------------------- liveness (C3, C10)
+def test_every_configuration_is_refused_at_the_start_or_makes_progress() -> None:
+    # covers: C3, C10
+    outcomes = {"refused": 0, "done": 0}
+    for seed in range(250):
+        drawn = random_settings(seed)
+        if list(check_staleness(Arguments(staleness=drawn.staleness, weights=drawn.weights))):
+            outcomes["refused"] += 1
+            continue
+        result = simulate(drawn)
+        assert len(result.steps) == drawn.rollout.num_rollout
+        assert result.balance["trained"] == drawn.rollout.num_rollout * drawn.rollout.rollout_batch_size
+        outcomes["done"] += 1
+    assert min(outcomes.values()) > 20
+
+
+# ---------------------------------------------------------------------------------------- the simulation itself
+def test_same_seed_same_trace_another_seed_another_trace() -> None:
+    crashing = {
+        "faults": Faults(mean_seconds_between_crashes=30.0),
+        "engines": EnginesArguments(engine_max_restarts=10_000),
+        "mode": "abort",
+    }
+    first, again, other = (simulate(settings(**crashing, seed=seed)) for seed in (1, 1, 2))
+    assert b"engine-died" in first.trace
+    assert first.trace == again.trace
+    assert first.trace != other.trace
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    simulate(settings(steps=2))
+    assert random.random() == expected
+
+
+def test_two_thousand_steps_in_seconds() -> None:
+    started = time.process_time()
+    result = simulate(settings(steps=2000, trace=False))
+    assert len(result.steps) == 2000
+    assert time.process_time() - started < 10
+
+
+def test_what_it_measures_is_what_was_put_in() -> None:
+    """Engines that never wait: every response takes 1 s, a batch is one wave, the trainer takes 3 s."""
+    rollout = RolloutArguments(
+        num_rollout=100, rollout_batch_size=4, n_samples_per_prompt=2, rollout_max_response_len=10**6,
+        rollout_concurrency_per_engine=4,
+    )  # fmt: skip
+    balanced = EnginesArguments(sglang_router_policy="power_of_two")
+    result = simulate(
+        settings(rollout=rollout, engines=balanced, response_seconds=Fixed(1.0), train_seconds=Fixed(3.0),
+                 stage_seconds=0.5, publish_seconds=Fixed(0.25), bound=2)
+    )  # fmt: skip
+    assert result.rollout_seconds == pytest.approx(1.0)
+    assert result.bound_seconds == pytest.approx(3.75)
+    assert result.step_seconds == pytest.approx(3.75)
+    assert result.trainer_idle_fraction == pytest.approx(0.0)
+    assert result.slot_idle_fraction == pytest.approx(1 - 1 / 3.75, abs=0.02)
+    assert result.wasted_fraction == result.length_distance == 0
+
+
+def test_the_lag_of_publications_shows_in_the_ages() -> None:
+    lagging = WeightsArguments(debug_publication_lag=2)
+    result = simulate(settings(weights=lagging, bound=None, train_seconds=Fixed(0.1)))
+    assert min(age for step in result.steps[5:] for age in step.ages) >= 2
+
+
+def test_tokens_are_cut_at_the_longest_response() -> None:
+    result = simulate(settings(rollout=replace(ROLLOUT, rollout_max_response_len=8)))
+    assert max(result.lengths.trained) == 8
