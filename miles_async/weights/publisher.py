@@ -186,15 +186,16 @@ class WeightPublisher:
     async def _deliver(self, staged: StagedWeights, update: _Update) -> None:
         """All buckets to everyone; who is lost on the way is absent then.
 
-        A member that fails breaks the group for all, and whose fault it was can't be told from outside. Then
-        everyone gets everything again in a group of its own, paused all the while (it holds a part of the new
-        weights), and who fails alone is fenced.
+        A member that fails breaks the group for all, and whose fault it was can't be told from outside. So those
+        that still answer get everything again together (they stay paused, since they hold a part of the new
+        weights), and if that breaks too, each in a group of its own: who fails alone is fenced.
         """
-        if await self._send(staged, update, blame=len(update.present) == 1):
-            return
-        await self._disconnect()
-        await self._fleet.end_update(update.present)  # of those that had begun; a session must not stay open
-        await update.each("probe", self._fleet.probe)
+        for _ in range(2):
+            if await self._send(staged, update, blame=len(update.present) == 1):
+                return
+            await self._disconnect()
+            await self._fleet.end_update(update.present)  # of those that had begun; a session must not stay open
+            await update.each("probe", self._fleet.probe)
         for engine in update.present:
             alone = _Update(self._fleet, [engine], update.step_seconds)
             await self._send(staged, alone, blame=True)

@@ -134,7 +134,7 @@ def flags_of_ours() -> frozenset[str]:
 def flags_of_scripts() -> frozenset[str]:
     """Of the commands in examples/ and scripts/, and of those of ours that are not ``train``."""
     sources = [path.read_text() for folder in ("examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
-    sources += [path.read_text() for path in (ROOT / "miles_async").glob("*_commands.py")]
+    sources += [path.read_text() for path in (ROOT / "miles_async").rglob("*_command*.py")]
     return frozenset(flag for source in sources for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", source))
 
 
