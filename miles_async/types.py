@@ -11,7 +11,7 @@ predict ``tokens[i]`` are those at position ``i - 1``; the trainer does that shi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NewType
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,9 +21,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
-
-WeightVersion = NewType("WeightVersion", int)
-"""0 = the initial checkpoint, +1 per publication, monotonic across restarts."""
 
 NO_VERSION = -1
 """Entry of ``Sample.weight_versions`` for tokens that no engine generated (prompt, tool output)."""

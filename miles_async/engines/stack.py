@@ -101,13 +101,18 @@ class EngineStack:
         await self.http.close()
 
     def stats(self) -> dict[str, Any]:
-        """Cheap, for logs and the watchdog."""
-        return {
-            "in_flight": self.traffic.in_flight,
-            "oldest_request_seconds": self.traffic.oldest_seconds(),
-            "busy_seconds": self.traffic.busy_seconds(),
-            "answers": dict(self.traffic.completed),
-            "failed_tries": self.traffic.failed,
-            "engines": self.registry.describe(),
-            "restarts": {record.engine_id: record.restarts for record in self.registry.engines.values()},
-        }
+        """Cheap, for logs and messages."""
+        return engine_stats(self.registry, self.traffic)
+
+
+def engine_stats(registry: EngineRegistry, traffic: Traffic) -> dict[str, Any]:
+    """What the rollout manager is told about engines and requests."""
+    return {
+        "in_flight": traffic.in_flight,
+        "oldest_request_seconds": traffic.oldest_seconds(),
+        "busy_seconds": traffic.busy_seconds(),
+        "answers": dict(traffic.completed),
+        "failed_tries": traffic.failed,
+        "engines": registry.describe(),
+        "restarts": {record.engine_id: record.restarts for record in registry.engines.values()},
+    }

@@ -63,7 +63,9 @@ async def _result(reference: ray.ObjectRef[Any]) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:
-        raise EngineError(f"the rollout manager's process died: {error}") from error
+        # Ray explains at length; what comes first names the process and how it ended.
+        found = " ".join(str(error).split("Some common causes")[0].split())
+        raise EngineError(f"the rollout manager's process died: {found}") from error
 
 
 class RolloutProcess:

@@ -14,6 +14,7 @@ import numpy as np
 from arguments.rollout import RolloutArguments
 from miles_async.errors import TransientEngineError
 from miles_async.protocols import EngineClient
+from miles_async.staleness.versions import versions_per_token
 from miles_async.types import NO_VERSION, Attempt, Generation, Prompt, Sample
 
 MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token before we say that the engine does not work
@@ -70,7 +71,7 @@ class SingleTurnGenerate:
 def build_sample(prompt: Prompt, chunks: Sequence[Generation], decode: Callable[[Sequence[int]], str]) -> Sample:
     """Prompt and chunks → one sample whose arrays are aligned with prompt + response tokens."""
     response = np.concatenate([chunk.output_ids for chunk in chunks])
-    versions = np.concatenate([_versions(chunk) for chunk in chunks])
+    versions = np.concatenate([versions_per_token(chunk.spans, len(chunk.output_ids)) for chunk in chunks])
     start, length = len(prompt.token_ids), len(prompt.token_ids) + len(response)
     loss_mask = np.zeros(length, np.uint8)
     loss_mask[start:] = 1
@@ -89,8 +90,3 @@ def build_sample(prompt: Prompt, chunks: Sequence[Generation], decode: Callable[
         finish_reason="length" if finish_reason == "abort" else finish_reason,
         metadata={"engines": list(dict.fromkeys(chunk.engine_id for chunk in chunks)), "chunks": len(chunks)},
     )
-
-
-def _versions(chunk: Generation) -> np.ndarray:
-    lengths = [span.end - span.start for span in chunk.spans]
-    return np.repeat(np.array([span.version for span in chunk.spans], np.int32), lengths)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import structlog
 
 from miles_async.clock import now
-from miles_async.errors import first_error
+from miles_async.errors import StalledError, first_error
 from miles_async.protocols import Metrics, PromptSource
 from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.dispatcher import Dispatcher
@@ -105,7 +105,14 @@ class RolloutManager:
 
     async def next_batch(self, target_version: int) -> PreparedBatch:
         """Cut, convert, split. Waits for groups; StalledError if none finishes for ``--stall-timeout``."""
-        groups = await self._dispatcher.cut(target_version)
+        try:
+            groups = await self._dispatcher.cut(target_version)
+        except StalledError as error:
+            engines = self._engines.stats()
+            raise StalledError(
+                f"{error}; {engines['engines']}; {engines['in_flight']} requests at engines, the oldest for "
+                f"{engines['oldest_request_seconds']:.0f} s"
+            ) from None
         batch_id = next(self._batch_ids)
         self._cut[batch_id] = (groups, target_version)
         prepared = await asyncio.to_thread(self._batches.make, groups, target_version)

@@ -13,6 +13,7 @@ from miles_async.engines.client import ROUTING_KEY, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
+from miles_async.engines.stack import engine_stats
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineStartError
 from miles_async.simulation.engine import Meter, SimulatedEngine
@@ -74,7 +75,7 @@ class SimulatedEngines:
         await self.fleet.wait_for_joining()
 
     def stats(self) -> Mapping[str, Any]:
-        return {"in_flight": self._traffic.in_flight, "busy_seconds": self._traffic.busy_seconds()}
+        return engine_stats(self.registry, self._traffic)
 
     async def stop(self) -> None:
         await self.fleet.stop()
