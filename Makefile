@@ -36,7 +36,7 @@ lock: setup ## resolve requirements/*.in again (UPGRADE=all or UPGRADE=name,name
 	$(BIN)/python scripts/make_lock.py --upgrade "$(UPGRADE)"
 
 bench: setup ## asynchronous against on-policy on the quickstart, with artificial environment latency
-	$(BIN)/python tests/benchmarks/quickstart_overlap.py
+	$(BIN)/python -m tests.benchmarks.quickstart_overlap
 
 study: setup ## the staleness study on the sort task: 70 steps per cell
 	$(BIN)/python -m examples.staleness_study.study

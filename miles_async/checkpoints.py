@@ -99,6 +99,7 @@ def _write(path: Path, content: bytes) -> None:
 def _replace(partial: Path, final: Path) -> None:
     old = final.with_suffix(".old")
     if final.exists():  # a run that resumed before this step and came here again
+        shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     partial.rename(final)
     shutil.rmtree(old, ignore_errors=True)

@@ -23,7 +23,7 @@ from arguments.paths import with_absolute_paths
 from miles_async.checkpoints import RunCheckpoints
 from miles_async.cluster import ray_cluster, worker_environment
 from miles_async.controller import Controller
-from miles_async.errors import first_error
+from miles_async.errors import LedgerError, first_error
 from miles_async.observability.logs import configure_logging
 from miles_async.observability.metrics_file import MetricsFile
 from miles_async.observability.plots import plot_run
@@ -36,7 +36,8 @@ from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
 from miles_async.protocols import EngineFleet, RolloutSide, Tracker
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.rollout_parts import build_rollout
-from miles_async.run_directory import prepare_run_directory
+from miles_async.run_directory import LEDGER_FILE, prepare_run_directory
+from miles_async.staleness.ledger_reader import open_ledger
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer_parts import trainer_group
 from miles_async.weights.publisher import WeightPublisher
@@ -156,7 +157,7 @@ class Run:
         """summary.json, the plot and the closing table: of what was done, however the run ended."""
         now = time.monotonic()
         summary = self._summary.finish(
-            balance=self._stats.get("balance", {}),
+            balance=self._stats.get("balance") or self._balance_on_disk(),
             trainer_idle_seconds=self._summary.stage_seconds("wait"),
             rollout_idle_seconds=self._stats.get("seconds", 0.0) - self._stats.get("busy_seconds", 0.0),
             wall_seconds=now - self._started,
@@ -168,6 +169,14 @@ class Run:
             plot_run(self._run_dir)
             print_summary(summary, run_dir=self._run_dir)
 
+    def _balance_on_disk(self) -> dict[str, int]:
+        """What the ledger knows when the rollout side is gone: all but its last moment."""
+        try:
+            with open_ledger(self._run_dir / LEDGER_FILE) as ledger:
+                return ledger.balance().summary()
+        except LedgerError:
+            return {}
+
 
 async def _last_stats(manager: RolloutSide) -> dict[str, Any]:
     """For the summary; {} from a rollout side that is gone."""
@@ -175,7 +184,7 @@ async def _last_stats(manager: RolloutSide) -> dict[str, Any]:
         async with asyncio.timeout(STATS_SECONDS):
             return await manager.last_stats()
     except Exception as error:  # supervision point: the run is ending, and its first error must surface
-        log.warning("no last word from the rollout side", error=repr(error))
+        log.debug("no last word from the rollout side", error=repr(error))
         return {}
 
 

@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from examples.quickstart.prepare import main as prepare_quickstart
+
 ROOT = Path(__file__).parents[2]
 WARM_UP_STEPS = 3
 CELLS = {
@@ -53,6 +55,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="steps per run (default: 20)")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "bench", help="where the runs go")
     options = parser.parse_args()
+    prepare_quickstart(["--task", "reverse"])
     cells = {name: run_cell(name, flags, options.steps, options.directory) for name, flags in CELLS.items()}
 
     alone = cells["on-policy"]

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from examples.quickstart.prepare import main as prepare_quickstart
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 MARK = "MILES_ASYNC_TEST_RUN"  # an environment variable: every process of a run inherits it, however it detaches
@@ -26,6 +28,7 @@ class RealRun:
     """One ``miles-async train``, under way or over."""
 
     def __init__(self, run_dir: Path, flags: tuple[str, ...]) -> None:
+        prepare_quickstart(["--task", "reverse"])  # makes what is absent, in a second
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
         self.output_path = run_dir.with_suffix(".out")

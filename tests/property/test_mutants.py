@@ -1,0 +1,271 @@
+"""Are the property tests worth their name? Each mutant is a mistake that async RL systems really make.
+
+It is put into the code under test, and the property that guards against it must fail, at the place where a user would
+be harmed. The same procedure on the code as it is finds nothing.
+
+# covers: C1, C4, M1, O4
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from miles_async.errors import ContractViolation, VersionUnknownError
+from miles_async.staleness import policy, versions
+from miles_async.staleness.admission import Admission
+from miles_async.staleness.buffer import StalenessBuffer
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool
+from miles_async.types import NO_VERSION
+from tests.property import test_property_pool as pool_properties
+from tests.property import test_property_versions as version_properties
+
+SEEDS = st.integers(0, 2**32 - 1)
+REPRODUCIBLE = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],  # a failure is all that is asked for, not the smallest
+    suppress_health_check=list(HealthCheck),
+)
+
+
+# ------------------------------------------------------------------------------------------------- the properties
+def _again(test: Any, *strategies: st.SearchStrategy[Any]) -> Callable[[], None]:
+    """A property test of another file, with reproducible examples."""
+    return REPRODUCIBLE(given(*strategies)(test.hypothesis.inner_test))
+
+
+def anything_in_any_order() -> None:
+    run_state_machine_as_test(pool_properties.PoolMachine, settings=REPRODUCIBLE)
+
+
+long_runs = _again(pool_properties.test_long_runs_with_stragglers, pool_properties.WORLDS, SEEDS)
+in_order = _again(pool_properties.test_nothing_is_swept_when_groups_finish_in_order, pool_properties.WORLDS, SEEDS)
+off_by_one = _again(
+    version_properties.test_every_start_and_end_wrong_by_at_most_one_token,
+    version_properties.true_versions(),
+    st.data(),
+)
+with_a_hole = _again(
+    version_properties.test_report_with_a_hole_falls_back_to_the_oldest_version_in_sight,
+    version_properties.true_versions(),
+    st.data(),
+)
+
+
+@REPRODUCIBLE
+@given(st.integers(0, 4), st.none() | st.sampled_from(["default", ""]) | st.integers(-1, 4))
+def label_only(dispatch: int, label: object) -> None:
+    """A response without spans is no fresher than its label, nor than dispatch; without a label it is an error."""
+    try:
+        (span,) = versions.parse_spans(None, label, 6, dispatch)
+    except VersionUnknownError:
+        assert not isinstance(label, int) or label < 0
+        return
+    assert isinstance(label, int), f"no usable label ({label!r}), and yet version {span.version}"
+    assert 0 <= span.version <= min(label, dispatch)
+
+
+@REPRODUCIBLE
+@given(st.lists(st.tuples(st.integers(NO_VERSION, 4), st.booleans()), min_size=1, max_size=6))
+def loss_tokens(tokens: list[tuple[int, bool]]) -> None:
+    """A sample has an age only if every token that carries loss has a version."""
+    weight_versions = np.array([version for version, _ in tokens], dtype=np.int32)
+    loss_mask = np.array([carries_loss for _, carries_loss in tokens], dtype=np.uint8)
+    trained = [version for version, carries_loss in tokens if carries_loss]
+    try:
+        oldest = versions.oldest_version(weight_versions, loss_mask)
+    except VersionUnknownError:
+        assert not trained or NO_VERSION in trained
+        return
+    assert NO_VERSION not in trained
+    assert oldest == min(trained)
+
+
+@REPRODUCIBLE
+@given(st.integers(-2, 4), st.integers(0, 4))
+def known_age(oldest: int, target: int) -> None:
+    """An age needs both versions."""
+    try:
+        age = policy.age(oldest, target)
+    except (VersionUnknownError, ContractViolation):
+        assert not 0 <= oldest <= target
+        return
+    assert age == sum(1 for _ in range(oldest, target))
+    assert oldest >= 0, f"version {oldest} is unknown, and yet its age is {age}"
+
+
+PROPERTIES = (anything_in_any_order, long_runs, in_order, off_by_one, with_a_hole, label_only, loss_tokens, known_age)
+
+
+# --------------------------------------------------------------------------------------------------- the mutants
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """``function`` with ``old`` replaced by ``new``; ``caught_by`` fails, and ``where`` is on the traceback."""
+
+    name: str
+    function: Any
+    old: str
+    new: str
+    caught_by: Callable[[], None]
+    where: str
+
+    def code(self) -> Any:
+        """The code object of the mutated function."""
+        source = textwrap.dedent(inspect.getsource(self.function))
+        assert source.count(self.old) == 1, f"mutant {self.name!r} no longer fits {self.function.__qualname__}"
+        module = compile(source.replace(self.old, self.new), f"<mutant: {self.name}>", "exec")
+        namespace = dict(self.function.__globals__)
+        exec(module, namespace)
+        mutated = namespace[self.function.__name__]
+        return (mutated.fget if isinstance(mutated, property) else mutated).__code__
+
+
+MUTANTS = (
+    Mutant(
+        name="age K is stale",
+        function=policy.is_stale,
+        old="versions_old > bound",
+        new="versions_old >= bound",
+        caught_by=in_order,
+        where="test_nothing_is_swept_when_groups_finish_in_order",
+    ),
+    Mutant(
+        name="age K is stale: with K = 0 nothing is ever trained",
+        function=policy.is_stale,
+        old="versions_old > bound",
+        new="versions_old >= bound",
+        caught_by=anything_in_any_order,
+        where="teardown",
+    ),
+    Mutant(
+        name="age K + 1 is fresh",
+        function=policy.is_stale,
+        old="versions_old > bound",
+        new="versions_old > bound + 1",
+        caught_by=long_runs,
+        where="start_training",
+    ),
+    Mutant(
+        name="no sweep at the cut",
+        function=StalenessBuffer._sweep,
+        old="while self._versions and",
+        new="while False and",
+        caught_by=long_runs,
+        where="start_training",
+    ),
+    Mutant(
+        name="freshness judged when rollouts are collected",  # by what is visible then: trains at up to K + 1
+        function=Pool.cut,
+        old="self._buffer.cut(target_version)",
+        new="self._buffer.cut(max([self._visible_version, *(group.oldest_version for group in self._buffer)]))",
+        caught_by=long_runs,
+        where="start_training",
+    ),
+    Mutant(
+        name="slots are free when trained, not when visible",
+        function=Admission.trained,
+        old="self._trained[version] = self._trained.get(version, 0) + count",
+        new="pass",
+        caught_by=in_order,
+        where="test_nothing_is_swept_when_groups_finish_in_order",
+    ),
+    Mutant(
+        name="room for K + 2 batches",
+        function=StalenessPolicy.capacity.fget,
+        old="self.bound + 1",
+        new="self.bound + 2",
+        caught_by=in_order,
+        where="test_nothing_is_swept_when_groups_finish_in_order",
+    ),
+    Mutant(
+        name="no tolerance at edges",
+        function=versions._assign_edges,
+        old="max(before.end, after.start) + EDGE_TOLERANCE",
+        new="max(before.end, after.start)",
+        caught_by=off_by_one,
+        where="assert_never_fresher",
+    ),
+    Mutant(
+        name="unbelievable spans count as the newest version",
+        function=versions.parse_spans,
+        old="min(dispatched, *versions)",
+        new="max(dispatched, *versions)",
+        caught_by=with_a_hole,
+        where="test_report_with_a_hole_falls_back_to_the_oldest_version_in_sight",
+    ),
+    Mutant(
+        name="unbelievable spans count as the version at dispatch",
+        function=versions.parse_spans,
+        old="min(dispatched, *versions)",
+        new="dispatched",
+        caught_by=label_only,
+        where="label_only",
+    ),
+    Mutant(
+        name="no label counts as the version at dispatch",
+        function=versions.parse_spans,
+        old='_parse_version(reported_scalar, "weight_version", newest_possible)',
+        new="int(reported_scalar) if isinstance(reported_scalar, int) else dispatched",
+        caught_by=label_only,
+        where="label_only",
+    ),
+    Mutant(
+        name="loss tokens without a version are passed over",
+        function=versions._loss_versions,
+        old="weight_versions[loss_mask != 0]",
+        new="weight_versions[(loss_mask != 0) & (weight_versions != NO_VERSION)]",
+        caught_by=loss_tokens,
+        where="loss_tokens",
+    ),
+    Mutant(
+        name="loss tokens without a version have version -1",
+        function=versions._loss_versions,
+        old="versions.min() <= NO_VERSION",
+        new="versions.min() < NO_VERSION",
+        caught_by=loss_tokens,
+        where="loss_tokens",
+    ),
+    Mutant(
+        name="an unknown version has an age",
+        function=policy.age,
+        old="oldest_version < 0 or target_version < 0",
+        new="target_version < 0",
+        caught_by=known_age,
+        where="known_age",
+    ),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(mutant.function, FunctionType)
+    monkeypatch.setattr(mutant.function, "__code__", mutant.code())  # whoever imported the function has the mutant
+    with pytest.raises((AssertionError, ContractViolation)) as caught:
+        mutant.caught_by()
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert mutant.where in frames, f"it failed elsewhere: {frames}"
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in PROPERTIES])
+def test_code_as_it_is_passes_the_same_procedure(name: str) -> None:
+    next(check for check in PROPERTIES if check.__name__ == name)()
+
+
+def test_every_property_catches_a_mutant() -> None:
+    assert {mutant.caught_by for mutant in MUTANTS} == set(PROPERTIES)
