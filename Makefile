@@ -18,8 +18,7 @@ setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for ano
 	"$$python" scripts/setup_env.py --extras "$(EXTRAS)"
 
 quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack, results in runs/quickstart/
-	$(BIN)/python -m examples.quickstart.prepare --task reverse
-	$(BIN)/python -m miles_async train @examples/quickstart/reverse.args
+	examples/quickstart/run.sh
 
 test: lint typecheck ## every check and every test that runs on CPU
 	$(BIN)/pytest $(PYTEST_ARGS)
