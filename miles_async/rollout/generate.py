@@ -44,24 +44,23 @@ class SingleTurnGenerate:
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Raises what the client raises, and TransientEngineError for an engine that only aborts."""
         prompt = attempt.prompt
+        input_ids = list(prompt.token_ids)
+        budget = self._sampling["max_new_tokens"]
         chunks: list[Generation] = []
-        generated: list[int] = []
         empty = 0
         while True:
-            budget = self._sampling["max_new_tokens"] - len(generated)
             chunk = await client.generate(
-                [*prompt.token_ids, *generated],
+                input_ids,
                 {**self._sampling, "max_new_tokens": budget},
                 # A key per sample, the same for all its chunks. One per group would share the prompt's prefix cache
                 # on one engine, but whole groups spread unevenly: a quarter more step time in simulation.
                 routing_key=f"{attempt.attempt_id}-{sample_index}",
             )
             chunks.append(chunk)
-            generated += chunk.output_ids.tolist()
-            if chunk.finish_reason != "abort":
+            budget -= len(chunk.output_ids)
+            if chunk.finish_reason != "abort" or budget <= 0:
                 break
-            if len(generated) >= self._sampling["max_new_tokens"]:
-                break
+            input_ids += chunk.output_ids.tolist()
             empty = 0 if len(chunk.output_ids) else empty + 1
             if empty >= MAX_EMPTY_CHUNKS:
                 raise TransientEngineError(f"{chunk.engine_id} aborted {empty} times without a token")

@@ -160,6 +160,29 @@ async def test_batch_older_than_the_bound_stops_the_run_before_the_optimizer_ste
     assert b.events.count("train") == 2  # versions 0 and 1: the age was 0 and 1
 
 
+async def test_batch_cut_for_another_version_stops_the_run() -> None:
+    # covers: C1
+    b = bench(steps=2, bound=None)
+    plain = b.rollout.next_batch
+    b.rollout.next_batch = lambda target_version: plain(target_version + 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        await b.controller.run()
+    assert "cut for version 1, but the trainer is at 0" in str(first_error(caught.value))
+    assert "train" not in b.events
+
+
+async def test_log_probs_are_compared_only_where_the_trainer_has_published_its_weights() -> None:
+    b = bench(steps=4, interval=2)
+
+    async def train(shards: Any) -> Mapping[str, float]:
+        return {"loss": 0.0, "logprob_diff_max": 0.5, "logprob_diff_tokens": 8.0}
+
+    b.trainer.train = train
+    await b.controller.run()
+    compared = [step for step, metrics, _ in b.records.steps if "train/logprob_diff_max" in metrics]
+    assert compared == [0, 2]  # steps 1 and 3 start from weights that no engine has
+
+
 async def test_rollout_failure_stops_the_trainer_and_is_the_error_that_surfaces() -> None:
     # covers: C1, C10
     b = bench(steps=1000)

@@ -50,10 +50,13 @@ class Engine:
         self.version = 0
         self.calls = 0
         self.hangs = False
+        self.seconds = 0.0
+        self.requests: list[tuple[list[int], int]] = []  # (input ids, max new tokens)
         self.script: Callable[[int], Exception | Generation | None] = lambda call: None
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
-        await asyncio.sleep(3600 if self.hangs else 0)
+        self.requests.append((list(input_ids), sampling["max_new_tokens"]))
+        await asyncio.sleep(3600 if self.hangs else self.seconds)
         call, self.calls = self.calls, self.calls + 1
         scripted = self.script(call)
         if isinstance(scripted, Exception):
@@ -264,6 +267,16 @@ async def test_aborted_generation_keeps_its_tokens_and_their_versions() -> None:
     assert [sample.tokens.tolist() for sample in mixed] == [[1, 2, 5, 6, 7, 2]]
     assert mixed[0].weight_versions.tolist() == [-1, -1, 0, 0, 3, 3]
     assert groups[0].oldest_version == 0
+    assert ([1, 2, 5, 6], 4) in bench.engine.requests  # it goes on from what it has, within what is left
+
+
+async def test_abort_at_the_length_limit_is_the_end() -> None:
+    bench = Bench()
+    bench.engine.script = lambda call: answer([5, 6, 7, 8, 9, 9], 0, "abort") if call == 0 else None
+    async with running(bench):
+        groups = await bench.dispatcher.cut(0)
+    assert "length" in {sample.finish_reason for group in groups for sample in group.samples}
+    assert min(budget for _, budget in bench.engine.requests) == 6
 
 
 async def test_reward_that_hangs_costs_its_attempt_only() -> None:
@@ -301,6 +314,18 @@ async def test_full_pool_is_no_stall_the_trainer_is_just_slow() -> None:
         assert not waiting.done()
         waiting.cancel()
         bench.dispatcher.pool.trained(groups, 0)
+
+
+async def test_commit_starts_the_stall_timer_anew() -> None:
+    # covers: C10
+    async with running(Bench(bound=0)) as bench:
+        bench.engine.seconds = 0.15
+        groups = await bench.dispatcher.cut(0)
+        bench.dispatcher.pool.trained(groups, 0)
+        waiting = asyncio.ensure_future(bench.dispatcher.cut(1))
+        await asyncio.sleep(0.25)  # of 0.3 until a stall
+        await bench.publish(1)
+        assert len(await waiting) == BATCH
 
 
 async def test_filter_that_rejects_everything_stalls() -> None:
