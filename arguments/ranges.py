@@ -52,6 +52,8 @@ AT_LEAST: dict[str, int] = {
 ABOVE_ZERO = {
     "rollout_temperature",  # the trainer divides logits by it, and equal samples teach nothing
     "rollout_top_p",
+    "rollout_kv_use_target",
+    "min_group_fraction",
     "reward_timeout",
     "eps_clip",
     "eps_clip_high",
@@ -65,7 +67,12 @@ ABOVE_ZERO = {
     "stall_timeout",
 }
 
-AT_MOST: dict[str, int] = {"rollout_top_p": 1, "sglang_router_port": 65535}
+AT_MOST: dict[str, int] = {
+    "min_group_fraction": 1,
+    "rollout_kv_use_target": 1,
+    "rollout_top_p": 1,
+    "sglang_router_port": 65535,
+}
 
 IN_HALF_OPEN_UNIT_INTERVAL = {"adam_beta1", "adam_beta2"}  # [0, 1)
 

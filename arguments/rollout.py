@@ -19,7 +19,17 @@ class RolloutArguments:
     rollout_top_p: float = flag(1.0, "nucleus sampling")
     rollout_top_k: int = flag(-1, "sample among the k likeliest tokens; -1: all")
     rollout_stop: tuple[str, ...] = flag((), "strings that end a response")
-    rollout_concurrency_per_engine: int = flag(256, "samples in flight per engine at most")
+    rollout_concurrency_per_engine: int = flag(
+        256, "samples in flight at once, for every engine that serves; with --adaptive-rollout-concurrency at most"
+    )
+    adaptive_rollout_concurrency: bool = flag(
+        False,
+        "find the number of samples in flight while running: fewer while engines queue requests or fill their KV "
+        "cache, more while they don't",
+    )
+    rollout_kv_use_target: float = flag(
+        0.9, "part of an engine's KV cache above which --adaptive-rollout-concurrency sends fewer", metavar="FRACTION"
+    )
     custom_generate_function_path: str | None = flag(None, "module:attr of your own Generate", metavar="MODULE:ATTR")
     rm_type: str | None = flag(None, "reward from the hub", choices=("exact_match",))
     custom_rm_path: str | None = flag(None, "module:attr of your own Reward", metavar="MODULE:ATTR")

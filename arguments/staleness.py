@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from arguments.flag import flag
@@ -31,9 +32,22 @@ class StalenessArguments:
     )
     stale_group_action: str = flag(
         "recycle",
-        "what to do with a group that is too old at the cut: give its prompt another attempt, or replace "
-        "it by a fresh prompt",
-        choices=("recycle", "drop"),
+        "what to do with a group that is too old at the cut: give its prompt another attempt, replace it by a "
+        "fresh prompt, or (wait) let it not come to that: publications wait until groups that they would make too "
+        "old are trained",
+        choices=("recycle", "drop", "wait"),
+    )
+    min_group_fraction: float = flag(
+        1.0,
+        "smallest part of --n-samples-per-prompt that a group is trained with: samples that are too old at the cut, or "
+        "failed, are left out while that many remain. 1: all or nothing",
+        metavar="FRACTION",
+    )
+    batch_order: str = flag(
+        "oldest_first",
+        "which groups a batch takes first: by admission (what bounds ages with the least waste), or as they were "
+        "completed (favours short responses)",
+        choices=("oldest_first", "completion"),
     )
     on_policy: bool = flag(
         False,
@@ -45,6 +59,10 @@ class StalenessArguments:
     def bound(self) -> int | None:
         """K in force: oldest age that is trained. 0 with ``--on-policy``, None: not bounded."""
         return 0 if self.on_policy else self.max_weight_staleness
+
+    def min_samples(self, group_size: int) -> int:
+        """Samples that a group of ``group_size`` is trained with at the least."""
+        return max(1, math.ceil(round(self.min_group_fraction * group_size, 9)))
 
     @property
     def lead(self) -> int:

@@ -88,6 +88,11 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
             "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator "
             "reinforce"
         )
+    elif arguments.staleness.min_samples(samples) == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
+        yield (
+            f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
+            f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"
+        )
     if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
         yield "--use-kl-loss with --kl-loss-coef 0 has no effect: set the coefficient, or remove both"
     if not algorithm.use_kl_loss and algorithm.kl_loss_coef > 0:

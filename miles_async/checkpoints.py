@@ -3,12 +3,12 @@
 ::
 
     SAVE/iter_0000040/trainer/       weights, optimizer, scheduler, RNG (the backend's format)
-    SAVE/iter_0000040/rollout.json   prompt cursor, attempts that are owed to a prompt, balance
+    SAVE/iter_0000040/rollout.json   and groups.msgpack: the rollout side (``rollout/checkpoint.py``)
     SAVE/iter_0000040/position.json  step and weight version
     SAVE/readmit.json                prompts that get another budget at the next load (``readmission.py``)
 
 A checkpoint is written to ``iter_0000040.partial`` and renamed when everything is on disk, so a directory with
-the final name is whole. What was in flight or buffered is saved as owed attempts and generated anew.
+the final name is whole. Finished groups that wait are saved with their tokens; what was in flight is generated anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import asyncio
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
@@ -38,34 +37,52 @@ class RunCheckpoints:
         self._rollout = rollout
         self._save = save
         self._load = load
+        self._finishing = asyncio.Lock()
+        self._position: Position | None = None  # of a checkpoint that lacks the rollout side's part
 
     async def save(self, position: Position) -> None:
-        """Write one checkpoint. Raises CheckpointError naming the directory."""
-        assert self._save is not None
-        final = self._save / f"iter_{position.step:07d}"
-        partial = final.with_suffix(".partial")
+        """Everything as of now, the trainer's part on disk: training may go on. Raises CheckpointError."""
+        await self.finish()  # the one before
+        partial = self._directory(position).with_suffix(".partial")
         try:
             await asyncio.to_thread(_make_empty, partial)
-            await self._trainer.save(partial / "trainer")
-            state = await self._rollout.state()
-            await asyncio.to_thread(_write, partial / "rollout.json", msgspec.json.encode(state))
-            await asyncio.to_thread(_write, partial / "position.json", msgspec.json.encode(position))
-            await asyncio.to_thread(_replace, partial, final)
         except OSError as error:
             raise CheckpointError(f"--save {self._save}: {error}") from error
-        log.info("checkpoint saved", directory=str(final))
+        await self._rollout.snapshot()
+        await self._trainer.save(partial / "trainer")
+        self._position = position
+
+    async def finish(self) -> None:
+        """Until what was saved is whole. Raises CheckpointError naming the directory."""
+        async with self._finishing:
+            if (position := self._position) is None:
+                return
+            final = self._directory(position)
+            partial = final.with_suffix(".partial")
+            try:
+                await self._rollout.save(partial)
+                await asyncio.to_thread(_write, partial / "position.json", msgspec.json.encode(position))
+                await asyncio.to_thread(_replace, partial, final)
+            except OSError as error:
+                raise CheckpointError(f"--save {self._save}: {error}") from error
+            self._position = None
+            log.info("checkpoint saved", directory=str(final))
 
     async def load(self) -> Position | None:
         """Restore both sides from the newest whole checkpoint. None without ``--load``."""
         if self._load is None:
             return None
         directory = await asyncio.to_thread(newest_checkpoint, self._load)
-        position, state = await asyncio.to_thread(_read, directory)
+        position = (await asyncio.to_thread(_read_position, directory)).resumed()
         readmissions = await asyncio.to_thread(read_readmissions, self._load)
         await self._trainer.load(directory / "trainer")
-        await self._rollout.restore({**state, "readmissions": readmissions}, step=position.step)
+        await self._rollout.load(directory, step=position.step, version=position.version, readmissions=readmissions)
         log.info("resumed", directory=str(directory), step=position.step, version=position.version)
         return position
+
+    def _directory(self, position: Position) -> Path:
+        assert self._save is not None
+        return self._save / f"iter_{position.step:07d}"
 
 
 def newest_checkpoint(directory: Path) -> Path:
@@ -76,10 +93,9 @@ def newest_checkpoint(directory: Path) -> Path:
     return whole[-1]
 
 
-def _read(directory: Path) -> tuple[Position, dict[str, Any]]:
+def _read_position(directory: Path) -> Position:
     try:
-        position = msgspec.json.decode((directory / "position.json").read_bytes(), type=Position)
-        return position, msgspec.json.decode((directory / "rollout.json").read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode((directory / "position.json").read_bytes(), type=Position)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"--load: {directory} is no whole checkpoint: {error}") from error
 

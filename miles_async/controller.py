@@ -58,9 +58,17 @@ class Publisher(Protocol):
 class Checkpoints(Protocol):
     """Atomic checkpoints of both sides and of the loop's own position."""
 
-    async def save(self, position: Position) -> None: ...
+    async def save(self, position: Position) -> None:
+        """Of now. Returns when training may go on."""
+        ...
 
-    async def load(self) -> Position | None: ...
+    async def finish(self) -> None:
+        """Returns when what was saved is whole."""
+        ...
+
+    async def load(self) -> Position | None:
+        """Where to go on, both sides being restored; None: at the beginning."""
+        ...
 
 
 class Recorder(Protocol):
@@ -79,6 +87,12 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     version: int = 0
     unpublished: int = 0  # steps trained since ``version`` was published
+
+    def resumed(self) -> Position:
+        """Where a run goes on that was saved here. A version names one set of weights for ever: what was trained and
+        never published gets a new one.
+        """
+        return Position(step=self.step, version=self.version + (self.unpublished > 0))
 
 
 class Controller:
@@ -105,6 +119,7 @@ class Controller:
         self._recorder = recorder
         self._num_steps = rollout_arguments.num_rollout
         self._bound = staleness.bound
+        self._waits = staleness.stale_group_action == "wait"
         self._interval = weights.update_weights_interval
         self._lag = weights.debug_publication_lag
         self._evaluation = evaluation
@@ -113,9 +128,7 @@ class Controller:
 
     async def run(self) -> None:
         """The whole run. Raises the first error of either side, everything else being cancelled by then."""
-        loaded = await self._checkpoints.load() or Position()
-        # A version names one set of weights for ever: what was trained and never published gets a new one.
-        self.position = Position(step=loaded.step, version=loaded.version + (loaded.unpublished > 0))
+        self.position = await self._checkpoints.load() or Position()
         async with asyncio.TaskGroup() as scope:
             rollout = scope.create_task(self._rollout.run(), name="rollout")
             repair = scope.create_task(self._repair_engines(), name="repair")
@@ -136,8 +149,9 @@ class Controller:
             started = now()
             prepared = await batch
             waited = now() - started
-            version, publishes = self.position.version, self._publishes_after(step)
+            version = self.position.version
             self._check_age(prepared, version)
+            publishes = await self._publishes_after(step)
             if step + 1 < self._num_steps:
                 batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
             trained = now()
@@ -153,8 +167,10 @@ class Controller:
                 evaluation = self._start_evaluation(scope, step + 1)
             if self._checkpoint_at(step + 1):
                 await self._checkpoints.save(self.position)
+                scope.create_task(self._checkpoints.finish(), name=f"checkpoint of step {step + 1}")
         if evaluation is not None:
             await evaluation
+        await self._checkpoints.finish()
 
     async def _advance(self, step: int, *, publishes: bool) -> Publication | None:
         """One more step is trained: publish it, or say that the visible version stays."""
@@ -163,7 +179,8 @@ class Controller:
             self.position = Position(step=step, version=version + 1)
             return await self._publish()
         self.position = Position(step=step, version=version, unpublished=unpublished + 1)
-        await self._rollout.commit_version(version)
+        if self.position.unpublished < self._interval or not self._waits:
+            await self._rollout.commit_version(version)
         return None
 
     async def _publish(self) -> Publication:
@@ -183,11 +200,21 @@ class Controller:
                 log.info("engines repaired", engines=repaired, version=self.position.version)
 
     # ----------------------------------------------------------------------------------------- decisions
-    def _publishes_after(self, step: int) -> bool:
-        """By interval; after the last step only if its evaluation will use the weights (P6)."""
+    async def _publishes_after(self, step: int) -> bool:
+        """By interval; after the last step only if its evaluation will use the weights (P6).
+
+        With ``--stale-group-action wait`` not while it would make an attempt too old (C5). What was trained since the
+        last publication keeps its slots then, so the trainer gets no more than its lead ahead of the engines, and
+        waits for the attempts that hold it up.
+        """
         if step + 1 == self._num_steps:
             return self._evaluate_at(step + 1)
-        return (step + 1) % self._interval == 0
+        if self.position.unpublished + 1 < self._interval:
+            return False
+        if not self._waits or not (stale := await self._rollout.count_stale(self.position.version + 1)):
+            return True
+        log.info("publication waits", version=self.position.version + 1, attempts=stale)
+        return False
 
     def _evaluate_at(self, step: int) -> bool:
         if self._evaluation.eval_prompt_data is None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from miles_async.types import (
     Attempt,
     CanaryScore,
+    EngineLoad,
     FleetMembers,
     Generation,
     Group,
@@ -58,6 +59,18 @@ class EngineClient(Protocol):
         Raises TransientEngineError when the budget is spent, RequestRejectedError, VersionUnknownError.
         An abort is a Generation with finish_reason "abort" and partial output, not an exception.
         """
+        ...
+
+
+class EngineLoads(Protocol):
+    """How many engines there are to generate and how loaded they are: what the dispatcher's concurrency follows."""
+
+    async def serving(self, other_than: int) -> int:
+        """How many engines serve, as soon as it is not ``other_than``."""
+        ...
+
+    async def loads(self) -> Mapping[str, EngineLoad]:
+        """Of each engine that takes requests, by its id. One that doesn't answer within seconds is left out."""
         ...
 
 
@@ -111,10 +124,22 @@ class RolloutSide(Protocol):
         """Balance of attempts, in-flight, buffer, idle seconds; cheap, for logs, summary and watchdog."""
         ...
 
-    async def state(self) -> dict[str, Any]: ...
+    async def count_stale(self, version: int) -> int:
+        """Attempts outside a batch that publishing ``version`` now would make too old, or might (C5)."""
+        ...
 
-    async def restore(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Go on where ``state`` was taken, after ``step`` trained steps."""
+    async def snapshot(self) -> None:
+        """Keep what :meth:`save` will write, as of now. Quick: nothing is copied or written."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write the last snapshot, while everything else goes on."""
+        ...
+
+    async def load(
+        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Go on where a checkpoint was taken, after ``step`` trained steps, from ``version``."""
         ...
 
     async def close(self) -> None:

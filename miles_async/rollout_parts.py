@@ -21,6 +21,7 @@ from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.protocols import Generate, GroupFilter, Reward
 from miles_async.rewards.hub import resolve_reward
 from miles_async.rollout.batches import BatchMaker
+from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
 from miles_async.rollout.ledger_writer import LedgerWriter
@@ -99,7 +100,7 @@ def _dispatcher(
     rollout, staleness = arguments.rollout, arguments.staleness
     return Dispatcher(
         pool=Pool(
-            StalenessPolicy.from_arguments(staleness, rollout.rollout_batch_size),
+            StalenessPolicy.from_arguments(staleness, rollout),
             RetryPolicy(
                 max_prompt_attempts=rollout.max_prompt_attempts,
                 max_quarantined_prompts=rollout.max_quarantined_prompts,
@@ -118,9 +119,10 @@ def _dispatcher(
             else None,
         ),
         arguments=rollout,
-        num_engines=arguments.cluster.num_engines,
+        concurrency=Concurrency(engines.loads, rollout),
         visible_version=lambda: engines.registry.version,
         stall_timeout=arguments.observability.stall_timeout,
+        min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
         dead_letters=run_dir / "dead_letters.jsonl",
     )
 

@@ -176,6 +176,14 @@ class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Mapping[str, int]  # process-group ranks per engine (its tensor-parallel size)
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine has to do at the moment."""
+
+    running: int  # requests that generate
+    waiting: int  # requests in its queue, those that were put back for want of KV cache included
+    kv_use: float  # part of the KV cache that running requests hold, 0 to 1
+
+
 class CanaryScore(msgspec.Struct, frozen=True):
     """What an engine makes of the canary sequence."""
 

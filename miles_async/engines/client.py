@@ -121,6 +121,11 @@ class RouterClient:
         """See ``protocols.EngineClient``. Raises StalledError when no engine serves within the gate's
         deadline.
         """
+        try:
+            return await self._try(input_ids, sampling, routing_key)
+        except TransientEngineError as error:
+            failure = error
+        # What nearly every request does without: a retry context costs more than the rest of this file.
         async for attempt in stamina.retry_context(
             on=TransientEngineError,
             attempts=self._tries,
@@ -130,26 +135,28 @@ class RouterClient:
             wait_jitter=self._backoff_seconds,
         ):
             with attempt:
+                if attempt.num == 1:
+                    raise failure
                 # Another key is another engine, where there is one; the prefix cache is a small loss then.
-                key = routing_key if attempt.num == 1 else f"{routing_key}#{attempt.num}"
-                return await self._try(input_ids, sampling, key)
+                return await self._try(input_ids, sampling, f"{routing_key}#{attempt.num}")
         raise AssertionError("stamina returns or raises")
 
     async def _try(self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str) -> Generation:
-        await self._gate()
+        await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
         answer = await self._request(input_ids, sampling, routing_key)
         await self._verified(answer.engine_url)
         return self._generation(answer)
 
-    async def _gate(self) -> None:
-        """Until requests may go out."""
+    async def _wait_until(self, condition: Callable[[], bool], complaint: str) -> None:
+        """Raises StalledError with ``complaint`` past the gate's deadline."""
+        if condition():  # nearly always; a deadline would cost more than asking
+            return
         try:
             async with asyncio.timeout(self._gate_timeout):
-                await self._registry.wait_until(self._registry.may_dispatch)
+                await self._registry.wait_until(condition)
         except TimeoutError:
-            raise StalledError(
-                f"requests waited {self._gate_timeout:g} s for engines: {self._registry.describe()}"
-            ) from None
+            waited = complaint.format(f"{self._gate_timeout:g} s")
+            raise StalledError(f"{waited}: {self._registry.describe()}") from None
 
     async def _request(self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str) -> _Answer:
         request_id = uuid.uuid4().hex
@@ -211,13 +218,7 @@ class RouterClient:
         def known() -> bool:
             return self._registry.may_dispatch() or self._registry.serving_at(engine_url) is None
 
-        try:
-            async with asyncio.timeout(self._gate_timeout):
-                await self._registry.wait_until(known)
-        except TimeoutError:
-            raise StalledError(
-                f"an answer waited {self._gate_timeout:g} s for its engine to be verified: {self._registry.describe()}"
-            ) from None
+        await self._wait_until(known, "an answer waited {} for its engine to be verified")
         if self._registry.serving_at(engine_url) is None:
             self._traffic.failed += 1
             raise TransientEngineError(f"engine at {engine_url or 'unknown address'} was fenced while it answered")
@@ -251,15 +252,13 @@ class RouterClient:
 def _tokens_and_logprobs(reply: _Reply, engine_url: str) -> tuple[np.ndarray, np.ndarray]:
     """int32 [T] and float32 [T]; raises TransientEngineError unless there is one log-prob per token."""
     entries = reply.meta_info.output_token_logprobs
-    output_ids = np.asarray(reply.output_ids, np.int32)
-    scored_ids = np.fromiter((entry[1] for entry in entries), np.int32, len(entries))
-    if not np.array_equal(output_ids, scored_ids):
+    if [entry[1] for entry in entries] != reply.output_ids:
         raise TransientEngineError(
-            f"{engine_url}: expected one log-prob for each of {len(output_ids)} output tokens, "
-            f"found {len(entries)}{' of other tokens' if len(entries) == len(output_ids) else ''}"
+            f"{engine_url}: expected one log-prob for each of {len(reply.output_ids)} output tokens, "
+            f"found {len(entries)}{' of other tokens' if len(entries) == len(reply.output_ids) else ''}"
         )
-    # SGLang sends null for a log-prob that is not a number.
-    logprobs = np.asarray([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
+    output_ids = np.array(reply.output_ids, np.int32)
+    logprobs = np.array([entry[0] for entry in entries], np.float32)  # NaN where SGLang sends null: was not a number
     if not np.isfinite(logprobs).all():
         raise TransientEngineError(f"{engine_url}: a log-prob is not finite; the engine's numerics are broken")
     return output_ids, logprobs

@@ -13,7 +13,7 @@ import msgspec
 
 from miles_async.engines.http import Http
 from miles_async.errors import EngineError
-from miles_async.types import CanaryScore, TensorMeta
+from miles_async.types import CanaryScore, EngineLoad, TensorMeta
 
 Answer = TypeVar("Answer")
 
@@ -27,6 +27,18 @@ class ModelInfo(msgspec.Struct):
 
     weight_version: str
     model_path: str = ""
+
+
+class _SchedulerLoad(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float  # without what the prefix cache could give up
+
+
+class _Loads(msgspec.Struct):
+    """The part of GET /v1/loads that we read: one load per data-parallel scheduler."""
+
+    loads: list[_SchedulerLoad]
 
 
 class _ScoreMeta(msgspec.Struct):
@@ -56,6 +68,19 @@ class EngineApi:
 
     async def model_info(self, url: str, timeout: float) -> ModelInfo:
         return decode(await self._call("GET", url, "/model_info", None, timeout), ModelInfo, f"{url}/model_info")
+
+    async def load(self, url: str, timeout: float) -> EngineLoad:
+        """Cheap while it generates: SGLang's front process reads what schedulers leave in shared memory, at every
+        prefill and every 15th decode step. While paused they leave nothing.
+        """
+        loads = decode(await self._call("GET", url, "/v1/loads", None, timeout), _Loads, f"{url}/v1/loads").loads
+        if not loads:
+            raise EngineError(f"{url}/v1/loads: expected the load of a scheduler, found none yet")
+        return EngineLoad(
+            running=sum(load.num_running_reqs for load in loads),
+            waiting=sum(load.num_waiting_reqs for load in loads),
+            kv_use=max(load.token_usage for load in loads),
+        )
 
     async def pause(self, url: str, mode: str, timeout: float) -> None:
         await self._post(url, "/pause_generation", {"mode": mode}, timeout)

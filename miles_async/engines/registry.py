@@ -11,6 +11,9 @@
 Requests go out while at least one engine serves and every serving engine is running verified weights. So from
 the pause of a publication until its commit they wait at our side, as they do while no engine is left.
 Only ``Fleet`` and ``Router`` write here; the client reads. One event loop: no locks.
+
+The client asks at every request, engines change rarely: what it asks is worked out in ``notify``, once per change. Until
+then it sees what was, so a change that must stop requests is notified before the next ``await``.
 """
 
 from __future__ import annotations
@@ -53,34 +56,50 @@ class EngineRegistry:
     engines: dict[str, EngineRecord] = field(default_factory=dict)
     version: int = 0  # of the weights that serving engines hold; the dispatch version of new requests
     router_up: bool = False
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    # As of the last notify():
+    _open: bool = field(init=False)
+    _serving: dict[str, EngineRecord] = field(init=False)  # by URL
+    _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.notify()
 
     def in_state(self, state: EngineState) -> tuple[EngineRecord, ...]:
         """Engines in ``state``, in the order of their ids."""
         return tuple(record for record in self.engines.values() if record.state is state)
 
     def may_dispatch(self) -> bool:
-        """Whether a new request may go out now."""
-        serving = self.in_state(EngineState.SERVING)
-        return self.router_up and bool(serving) and all(r.verified and not r.paused for r in serving)
+        """Whether a new request may go out now. O(1)."""
+        return self._open
 
     def serving_at(self, url: str) -> EngineRecord | None:
-        """The serving engine behind ``url``; None once it is fenced."""
-        return next((record for record in self.in_state(EngineState.SERVING) if record.url == url), None)
+        """The serving engine behind ``url``; None once it is fenced. O(1)."""
+        return self._serving.get(url)
 
     def urls(self) -> tuple[str, ...]:
         """Of all engines that are up."""
         return tuple(record.url for record in self.engines.values() if record.url is not None)
 
     def notify(self) -> None:
-        """To be called after every change: wakes who waits for one."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """To be called after every change: works out what requests ask, and wakes those whose condition holds."""
+        serving = self.in_state(EngineState.SERVING)
+        self._serving = {record.url: record for record in serving if record.url is not None}
+        self._open = self.router_up and bool(serving) and all(r.verified and not r.paused for r in serving)
+        for waiting, condition in self._waiting.items():
+            if not waiting.done() and condition():
+                waiting.set_result(None)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until ``condition()`` holds; it is asked again after every change."""
+        """Until ``condition()`` holds. It is asked at every change, in the notifier's turn: it must be cheap and
+        must not raise.
+        """
         while not condition():
-            await self._changed.wait()
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting[waiting] = condition
+            try:
+                await waiting
+            finally:
+                del self._waiting[waiting]
 
     def describe(self) -> str:
         """One line for messages: what keeps requests from going out."""

@@ -16,6 +16,7 @@ from miles_async.engines.addresses import node_host
 from miles_async.engines.client import ParseVersions, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
+from miles_async.engines.load import Loads
 from miles_async.engines.placement import LaunchServer
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
@@ -41,6 +42,7 @@ class EngineStack:
         self.http = Http()
         self.registry = EngineRegistry()
         self.traffic = Traffic()
+        self.loads = Loads(self.registry, self.http)
         self.router = Router(
             self.registry,
             self.http,

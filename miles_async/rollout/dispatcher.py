@@ -26,7 +26,9 @@ from miles_async.errors import (
     first_error,
 )
 from miles_async.protocols import EngineClient, Generate, GroupFilter, PromptSource, Reward
-from miles_async.staleness.pool import Pool
+from miles_async.rollout.checkpoint import RolloutSnapshot
+from miles_async.rollout.concurrency import Concurrency
+from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.staleness.versions import group_of, oldest_version
 from miles_async.types import Attempt, Group, Sample
 
@@ -62,22 +64,25 @@ class Dispatcher:
         client: EngineClient,
         hooks: Hooks,
         arguments: RolloutArguments,
-        num_engines: int,
+        concurrency: Concurrency,
         visible_version: Callable[[], int],
         stall_timeout: float,
+        min_samples: int | None = None,
         dead_letters: Path | None = None,
     ) -> None:
         """``visible_version``: what engines serve now. ``stall_timeout``: seconds the cut waits for a group.
-        ``dead_letters``: where quarantined prompts are appended as JSON lines.
+        ``min_samples``: that a group needs; None: all. ``dead_letters``: where quarantined prompts are appended as
+        JSON lines.
         """
         self.pool = pool
         self._source = source
         self._client = client
         self._hooks = hooks
         self._arguments = arguments
-        self._slots = asyncio.Semaphore(num_engines * arguments.rollout_concurrency_per_engine)
+        self.concurrency = concurrency
         self._visible_version = visible_version
         self._stall_timeout = stall_timeout
+        self._min_samples = arguments.n_samples_per_prompt if min_samples is None else min_samples
         self._dead_letters = dead_letters
         self._changed = asyncio.Condition()
         self._progress = 0  # groups finished and versions committed: what a cut can wait for
@@ -88,6 +93,7 @@ class Dispatcher:
         """Fill the pool whenever it has room, for ever. Cancelling it ends everything live as cancelled."""
         try:
             async with asyncio.TaskGroup() as scope:
+                scope.create_task(self.concurrency.run())
                 while True:
                     async with self._changed:
                         await self._changed.wait_for(lambda: self.pool.room() > 0)
@@ -128,19 +134,32 @@ class Dispatcher:
             raise AttemptFailed(f"group filter raised {error!r}", infrastructure=False) from error
 
     async def _generate_group(self, attempt: Attempt) -> Group:
+        """All samples, or those that didn't fail while enough remain (C7)."""
+        whole = self._arguments.n_samples_per_prompt
+        spare = whole - self._min_samples
+
+        async def sample_or_none(index: int) -> Sample | None:
+            nonlocal spare
+            try:
+                return await self._generate_sample(attempt, index)
+            except AttemptFailed as failure:
+                if spare == 0:
+                    raise
+                spare -= 1
+                log.warning("sample left out", prompt_id=attempt.prompt.prompt_id, reason=failure.reason)
+                return None
+
         async with asyncio.TaskGroup() as scope:
-            tasks = [
-                scope.create_task(self._generate_sample(attempt, index))
-                for index in range(self._arguments.n_samples_per_prompt)
-            ]
-        return group_of(attempt, [task.result() for task in tasks])
+            tasks = [scope.create_task(sample_or_none(index)) for index in range(whole)]
+        samples = (task.result() for task in tasks)
+        return group_of(attempt, [sample for sample in samples if sample is not None])
 
     async def _generate_sample(self, attempt: Attempt, index: int) -> Sample:
         """One rewarded sample; an infrastructure failure refills this sample only (C6)."""
         failures: list[str] = []
         while len(failures) <= self._arguments.max_sample_failures:
             try:
-                async with self._slots:
+                async with self.concurrency.slots:
                     sample = await self._hooks.generate(self._client, attempt, index)
                 oldest_version(sample.weight_versions, sample.loss_mask)  # unusable versions: not a sample
                 reward = await self._hooks.reward(attempt.prompt, sample)
@@ -190,17 +209,22 @@ class Dispatcher:
             self._changed.notify_all()
         return groups
 
-    async def state(self) -> dict[str, Any]:
+    async def snapshot(self) -> RolloutSnapshot:
         """Prompt cursor and pool, of one moment: no prompt is on its way from one to the other."""
         async with self._taking:
-            return {"source": self._source.state(), "pool": self.pool.state()}
+            return RolloutSnapshot(source=self._source.state(), pool=self.pool.snapshot())
 
     def restore(
-        self, state: Mapping[str, Any], *, step: int, readmissions: Mapping[str, Sequence[str]] | None = None
+        self,
+        snapshot: PoolSnapshot,
+        *,
+        step: int,
+        version: int = 0,
+        readmissions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """The pool as it was after ``step`` trained steps; before :meth:`run`."""
+        """The pool as it was after ``step`` trained steps, to go on from ``version``; before :meth:`run`."""
         groups_left = max(0, self._arguments.num_rollout - step) * self._arguments.rollout_batch_size
-        self.pool.restore(state, total_groups=groups_left, readmissions=readmissions)
+        self.pool.restore(snapshot, version=version, total_groups=groups_left, readmissions=readmissions)
 
     async def commit(self, version: int) -> None:
         """``version`` is visible: what was trained makes room."""

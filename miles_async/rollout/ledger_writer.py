@@ -25,6 +25,7 @@ from miles_async.staleness.ledger_store import (
     LedgerEvent,
     LedgerStore,
     RestoredEvent,
+    TrimmedEvent,
 )
 from miles_async.staleness.observer import PoolObserver
 from miles_async.types import Attempt, Group
@@ -65,6 +66,9 @@ class LedgerWriter(PoolObserver):
 
     def finished(self, group: Group) -> None:
         self._add(FinishedEvent(at=self._clock(), group=group))
+
+    def trimmed(self, group: Group, left_out: int) -> None:
+        self._add(TrimmedEvent(at=self._clock(), group=group, left_out=left_out))
 
     def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
         self._add(CutEvent(at=self._clock(), attempt_ids=tuple(attempt_ids), target_version=target_version))

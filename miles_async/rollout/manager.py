@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
@@ -19,6 +20,7 @@ from miles_async.clock import now
 from miles_async.errors import StalledError, first_error
 from miles_async.protocols import Metrics, PromptSource
 from miles_async.rollout.batches import BatchMaker
+from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
 from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.types import Group, PreparedBatch, TrainShard
@@ -77,6 +79,7 @@ class RolloutManager:
         self._batch_ids = itertools.count()
         # Batches that the trainer has and has not stepped with yet, with the version they were cut for.
         self._cut: dict[int, tuple[tuple[Group, ...], int]] = {}
+        self._snapshot: RolloutSnapshot | None = None
         self._first_commit: float | None = None
         self._seconds = self._busy_seconds = 0.0  # of the loop, once it is closed
 
@@ -141,6 +144,10 @@ class RolloutManager:
             self._first_commit = now()
         await self._dispatcher.commit(version)
 
+    async def count_stale(self, version: int) -> int:
+        """Attempts that publishing ``version`` now would make too old to be trained, or might."""
+        return self._dispatcher.pool.count_stale(version)
+
     async def wait_for_joining(self) -> None:
         """Returns when an engine waits for weights."""
         await self._engines.wait_for_joining()
@@ -159,6 +166,7 @@ class RolloutManager:
                 "in_flight": balance.in_flight,
                 "buffered": balance.buffered,
                 "requests": engines["in_flight"],
+                "concurrency_limit": self._dispatcher.concurrency.slots.limit,
                 "lead": pool.lead(),
             },
             "busy_seconds": self._busy_seconds if self._closed.is_set() else engines["busy_seconds"],
@@ -168,14 +176,23 @@ class RolloutManager:
     def _elapsed(self) -> float:
         return now() - self._first_commit if self._first_commit is not None else 0.0
 
-    async def state(self) -> dict[str, Any]:
-        """Prompt cursor, owed attempts and balance, JSON-serializable."""
-        return await self._dispatcher.state()
+    async def snapshot(self) -> None:
+        """Keep what :meth:`save` will write: prompt cursor, owed attempts, finished groups, of this moment."""
+        self._snapshot = await self._dispatcher.snapshot()
 
-    async def restore(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Go on where ``state`` was taken, after ``step`` steps; before :meth:`run`."""
-        await asyncio.to_thread(self._source.restore, state["source"])
-        self._dispatcher.restore(state["pool"], step=step, readmissions=state.get("readmissions"))
+    async def save(self, directory: Path) -> None:
+        """Write the last snapshot, while rollouts and training go on. Raises CheckpointError."""
+        snapshot, self._snapshot = self._snapshot, None
+        assert snapshot is not None, "snapshot() comes first"
+        await asyncio.to_thread(write_snapshot, directory, snapshot)
+
+    async def load(
+        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Go on where the checkpoint was taken, after ``step`` steps, from ``version``; before :meth:`run`."""
+        snapshot = await asyncio.to_thread(read_snapshot, directory)
+        await asyncio.to_thread(self._source.restore, snapshot.source)
+        self._dispatcher.restore(snapshot.pool, step=step, version=version, readmissions=readmissions)
 
     async def close(self) -> None:
         """End what is in flight as cancelled; :meth:`run` returns. Saving what comes after is nobody's idling."""

@@ -66,19 +66,21 @@ class SimulatedEngine:
         slots: int,
         response_seconds: Distribution,
         token_seconds: float,
+        slowness: float,
         chance: random.Random,
         meter: Meter,
         log: EventLog,
         fault: Callable[[str], str | None],
     ) -> None:
-        """``fault``: path of a call → an action of ``CallFault``, or None."""
+        """``slowness``: how many times as long it takes. ``fault``: path → an action of ``CallFault``, or None."""
         self.name = name
         self.url = url
         self.weight_version = "default"
         self.corrupt = False
         self._slots = slots
         self._response_seconds = response_seconds
-        self._token_seconds = token_seconds
+        self._drawn_token_seconds = token_seconds
+        self._token_seconds = token_seconds * slowness
         self._chance = chance
         self._meter = meter
         self._log = log
@@ -95,6 +97,15 @@ class SimulatedEngine:
     def load(self) -> int:
         """Requests that run or queue."""
         return len(self._running) + len(self._queue)
+
+    def _scheduler_load(self) -> dict[str, float]:
+        """A slot is all the KV cache that a request needs."""
+        running = len(self._running)
+        return {
+            "num_running_reqs": running,
+            "num_waiting_reqs": len(self._queue),
+            "token_usage": running / self._slots,
+        }
 
     async def wait_exit(self) -> str:
         return await asyncio.shield(self._dead)
@@ -130,6 +141,8 @@ class SimulatedEngine:
             return await self._generate(msgspec.json.decode(body))
         if path == "/model_info":
             return Response(msgspec.json.encode({"weight_version": self.weight_version}))
+        if path == "/v1/loads":
+            return Response(msgspec.json.encode({"loads": [self._scheduler_load()]}))
         handler = _HANDLERS.get(path)
         if handler is not None:
             handler(self, msgspec.json.decode(body))
@@ -164,8 +177,8 @@ class SimulatedEngine:
         remaining = tokens[-1]
         if remaining == PROMPT_TOKEN:  # the first chunk of a response; else the last token says what is left
             seconds = self._response_seconds.draw(self._chance)
-            remaining = max(1, round(seconds / self._token_seconds))
-            self._meter.drawn_seconds += remaining * self._token_seconds
+            remaining = max(1, round(seconds / self._drawn_token_seconds))
+            self._meter.drawn_seconds += remaining * self._drawn_token_seconds
             self._meter.drawn += 1
         return _Request(
             request_id=body["rid"],

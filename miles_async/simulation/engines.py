@@ -6,11 +6,14 @@ import asyncio
 import random
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from miles_async.engines.client import ROUTING_KEY, RouterClient
 from miles_async.engines.fleet import Fleet
+from miles_async.engines.http import Http
+from miles_async.engines.load import Loads
+from miles_async.engines.placement import ServerHandle
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.stack import engine_stats
@@ -23,7 +26,6 @@ from miles_async.simulation.settings import CallFault, SimulationSettings
 from miles_async.staleness.versions import parse_spans
 
 ROUTER_URL = "sim://router"
-HASHING_POLICY = "consistent_hashing"
 
 
 class SimulatedEngines:
@@ -40,11 +42,11 @@ class SimulatedEngines:
         self._pending_crashes = list(settings.faults.crashes)
         self._calls: Counter[tuple[int, str]] = Counter()
         self._traffic = Traffic(asyncio.get_running_loop().time)
-        http = SimulatedHttp(self.network)
-        router = SimulatedRouter(self.registry, self.network, settings.engines.sglang_router_policy)
+        http, router, router_url = self._connect()
+        self.loads = Loads(self.registry, http)
         self.fleet = Fleet(
             self.registry,
-            cast(Router, router),
+            router,
             http,
             self._traffic,
             self._launch,
@@ -56,13 +58,19 @@ class SimulatedEngines:
             http,
             self.registry,
             self._traffic,
-            router_url=lambda: ROUTER_URL,
+            router_url=router_url,
             parse_versions=parse_spans,
             request_timeout=settings.engines.request_timeout,
             retries=settings.engines.request_retries,
             gate_timeout=settings.engines.engine_start_timeout + settings.weights.publication_timeout + 60,
         )
         self._router = router
+
+    def _connect(self) -> tuple[Http, Router, Callable[[], str]]:
+        """The session, the router as the fleet uses it, and where requests go."""
+        chance = random.Random(f"{self._settings.seed} router")
+        router = SimulatedRouter(self.registry, self.network, self._settings.engines.sglang_router_policy, chance)
+        return SimulatedHttp(self.network), cast(Router, router), lambda: ROUTER_URL
 
     async def start(self) -> None:
         await self._router.start()
@@ -80,7 +88,7 @@ class SimulatedEngines:
     async def stop(self) -> None:
         await self.fleet.stop()
 
-    def _launch(self, engine_index: int, incarnation: int) -> SimulatedServer:
+    def _launch(self, engine_index: int, incarnation: int) -> ServerHandle:
         return SimulatedServer(self, engine_index, incarnation)
 
     # What one server asks of the whole.
@@ -94,6 +102,7 @@ class SimulatedEngines:
             slots=settings.slots,
             response_seconds=settings.response_seconds,
             token_seconds=settings.token_seconds,
+            slowness=settings.slowness.get(index, 1.0),
             chance=self._latencies,
             meter=self.meter,
             log=self._log,
@@ -163,13 +172,15 @@ class SimulatedServer:
 class SimulatedRouter:
     """Has the methods of ``engines.router.Router`` that the fleet uses, and is the host that spreads requests.
 
-    ``consistent_hashing`` sends all samples of a group to one engine; any other policy is taken as least loaded.
+    ``consistent_hashing`` goes by the key, ``power_of_two`` takes the less loaded of two engines drawn at random; any
+    other policy is taken as least loaded.
     """
 
-    def __init__(self, registry: EngineRegistry, network: Network, policy: str) -> None:
+    def __init__(self, registry: EngineRegistry, network: Network, policy: str, chance: random.Random) -> None:
         self._registry = registry
         self._network = network
         self._policy = policy
+        self._chance = chance
         self._urls: list[str] = []
 
     async def start(self) -> None:
@@ -195,11 +206,16 @@ class SimulatedRouter:
         return await host.answer(path, body, headers)
 
     def _choose(self, key: str) -> str:
-        if self._policy == HASHING_POLICY:
-            return self._urls[zlib.crc32(key.encode()) % len(self._urls)]
+        match self._policy:
+            case "consistent_hashing":
+                return self._urls[zlib.crc32(key.encode()) % len(self._urls)]
+            case "power_of_two":
+                urls = self._chance.sample(self._urls, min(2, len(self._urls)))
+            case _:
+                urls = self._urls
         hosts = self._network.hosts
         return min(
-            (url for url in self._urls if url in hosts),
+            (url for url in urls if url in hosts),
             key=lambda url: cast(SimulatedEngine, hosts[url]).load,
-            default=self._urls[0],
+            default=urls[0],
         )

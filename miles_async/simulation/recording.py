@@ -24,6 +24,7 @@ class Step:
     train_seconds: float
     ages: Mapping[int, int]
     lead: int  # groups that held slots when it ended
+    concurrency_limit: int  # samples that could be under way when its batch was cut
     groups: Mapping[str, int]  # the ledger's balance when it ended
 
 
@@ -58,6 +59,11 @@ class PoolRecorder(PoolObserver):
         self._waiting[group.attempt.attempt_id] = lengths
         self.lengths.generated.update(lengths)
         self._log.add("finished", attempt=group.attempt.attempt_id, oldest=group.oldest_version)
+
+    def trimmed(self, group: Group, left_out: int) -> None:
+        self._ledger.trimmed(group, left_out)
+        self._waiting[group.attempt.attempt_id] = [len(s.tokens) - s.prompt_length for s in group.samples]
+        self._log.add("trimmed", attempt=group.attempt.attempt_id, left_out=left_out)
 
     def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
         self._ledger.cut(attempt_ids, target_version)
@@ -100,6 +106,7 @@ class Recording:
             train_seconds=metrics["time/train_seconds"],
             ages=dict(ages),
             lead=self._pool.lead(),
+            concurrency_limit=int(metrics["rollout/concurrency_limit"]),
             groups=self._pool.balance().summary(),
         )
         self.steps.append(record)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import structlog
 
 from arguments.algorithm import AlgorithmArguments
-from arguments.checkpoint import CheckpointArguments
-from miles_async.controller import Controller, Position
+from miles_async.checkpoints import RunCheckpoints
+from miles_async.controller import Controller
 from miles_async.errors import first_error
 from miles_async.rollout.batches import BatchMaker
+from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
 from miles_async.rollout.ledger_writer import LedgerWriter
@@ -60,18 +60,22 @@ async def _simulate(settings: SimulationSettings, started: float) -> SimulationR
 class Simulation:
     """The parts of one simulated run. To be made on the loop of virtual time that it runs on."""
 
-    def __init__(self, settings: SimulationSettings) -> None:
+    def __init__(
+        self,
+        settings: SimulationSettings,
+        make_engines: Callable[[SimulationSettings, EventLog], SimulatedEngines] = SimulatedEngines,
+    ) -> None:
         rollout, staleness = settings.rollout, settings.staleness
         clock = asyncio.get_running_loop().time
         ledger = LedgerWriter(settings.ledger, clock=clock) if settings.ledger else None
         self.settings = settings
         self.log = EventLog(enabled=settings.trace)
-        self.engines = SimulatedEngines(settings, self.log)
+        self.engines = make_engines(settings, self.log)
         self.trainer = SimulatedTrainer(settings, self.log)
         self.source = SimulatedPrompts()
         self.observer = PoolRecorder(self.log, lambda: self.pool.lead(), ledger)
         self.pool = Pool(
-            StalenessPolicy.from_arguments(staleness, rollout.rollout_batch_size),
+            StalenessPolicy.from_arguments(staleness, rollout),
             RetryPolicy(
                 max_prompt_attempts=rollout.max_prompt_attempts,
                 max_quarantined_prompts=rollout.max_quarantined_prompts,
@@ -93,9 +97,10 @@ class Simulation:
                     reward=SimulatedReward(settings),
                 ),
                 arguments=rollout,
-                num_engines=settings.num_engines,
+                concurrency=Concurrency(self.engines.loads, rollout),
                 visible_version=lambda: self.engines.registry.version,
                 stall_timeout=settings.stall_timeout,
+                min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
             ),
             batches=BatchMaker(
                 algorithm=AlgorithmArguments(),
@@ -119,13 +124,15 @@ class Simulation:
                 backend="gloo",
                 engines_timeout=settings.engines.engine_start_timeout + 60,
             ),
-            checkpoints=NoCheckpoints(),
+            checkpoints=RunCheckpoints(
+                self.trainer, self.manager, save=settings.checkpoint.save, load=settings.checkpoint.load
+            ),
             recorder=self.recording,
             rollout_arguments=rollout,
             staleness=staleness,
             weights=settings.weights,
             evaluation=settings.evaluation,
-            checkpoint=CheckpointArguments(),
+            checkpoint=settings.checkpoint,
         )
 
     async def run(self) -> None:
@@ -161,16 +168,18 @@ class SimulatedPrompts:
     """An endless source of prompts of one token."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        self._taken = 0
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
-        numbers = itertools.islice(self._numbers, count)
+        numbers = range(self._taken, self._taken + count)
+        self._taken += count
         return [(0, Prompt(prompt_id=f"p{number}", token_ids=(PROMPT_TOKEN,), text="")) for number in numbers]
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"taken": self._taken}
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._taken = state["taken"]
 
 
 class SimulatedReward:
@@ -195,15 +204,6 @@ class NoLedger:
     async def settle(self, balance: Balance) -> None: ...
 
     async def close(self) -> None: ...
-
-
-class NoCheckpoints:
-    """A simulated run starts at the beginning and saves nothing."""
-
-    async def save(self, position: Position) -> None: ...
-
-    async def load(self) -> Position | None:
-        return None
 
 
 def _no_text(token_ids: Sequence[int]) -> str:

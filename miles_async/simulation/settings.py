@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arguments.checkpoint import CheckpointArguments
 from arguments.engines import EnginesArguments
 from arguments.evaluation import EvaluationArguments
 from arguments.rollout import RolloutArguments
@@ -55,10 +57,12 @@ class SimulationSettings:
     weights: WeightsArguments = field(default_factory=WeightsArguments)
     engines: EnginesArguments = field(default_factory=EnginesArguments)
     evaluation: EvaluationArguments = field(default_factory=EvaluationArguments)
+    checkpoint: CheckpointArguments = field(default_factory=CheckpointArguments)  # real files
     num_engines: int = 2
     slots_per_engine: int | None = None  # requests that run at once; None: --rollout-concurrency-per-engine
     response_seconds: Distribution = ONE_SECOND  # of one response on a slot, undisturbed
     token_seconds: float = 0.1  # responses are whole tokens
+    slowness: Mapping[int, float] = field(default_factory=dict)  # engine → how many times as long it takes
     reward_seconds: Distribution = NO_TIME
     train_seconds: Distribution = ONE_SECOND  # one rollout step
     stage_seconds: float = 0.0  # export and staging: the trainer is busy, engines generate

@@ -68,10 +68,14 @@ class SimulatedTrainer:
 
     async def leave_group(self, group_name: str) -> None: ...
 
-    async def save(self, directory: Path) -> None: ...
+    async def save(self, directory: Path) -> None:
+        await asyncio.sleep(self._settings.stage_seconds)  # about as long
+        directory.mkdir()
+        (directory / "steps").write_text(str(self._steps))
 
     async def save_hf(self, directory: Path) -> None: ...
 
-    async def load(self, directory: Path) -> None: ...
+    async def load(self, directory: Path) -> None:
+        self._steps = int((directory / "steps").read_text())
 
     async def stop(self) -> None: ...

@@ -45,12 +45,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jumping.calls[iteration] = lambda: self.call_soon(call)
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Inline: what a thread computes takes no virtual time."""
+        """Inline, known in the next iteration: what a thread computes takes no virtual time."""
         future: asyncio.Future[T] = self.create_future()
         try:
-            future.set_result(func(*args))
+            result = func(*args)
         except Exception as error:  # supervision point: the thread's error belongs to whoever awaits it
-            future.set_exception(error)
+            self.call_soon(_settle, future, future.set_exception, error)
+        else:
+            self.call_soon(_settle, future, future.set_result, result)
         return future
 
     def _stalled(self, why: str) -> StalledError:
@@ -62,6 +64,11 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T], *, limit_seconds: float = 
     """``asyncio.run`` on a loop of virtual time."""
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(limit_seconds)) as runner:
         return runner.run(main)
+
+
+def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
+    if not future.cancelled():
+        settle(outcome)
 
 
 class _JumpingSelector(selectors.SelectSelector):

@@ -3,35 +3,53 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 
 import msgspec
 
 from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness.policy import is_stale
+from miles_async.staleness.versions import group_of, oldest_version
 from miles_async.types import Group
+
+
+class Trimmed(msgspec.Struct, frozen=True):
+    """A group that goes on with its fresh samples."""
+
+    group: Group
+    left_out: int  # samples that were too old
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """What left the buffer at one cut."""
 
     target_version: int  # the optimizer will step from it
-    groups: tuple[Group, ...]  # batch_size groups, oldest admission first; () if too few were fresh
+    groups: tuple[Group, ...]  # batch_size groups, in batch order; () if too few were fresh
     stale: tuple[Group, ...]  # swept: too old for target_version; oldest admission first
+    trimmed: tuple[Trimmed, ...] = ()  # groups that lost their stale samples and stay, or are in ``groups`` (C7)
 
 
 class StalenessBuffer:
-    """Finished groups in order of admission.
+    """Finished groups, in order of admission or of completion.
 
     The sweep touches stale groups only (they are kept by version too), and the order is a heap, so a group
     costs O(log n) over its whole stay, however many wait (``tests/benchmarks/buffer_cost.py``).
     """
 
-    def __init__(self, batch_size: int, bound: int | None) -> None:
+    def __init__(
+        self, batch_size: int, bound: int | None, *, order: str = "oldest_first", min_samples: int | None = None
+    ) -> None:
+        """``order``: "oldest_first" or "completion". ``min_samples``: a group goes on with its fresh samples while
+        so many remain (C7); None: one stale sample makes its group stale.
+        """
         self._batch_size = batch_size
         self._bound = bound
+        self._completions = itertools.count() if order == "completion" else None
+        self._min_samples = min_samples
         self._groups: dict[int, Group] = {}  # by attempt_id
-        self._order: list[int] = []  # heap of attempt ids; those no longer in _groups are skipped
+        # Heap of (place in the order, attempt id); those no longer in _groups are skipped.
+        self._order: list[tuple[int, int]] = []
         self._by_version: dict[int, set[int]] = {}  # oldest version → attempt ids
         self._versions: list[int] = []  # heap of the keys of _by_version, and of versions that are used up
 
@@ -57,11 +75,14 @@ class StalenessBuffer:
         if version < 0:
             raise VersionUnknownError(f"attempt {attempt_id}: expected a version from 0 up, found {version}")
         self._groups[attempt_id] = group
-        heapq.heappush(self._order, attempt_id)
-        if version not in self._by_version:
-            self._by_version[version] = set()
-            heapq.heappush(self._versions, version)
-        self._by_version[version].add(attempt_id)
+        place = attempt_id if self._completions is None else next(self._completions)
+        heapq.heappush(self._order, (place, attempt_id))
+        self._note_version(attempt_id, version)
+
+    def count_stale(self, target_version: int) -> int:
+        """Groups that a cut for this version would find a stale sample in."""
+        stale = (ids for version, ids in self._by_version.items() if is_stale(version, target_version, self._bound))
+        return sum(map(len, stale))
 
     def cut(self, target_version: int) -> Cut:
         """Take one batch for the version the optimizer will step from, after sweeping what is too old for it.
@@ -70,22 +91,47 @@ class StalenessBuffer:
         version that will be current then. With too few fresh groups only the sweep happens, so that stale
         prompts are replaced at once (C3): cut again when the next group is put.
         """
-        stale = self._sweep(target_version)
+        stale, trimmed = self._sweep(target_version)
         enough = len(self._groups) >= self._batch_size
-        groups = tuple(self._pop_oldest() for _ in range(self._batch_size)) if enough else ()
-        return Cut(target_version=target_version, groups=groups, stale=stale)
+        groups = tuple(self._pop_first() for _ in range(self._batch_size)) if enough else ()
+        return Cut(target_version=target_version, groups=groups, stale=stale, trimmed=trimmed)
 
-    def _sweep(self, target_version: int) -> tuple[Group, ...]:
+    def _sweep(self, target_version: int) -> tuple[tuple[Group, ...], tuple[Trimmed, ...]]:
         swept: list[int] = []
         while self._versions and is_stale(self._versions[0], target_version, self._bound):
             swept.extend(self._by_version.pop(heapq.heappop(self._versions), ()))
-        stale = tuple(self._groups.pop(attempt_id) for attempt_id in sorted(swept))
-        if len(self._order) > 2 * len(self._groups) + self._batch_size:
-            self._order = sorted(self._groups)  # a sorted list is a heap; amortized over the ids it drops
-        return stale
+        stale, trimmed = [], []
+        for attempt_id in sorted(swept):
+            group = self._groups[attempt_id]
+            if rest := self._fresh_rest(group, target_version):
+                self._groups[attempt_id] = rest  # and keeps its place
+                self._note_version(attempt_id, rest.oldest_version)
+                trimmed.append(Trimmed(rest, len(group.samples) - len(rest.samples)))
+            else:
+                stale.append(self._groups.pop(attempt_id))
+        if len(self._order) > 2 * len(self._groups) + self._batch_size:  # amortized over the ids it drops
+            self._order = [entry for entry in self._order if entry[1] in self._groups]
+            heapq.heapify(self._order)
+        return tuple(stale), tuple(trimmed)
 
-    def _pop_oldest(self) -> Group:
-        while (attempt_id := heapq.heappop(self._order)) not in self._groups:
+    def _fresh_rest(self, group: Group, target_version: int) -> Group | None:
+        if self._min_samples is None or len(group.samples) <= self._min_samples:
+            return None
+        fresh = [
+            sample
+            for sample in group.samples
+            if not is_stale(oldest_version(sample.weight_versions, sample.loss_mask), target_version, self._bound)
+        ]
+        return group_of(group.attempt, fresh) if fresh and len(fresh) >= self._min_samples else None
+
+    def _note_version(self, attempt_id: int, version: int) -> None:
+        if version not in self._by_version:
+            self._by_version[version] = set()
+            heapq.heappush(self._versions, version)
+        self._by_version[version].add(attempt_id)
+
+    def _pop_first(self) -> Group:
+        while (attempt_id := heapq.heappop(self._order)[1]) not in self._groups:
             pass
         group = self._groups.pop(attempt_id)
         same_version = self._by_version[group.oldest_version]

@@ -198,12 +198,19 @@ class Ledger:
             "live": msgspec.to_builtins(self.live()),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> tuple[Row, ...]:
-        """Take over the counters of an earlier process. What was live then is cancelled ("restart") and
-        returned: its generations died with that process, and its prompts are issued again as new attempts.
+    def restore(self, state: Mapping[str, Any], *, kept: Collection[int] = ()) -> tuple[Row, ...]:
+        """Take over the counters of an earlier process, and as buffered the live attempts that are ``kept``, their
+        groups having been saved. The other live ones are cancelled ("restart") and returned: their generations
+        died with that process, and their prompts are issued again as new attempts.
         """
-        rows = msgspec.convert(state["live"], tuple[Row, ...])
+        live = msgspec.convert(state["live"], tuple[Row, ...])
+        rows = tuple(row for row in live if row.attempt_id not in kept)
         self._rows, self._stages = {}, Counter()
+        for row in live:
+            if row.attempt_id in kept:
+                row.stage, row.target_version = Stage.BUFFERED, None
+                self._rows[row.attempt_id] = row
+                self._stages[Stage.BUFFERED] += 1
         self._issued, self._last_id = int(state["issued"]), int(state["last_id"])
         self._ended = Counter({Outcome(outcome): int(count) for outcome, count in state["ended"].items()})
         self._reasons = Counter(dict(state["reasons"]))

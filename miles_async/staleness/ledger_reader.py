@@ -34,6 +34,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     newest_version: int | None
     mixed_samples: int | None
     reward_mean: float | None
+    left_out: int
     target_version: int | None
     step: int | None
     outcome: Outcome | None

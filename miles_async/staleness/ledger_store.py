@@ -24,7 +24,7 @@ from miles_async.staleness.ledger import ENDS_FROM, Balance, Outcome, Stage
 from miles_async.staleness.versions import is_mixed
 from miles_async.types import Attempt, Group
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE attempts (
@@ -41,6 +41,7 @@ CREATE TABLE attempts (
     newest_version INTEGER,
     mixed_samples INTEGER,            -- samples whose loss tokens came from several versions
     reward_mean REAL,
+    left_out INTEGER NOT NULL DEFAULT 0,  -- samples that were too old at a cut; the others went on (C7)
     target_version INTEGER,           -- of the cut that took it or found it too old
     step INTEGER,                     -- rollout step that trained it, from 0
     outcome TEXT,                     -- NULL: has not ended
@@ -78,6 +79,11 @@ class IssuedEvent(LedgerEvent, frozen=True, kw_only=True):
 
 class FinishedEvent(LedgerEvent, frozen=True, kw_only=True):
     group: Group
+
+
+class TrimmedEvent(LedgerEvent, frozen=True, kw_only=True):
+    group: Group  # the rest
+    left_out: int
 
 
 class CutEvent(LedgerEvent, frozen=True, kw_only=True):
@@ -158,23 +164,19 @@ class LedgerStore:
         )
 
     def _finished(self, event: FinishedEvent) -> None:
-        group = event.group
-        rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         self._move(
-            [group.attempt.attempt_id],
+            [event.group.attempt.attempt_id],
             [Stage.IN_FLIGHT],
             stage=Stage.BUFFERED,
-            engines=json.dumps(_engines(group)),
-            chunks=sum(_chunks(sample.metadata) for sample in group.samples),
-            response_lengths=json.dumps([len(sample.tokens) - sample.prompt_length for sample in group.samples]),
-            oldest_version=group.oldest_version,
-            newest_version=group.newest_version,
-            # Most groups are of one version, and then no sample needs to be looked at.
-            mixed_samples=sum(is_mixed(sample.weight_versions, sample.loss_mask) for sample in group.samples)
-            if group.oldest_version != group.newest_version
-            else 0,
-            reward_mean=sum(rewards) / len(rewards) if rewards else None,
             finished_at=event.at,
+            **_described(event.group),
+        )
+
+    def _trimmed(self, event: TrimmedEvent) -> None:
+        attempt_id = event.group.attempt.attempt_id
+        self._move([attempt_id], [Stage.BUFFERED], **_described(event.group))
+        self._connection.execute(
+            "UPDATE attempts SET left_out = left_out + ? WHERE attempt_id = ?", (event.left_out, attempt_id)
         )
 
     def _cut(self, event: CutEvent) -> None:
@@ -241,6 +243,7 @@ WRITE: Mapping[type[LedgerEvent], Callable[[LedgerStore, Any], None]] = {
     RestoredEvent: LedgerStore._restored,
     IssuedEvent: LedgerStore._issued,
     FinishedEvent: LedgerStore._finished,
+    TrimmedEvent: LedgerStore._trimmed,
     CutEvent: LedgerStore._cut,
     EndedEvent: LedgerStore._ended,
     CheckedEvent: LedgerStore._checked,
@@ -277,6 +280,23 @@ def read_balance(connection: sqlite3.Connection) -> Balance:
         ended=ended,
         reasons=reasons,
     )
+
+
+def _described(group: Group) -> dict[str, Any]:
+    """The columns that tell what was generated."""
+    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    return {
+        "engines": json.dumps(_engines(group)),
+        "chunks": sum(_chunks(sample.metadata) for sample in group.samples),
+        "response_lengths": json.dumps([len(sample.tokens) - sample.prompt_length for sample in group.samples]),
+        "oldest_version": group.oldest_version,
+        "newest_version": group.newest_version,
+        # Most groups are of one version, and then no sample needs to be looked at.
+        "mixed_samples": sum(is_mixed(sample.weight_versions, sample.loss_mask) for sample in group.samples)
+        if group.oldest_version != group.newest_version
+        else 0,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+    }
 
 
 def _engines(group: Group) -> list[str]:

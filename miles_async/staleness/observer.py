@@ -16,13 +16,16 @@ class PoolObserver:
     """
 
     def restored(self, balance: Balance, quarantined: Sequence[DeadLetter]) -> None:
-        """A checkpoint was taken over: what earlier processes did. Nothing is live then."""
+        """A checkpoint was taken over: what earlier processes did. What is live of it follows as if issued now."""
 
     def issued(self, attempt: Attempt) -> None:
         """Admitted."""
 
     def finished(self, group: Group) -> None:
         """Generated and rewarded. It is in the buffer, or about to end as filtered."""
+
+    def trimmed(self, group: Group, left_out: int) -> None:
+        """At a cut, so many of its samples were too old; ``group`` is the rest, in the buffer (C7)."""
 
     def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
         """They left the buffer, for the batch that steps from ``target_version``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from arguments.rollout import RolloutArguments
 from arguments.staleness import StalenessArguments
 from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 
@@ -31,9 +32,8 @@ def age(oldest_version: int, target_version: int) -> int:
 def is_stale(oldest_version: int, target_version: int, bound: int | None) -> bool:
     """C1, the one predicate: whether a sample is too old to be trained.
 
-    It is asked once per group, by ``StalenessBuffer.cut``, against the version the optimizer will step from.
-    An age equal to the bound is fresh. Without a bound nothing is stale, but versions must
-    be known all the same.
+    It is asked by ``StalenessBuffer.cut``, against the version the optimizer will step from. An age
+    equal to the bound is fresh. Without a bound nothing is stale, but versions must be known all the same.
 
     >>> is_stale(3, 5, 2), is_stale(2, 5, 2), is_stale(2, 5, None)
     (False, True, False)
@@ -67,7 +67,9 @@ class StalenessPolicy:
     bound: int | None  # K: oldest age that is trained; None: not bounded
     lead_batches: int  # batches admitted and not yet trained, at most
     batch_size: int  # groups per rollout step
-    action: str  # "recycle" | "drop": what a stale group's prompt gets (C5)
+    action: str  # "recycle" | "drop" | "wait" (C5)
+    order: str = "oldest_first"  # or "completion": which groups a batch takes first
+    min_samples: int | None = None  # a group is trained with at the least (C7); None: with all of them
 
     def __post_init__(self) -> None:
         """Refuse what could never cut a batch (C3)."""
@@ -79,17 +81,21 @@ class StalenessPolicy:
             )
         if self.batch_size < 1:
             raise ConfigurationError(f"expected --rollout-batch-size of at least 1, found {self.batch_size}")
-        if self.action not in ("recycle", "drop"):
-            raise ConfigurationError(f"expected --stale-group-action recycle or drop, found {self.action!r}")
+        if self.action not in ("recycle", "drop", "wait"):
+            raise ConfigurationError(f"expected --stale-group-action recycle, drop or wait, found {self.action!r}")
+        if self.order not in ("oldest_first", "completion"):
+            raise ConfigurationError(f"expected --batch-order oldest_first or completion, found {self.order!r}")
 
     @classmethod
-    def from_arguments(cls, arguments: StalenessArguments, rollout_batch_size: int) -> StalenessPolicy:
+    def from_arguments(cls, arguments: StalenessArguments, rollout: RolloutArguments) -> StalenessPolicy:
         """The knobs in force: ``--on-policy`` and defaults resolved."""
         return cls(
             bound=arguments.bound,
             lead_batches=arguments.lead,
-            batch_size=rollout_batch_size,
+            batch_size=rollout.rollout_batch_size,
             action=arguments.stale_group_action,
+            order=arguments.batch_order,
+            min_samples=arguments.min_samples(rollout.n_samples_per_prompt),
         )
 
     @property

@@ -17,10 +17,17 @@ from miles_async.errors import ContractViolation, DataError
 from miles_async.staleness.admission import Admission
 from miles_async.staleness.attempts import AttemptBook, Cause, DeadLetter, Retry, RetryPolicy
 from miles_async.staleness.buffer import StalenessBuffer
-from miles_async.staleness.ledger import Balance, Ledger, Outcome, Row
+from miles_async.staleness.ledger import Balance, Ledger, Outcome, Row, Stage
 from miles_async.staleness.observer import PoolObserver
-from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.policy import StalenessPolicy, is_stale
 from miles_async.types import Attempt, Group, Prompt
+
+
+class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool at one moment, to go on from in another process (C9)."""
+
+    state: dict[str, Any]  # JSON-serializable
+    groups: tuple[Group, ...]  # finished and not trained yet, oldest admission first
 
 
 class Pool:
@@ -39,7 +46,11 @@ class Pool:
         """
         self._observer = observer or PoolObserver()
         self._admission = Admission(policy.capacity)
-        self._buffer = StalenessBuffer(policy.batch_size, policy.bound)
+        self._policy = policy
+        self._buffer = StalenessBuffer(
+            policy.batch_size, policy.bound, order=policy.order, min_samples=policy.min_samples
+        )
+        self._cut: dict[int, Group] = {}  # in a batch, not trained yet
         self._ledger = Ledger()
         self._book = AttemptBook(retries)
         self._total_groups = total_groups
@@ -105,8 +116,18 @@ class Pool:
         self._end_untrained(attempt, Cause.FILTERED, reason)
 
     def cut(self, target_version: int) -> tuple[Group, ...] | None:
-        """One batch, fresh for ``target_version`` (C1), or None; what is too old for it leaves either way."""
+        """One batch, fresh for ``target_version`` (C1), or None; what is too old for it leaves either way.
+
+        Raises ContractViolation if something is although the policy is to wait: ask :meth:`count_stale` first.
+        """
+        if self._policy.action == "wait" and (stale := self._buffer.count_stale(target_version)):
+            raise ContractViolation(
+                f"C5: expected nothing to be too old with --stale-group-action wait, found {stale} buffered groups at "
+                f"the cut for version {target_version}"
+            )
         cut = self._buffer.cut(target_version)
+        for trimmed in cut.trimmed:
+            self._observer.trimmed(trimmed.group, trimmed.left_out)
         for group in cut.stale:
             age = target_version - group.oldest_version
             self._end_untrained(group.attempt, Cause.STALE, f"age {age}", target_version=target_version)
@@ -114,6 +135,7 @@ class Pool:
             return None
         attempt_ids = [group.attempt.attempt_id for group in cut.groups]
         self._ledger.cut(attempt_ids, target_version)
+        self._cut.update(zip(attempt_ids, cut.groups, strict=True))
         self._observer.cut(attempt_ids, target_version)
         self.check()
         return cut.groups
@@ -122,7 +144,7 @@ class Pool:
         """The optimizer stepped with them from ``target_version``; their slots are free at the next commit."""
         for group in groups:
             self._ledger.end(group.attempt.attempt_id, Outcome.TRAINED)
-            del self._live[group.attempt.attempt_id]
+            del self._live[group.attempt.attempt_id], self._cut[group.attempt.attempt_id]
             self._observer.ended(group.attempt.attempt_id, Outcome.TRAINED, step=self._steps)
         self._steps += 1
         self._admission.trained(len(groups), leads_to=target_version + 1)
@@ -135,6 +157,12 @@ class Pool:
             self._admission.commit(version)
             self._visible_version = version
 
+    def count_stale(self, version: int) -> int:
+        """Attempts outside a batch that could not be trained from ``version``, or may turn out so when they finish."""
+        bound = self._policy.bound
+        issued = (row.issued_version for row in self._ledger.live() if row.stage is Stage.IN_FLIGHT)
+        return self._buffer.count_stale(version) + sum(is_stale(oldest, version, bound) for oldest in issued)
+
     def cancel_all(self) -> None:
         """The run ends: so does everything that is live."""
         for attempt_id in list(self._live):
@@ -142,6 +170,7 @@ class Pool:
             self._observer.ended(attempt_id, Outcome.CANCELLED)
         self._admission.leave(len(self._live))
         self._live.clear()
+        self._cut.clear()
 
     # -------------------------------------------------------------------------------------------- inspection
     def check(self) -> None:
@@ -178,36 +207,57 @@ class Pool:
         )
 
     # -------------------------------------------------------------------------------------------- checkpoint
-    def state(self) -> dict[str, Any]:
-        """JSON-serializable. What is live or was offered is saved as owed to its prompt, and issued again."""
-        owed = [_owed(attempt) for attempt in self._live.values()]
+    def snapshot(self) -> PoolSnapshot:
+        """What is in flight or was offered is saved as owed to its prompt, and issued again. Copies no tokens."""
+        groups = {group.attempt.attempt_id: group for group in self._buffer} | self._cut
+        owed = [_owed(attempt) for attempt_id, attempt in self._live.items() if attempt_id not in groups]
         owed += [_owed(Attempt(attempt_id=-1, prompt=prompt, epoch=epoch)) for epoch, prompt in self._fresh]
-        return {
-            "ledger": self._ledger.state(),
-            "book": self._book.state(),
-            "owed": msgspec.to_builtins(owed),
-            "steps": self._steps,
-        }
+        return PoolSnapshot(
+            state={
+                "ledger": self._ledger.state(),
+                "book": self._book.state(),
+                "owed": msgspec.to_builtins(owed),
+                "steps": self._steps,
+            },
+            groups=tuple(groups[attempt_id] for attempt_id in sorted(groups)),
+        )
 
     def restore(
         self,
-        state: Mapping[str, Any],
+        snapshot: PoolSnapshot,
         *,
+        version: int = 0,
         total_groups: int | None = None,
         readmissions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Before anything was issued. ``total_groups``: what is left to train, as at construction.
 
-        ``readmissions``: request → ids of quarantined prompts that shall get attempts again.
+        ``version``: what the trainer goes on from; groups that are too old for it are generated again, like those
+        that were in flight. ``readmissions``: request → ids of quarantined prompts that shall get attempts again.
         """
-        self._ledger.restore(state["ledger"])
+        state = snapshot.state
+        kept: list[Group] = []
+        too_old: list[Group] = []
+        for group in snapshot.groups:
+            stale = is_stale(group.oldest_version, version, self._policy.bound)
+            (too_old if stale else kept).append(group)
+        self._ledger.restore(state["ledger"], kept={group.attempt.attempt_id for group in kept})
         self._steps = int(state["steps"])
         self._total_groups = None if total_groups is None else self._ledger.trained + total_groups
         book = dict(state["book"])
-        self._book.restore({**book, "retries": [*state["owed"], *book["retries"]]})
+        owed = [*msgspec.to_builtins([_owed(group.attempt) for group in too_old]), *state["owed"]]
+        self._book.restore({**book, "retries": [*owed, *book["retries"]]})
         for request_id, prompt_ids in (readmissions or {}).items():
             self._book.readmit(request_id, prompt_ids)
-        self._observer.restored(self.balance(), self._book.dead_letters)
+        balance = self.balance()
+        earlier = msgspec.structs.replace(balance, issued=balance.issued - len(kept), buffered=0)
+        self._observer.restored(earlier, self._book.dead_letters)
+        self._admission.resume(len(kept))
+        for group in kept:
+            self._live[group.attempt.attempt_id] = group.attempt
+            self._buffer.put(group)
+            self._observer.issued(group.attempt)
+            self._observer.finished(group)
 
     def _end_untrained(self, attempt: Attempt, cause: Cause, reason: str, *, target_version: int | None = None) -> None:
         verdict = self._book.ended(attempt, cause, reason)

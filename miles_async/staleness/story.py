@@ -64,6 +64,8 @@ def _generated(record: AttemptRecord) -> list[str]:
     lines = [line]
     if record.chunks is not None and record.chunks > samples:
         lines.append(f"publications interrupted it: {record.chunks} generation calls for {_count(samples, 'sample')}")
+    if record.left_out:
+        lines.append(f"{_count(record.left_out, 'further sample')} of it had become too old and left")
     if record.reward_mean is not None:
         lines.append(f"reward {record.reward_mean:.4g} (mean)")
     return lines

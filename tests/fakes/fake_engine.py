@@ -13,6 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
+KV_TOKENS = 16_384  # that fit into the cache
+
 
 @dataclass
 class _Running:
@@ -43,6 +45,7 @@ class FakeEngine:
         self.url = ""
         self.canary_shift = 0.0  # added to the log-probs of /generate with logprob_start_len
         self._running: dict[str, _Running] = {}
+        self._waiting = 0  # requests that came during a pause
         self._paused: str | None = None
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -57,6 +60,7 @@ class FakeEngine:
             [
                 web.get("/model_info", self._model_info),
                 web.get("/server_info", self._model_info),
+                web.get("/v1/loads", self._loads),
                 web.get("/v1/models", self._models),
                 web.get("/ready", self._ready),
                 web.get("/health", self._ready),
@@ -118,6 +122,16 @@ class FakeEngine:
             }
         )
 
+    async def _loads(self, request: web.Request) -> web.Response:
+        tokens = sum(len(running.prompt) + len(running.output) for running in self._running.values())
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": len(self._running),
+            "num_waiting_reqs": self._waiting,
+            "token_usage": min(1.0, tokens / KV_TOKENS),
+        }
+        return web.json_response({"loads": [load]})
+
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
 
@@ -132,7 +146,9 @@ class FakeEngine:
             return response
         if not body.get("input_ids"):
             return web.json_response({"error": {"message": "no input"}}, status=400)
+        self._waiting += 1
         await self._resumed.wait()
+        self._waiting -= 1
         running = _Running(prompt=body["input_ids"], spans=[])
         request_id = body.get("rid") or f"fake-{len(self.requests)}"
         self._running[request_id] = running

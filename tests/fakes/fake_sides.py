@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from miles_async.errors import EngineError
-from miles_async.types import CanaryScore, FleetMembers, PreparedBatch, StagedWeights, TensorMeta
+from miles_async.types import CanaryScore, EngineLoad, FleetMembers, PreparedBatch, StagedWeights, TensorMeta
 
 CANARY = (1, 2, 3)
 CANARY_LOGPROBS = (-1.0, -2.0)
@@ -180,6 +181,7 @@ class FakeRollout:
         self.age = age
         self.error: Exception | None = None
         self.evaluation_error: Exception | None = None
+        self.stale: dict[int, list[int]] = {}  # version → answers of count_stale, the next one last; then 0
         self.closed = asyncio.Event()
         self.batches = 0
 
@@ -221,12 +223,43 @@ class FakeRollout:
     async def last_stats(self) -> dict[str, Any]:
         return {}
 
-    async def state(self) -> dict[str, Any]:
-        return {}
+    async def count_stale(self, version: int) -> int:
+        return self.stale.get(version, []).pop() if self.stale.get(version) else 0
 
-    async def restore(self, state: Mapping[str, Any], *, step: int) -> None: ...
+    async def snapshot(self) -> None:
+        self.events.append("snapshot")
+
+    async def save(self, directory: Path) -> None:
+        self.events.append(f"rollout saved {directory.name}")
+
+    async def load(
+        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+    ) -> None:
+        self.events.append(f"rollout loaded {directory.name}, to go on from {version}")
 
     async def close(self) -> None:
         self.closed.set()
 
     async def stop(self) -> None: ...
+
+
+class FakeEngineLoads:
+    """EngineLoads of engines that the test speaks for."""
+
+    def __init__(self, serving: int = 1) -> None:
+        self.engines: dict[str, EngineLoad] = {}
+        self._serving = serving
+        self._changed = asyncio.Event()
+
+    def serve(self, engines: int) -> None:
+        self._serving = engines
+        self._changed.set()
+
+    async def serving(self, other_than: int) -> int:
+        while self._serving == other_than:
+            self._changed.clear()
+            await self._changed.wait()
+        return self._serving
+
+    async def loads(self) -> Mapping[str, EngineLoad]:
+        return self.engines

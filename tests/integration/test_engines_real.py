@@ -234,6 +234,21 @@ async def test_scores_cover_all_but_the_first_token_whatever_is_cached(engine: E
     assert scores[0].logprobs == pytest.approx(scores[1].logprobs, abs=1e-6)
 
 
+async def test_the_load_shows_what_runs_while_it_runs(engine: Engine) -> None:  # covers: C4
+    tasks = [asyncio.ensure_future(engine.generate(LONG)) for _ in range(3)]
+    async with asyncio.timeout(DEADLINE):
+        while (load := await engine.api.load(engine.url, DEADLINE)).running < 3:
+            await asyncio.sleep(0.01)
+    assert not any(task.done() for task in tasks)
+    assert load.waiting == 0
+    assert 0 < load.kv_use < 0.5
+    await asyncio.gather(*tasks)
+    async with asyncio.timeout(DEADLINE):
+        while (load := await engine.api.load(engine.url, DEADLINE)).running:
+            await asyncio.sleep(0.01)
+    assert (load.waiting, load.kv_use) == (0, 0.0)
+
+
 async def test_what_is_refused(engine: Engine) -> None:
     await engine.post("/generate", {"sampling_params": {"max_new_tokens": 1}}, status=400)
     with pytest.raises(EngineError, match="begin_weight_update"):

@@ -18,7 +18,7 @@ from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.ledger_reader import AttemptRecord, open_ledger
 from miles_async.staleness.policy import StalenessPolicy
-from miles_async.staleness.pool import Pool
+from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.types import Attempt, Group
 from tests.property.builders import make_group, make_prompt
 
@@ -31,7 +31,7 @@ class Traffic:
         self.runs = 0
         self.prompts = 0
         self.version = 0
-        self.state: dict | None = None
+        self.state: PoolSnapshot | None = None
         self.start()
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class Traffic:
             observer=self.writer,
         )
         if self.state is not None:
-            self.pool.restore(self.state)
+            self.pool.restore(self.state, version=self.version)
         self.pool.commit(self.version)
         self.flying: list[Attempt] = []
         self.cut: list[tuple[tuple[Group, ...], int]] = []
@@ -99,7 +99,7 @@ class Traffic:
 
     def restart(self) -> None:
         self.check()
-        self.state = self.pool.state()
+        self.state = self.pool.snapshot()
         self.writer._store.close()
         self.start()
 

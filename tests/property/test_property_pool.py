@@ -22,6 +22,8 @@ from miles_async.staleness.pool import Pool
 from miles_async.types import Attempt, Group
 from tests.property.builders import make_group, make_prompt
 
+SAMPLES = 3  # of a group that is whole
+
 
 @dataclass
 class Trainer:
@@ -29,20 +31,18 @@ class Trainer:
 
     interval: int
     steps: int = 0
+    version: int = 0  # what the optimizer steps from next, or is stepping from
+    since: int = 0  # steps that were trained since this version was published
     visible: int = 0  # what engines serve
     training: tuple[Group, ...] = ()
     prepared: tuple[Group, ...] = ()
+    publishes: bool = False  # the step under way will be followed by a publication
     unpublished: bool = False  # stepped to a version that is not visible yet
-
-    @property
-    def version(self) -> int:
-        """What the optimizer steps from next, or is stepping from."""
-        return self.steps // self.interval
 
     @property
     def version_of_next_batch(self) -> int:
         """What it will step from when the batch that is cut now comes to be trained."""
-        return (self.steps + bool(self.training)) // self.interval
+        return self.version + (bool(self.training) and self.publishes)
 
     def may_run_on(self) -> range:
         """Versions that a serving engine can have: the visible one, and the next while it is being published."""
@@ -56,9 +56,26 @@ def oldest_loss_token(group: Group) -> int:
 class World:
     """Pool, trainer and what is in flight; every method is one thing that can happen."""
 
-    def __init__(self, bound: int | None, lead: int, batch_size: int, interval: int, action: str) -> None:
-        self.bound = bound
-        policy = StalenessPolicy(bound=bound, lead_batches=lead, batch_size=batch_size, action=action)
+    def __init__(
+        self,
+        bound: int | None,
+        lead: int,
+        batch_size: int,
+        interval: int,
+        action: str,
+        order: str,
+        min_samples: int | None,
+    ) -> None:
+        self.bound, self.action = bound, action
+        self.fewest = min_samples or SAMPLES
+        policy = StalenessPolicy(
+            bound=bound,
+            lead_batches=lead,
+            batch_size=batch_size,
+            action=action,
+            order=order,
+            min_samples=min_samples,
+        )
         retries = RetryPolicy(max_prompt_attempts=2, max_quarantined_prompts=10**6, recycle_stale=action == "recycle")
         self.capacity = policy.capacity
         self.pool = Pool(policy, retries)
@@ -79,7 +96,8 @@ class World:
 
     def finish(self, attempt_id: int, versions: list[int]) -> None:
         attempt = self.in_flight.pop(attempt_id)
-        self.pool.finished(make_group(attempt, [[max(versions)], sorted(versions)]))
+        oldest, newest = min(versions), max(versions)
+        self.pool.finished(make_group(attempt, [[newest], sorted(versions), [newest if len(versions) > 2 else oldest]]))
 
     def cut(self) -> None:
         waiting = self.pool.balance().buffered
@@ -94,14 +112,19 @@ class World:
             age = trainer.version - oldest_loss_token(group)
             assert age >= 0
             assert self.bound is None or age <= self.bound
+            assert self.fewest <= len(group.samples) <= SAMPLES  # C7
+        due = trainer.since + 1 >= trainer.interval
+        waits = due and self.action == "wait" and self.pool.count_stale(trainer.version + 1) > 0
+        trainer.publishes = due and not waits
 
     def finish_training(self) -> None:
         trainer = self.trainer
         self.pool.trained(trainer.training, trainer.version)
         self.trained_ids += [group.attempt.attempt_id for group in trainer.training]
-        trainer.steps, trainer.training = trainer.steps + 1, ()
-        trainer.unpublished = trainer.version > trainer.visible
-        if not trainer.unpublished:
+        trainer.steps, trainer.since, trainer.training = trainer.steps + 1, trainer.since + 1, ()
+        if trainer.publishes:
+            trainer.version, trainer.since, trainer.unpublished = trainer.version + 1, 0, True
+        elif self.action != "wait" or trainer.since < trainer.interval:
             self.pool.commit(trainer.visible)
 
     def publish(self) -> None:
@@ -118,14 +141,29 @@ class World:
             self.start_training()
 
 
-WORLDS = st.builds(
-    World,
-    bound=st.none() | st.integers(0, 3),
-    lead=st.integers(1, 4),
-    batch_size=st.integers(1, 3),
-    interval=st.integers(1, 3),
+def worlds(**chosen: st.SearchStrategy) -> st.SearchStrategy[World]:
+    """Any world, but for what is ``chosen``."""
+    anything = {
+        "bound": st.none() | st.integers(0, 3),
+        "lead": st.integers(1, 4),
+        "batch_size": st.integers(1, 3),
+        "interval": st.integers(1, 3),
+        "action": st.sampled_from(["recycle", "drop", "wait"]),
+        "order": st.sampled_from(["oldest_first", "completion"]),
+        "min_samples": st.sampled_from([None, 1, 2]),
+    }
+    return st.builds(World, **(anything | chosen))
+
+
+WORLDS = worlds()
+LOSSY = worlds(
+    bound=st.integers(0, 2),
+    lead=st.integers(2, 4),
+    interval=st.just(1),
     action=st.sampled_from(["recycle", "drop"]),
+    min_samples=st.integers(1, 2),
 )
+"""Worlds in which groups lose samples (C7)."""
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -208,6 +246,7 @@ class PoolMachine(RuleBasedStateMachine):
                 world.cut()
             world.step_trainer()
         assert world.trainer.steps >= steps + 3
+        assert world.action != "wait" or world.swept == 0
         world.pool.cancel_all()
         summary = world.pool.balance().summary()
         assert summary["in_flight"] == summary["buffered"] == summary["cut"] == 0
@@ -218,7 +257,7 @@ TestPoolMachine = PoolMachine.TestCase
 
 
 @settings(max_examples=60)
-@given(WORLDS, st.integers(0, 2**32 - 1))
+@given(WORLDS | LOSSY, st.integers(0, 2**32 - 1))
 def test_long_runs_with_stragglers(world: World, seed: int) -> None:
     """C1 over hundreds of steps, deeper than the machine above gets: ``start_training`` judges every token."""
     chance = random.Random(seed)
@@ -236,6 +275,9 @@ def test_long_runs_with_stragglers(world: World, seed: int) -> None:
         if chance.random() < 1 / patience:
             world.step_trainer()
     world.pool.check()
+    if world.action == "wait":  # C5: never discards, and still publishes
+        assert world.swept == 0
+        assert world.trainer.visible > 0 or world.trainer.steps < world.capacity + world.trainer.interval
 
 
 @settings(max_examples=60)

@@ -60,7 +60,9 @@ def random_settings(seed: int) -> SimulationSettings:
         staleness=StalenessArguments(
             max_weight_staleness=chance.choice([None, 0, 1, 2, 3]),
             max_rollout_lead=chance.choice([None, None, 1, 2, 3]),
-            stale_group_action=chance.choice(["recycle", "drop"]),
+            stale_group_action=chance.choice(["recycle", "drop", "wait"]),
+            min_group_fraction=chance.choice([1.0, 1.0, 0.5]),
+            batch_order=chance.choice(["oldest_first", "completion"]),
             on_policy=chance.random() < 0.1,
         ),
         weights=WeightsArguments(

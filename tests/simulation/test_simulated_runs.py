@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -82,6 +81,48 @@ def test_slow_engines_make_groups_stale_and_each_is_replaced(action: str, outcom
         assert groups.pop("issued") == sum(groups.values())
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_wait_never_discards_and_never_trains_what_is_too_old(mode: str, bound: int) -> None:
+    # covers: C1, C5
+    staleness = StalenessArguments(max_weight_staleness=bound, stale_group_action="wait")
+    options = {"response_seconds": LogNormal(1.0, 1.5), "steps": 200, "mode": mode}
+    result = simulate(settings(**options, staleness=staleness))
+    assert result.balance["recycled"] == result.balance["dropped"] == 0
+    assert result.wasted_fraction == 0
+    assert max(result.ages) == bound
+    # The price: engines get weights less often. Not more than the lead of steps goes by without.
+    published = [version.version for _, version in result.publications]
+    assert published == list(range(len(published)))
+    assert (len(published) < 200) == (bound > 0)
+    steps = [step for step, line in enumerate(trace_lines(result, "step", "published")) if " published " in line]
+    assert max(after - before for before, after in pairwise(steps)) <= 1 + (bound + 1)
+
+
+def test_groups_that_go_on_without_their_stale_samples_save_the_others() -> None:
+    # covers: C1, C7
+    options = {"response_seconds": LogNormal(1.0, 1.5), "steps": 200, "mode": "abort"}
+    whole, parts = (
+        simulate(settings(**options, staleness=StalenessArguments(max_weight_staleness=1, min_group_fraction=fraction)))
+        for fraction in (1.0, 0.5)
+    )
+    assert b" trimmed " in parts.trace
+    assert parts.balance["recycled"] < whole.balance["recycled"]
+    assert max(parts.ages) <= 1
+    assert sum(parts.ages.values()) < sum(whole.ages.values()) == 200 * 2 * 2
+
+
+def test_batches_in_order_of_completion_favour_short_responses() -> None:
+    # covers: C4
+    options = {"response_seconds": LogNormal(1.0, 1.5), "steps": 200, "trace": False}
+    oldest_first, completion = (
+        simulate(settings(**options, staleness=StalenessArguments(max_weight_staleness=1, batch_order=order)))
+        for order in ("oldest_first", "completion")
+    )
+    assert completion.balance["recycled"] != oldest_first.balance["recycled"]
+    assert max(completion.ages) <= 1
+
+
 # --------------------------------------------------------------------------------------- pacing (C4), P1, P3
 def test_a_slow_trainer_keeps_the_lead_bounded() -> None:
     # covers: C4, P1
@@ -127,6 +168,8 @@ def test_every_configuration_is_refused_at_the_start_or_makes_progress() -> None
         result = simulate(drawn)
         assert len(result.steps) == drawn.rollout.num_rollout
         assert result.balance["trained"] == drawn.rollout.num_rollout * drawn.rollout.rollout_batch_size
+        if drawn.staleness.stale_group_action == "wait":
+            assert result.balance["recycled"] == result.balance["dropped"] == 0
         outcomes["done"] += 1
     assert min(outcomes.values()) > 20
 
@@ -152,20 +195,13 @@ def test_the_global_generator_is_left_alone() -> None:
     assert random.random() == expected
 
 
-def test_two_thousand_steps_in_seconds() -> None:
-    started = time.process_time()
-    result = simulate(settings(steps=2000, trace=False))
-    assert len(result.steps) == 2000
-    assert time.process_time() - started < 10
-
-
 def test_what_it_measures_is_what_was_put_in() -> None:
     """Engines that never wait: every response takes 1 s, a batch is one wave, the trainer takes 3 s."""
     rollout = RolloutArguments(
         num_rollout=100, rollout_batch_size=4, n_samples_per_prompt=2, rollout_max_response_len=10**6,
         rollout_concurrency_per_engine=4,
     )  # fmt: skip
-    balanced = EnginesArguments(sglang_router_policy="power_of_two")
+    balanced = EnginesArguments(sglang_router_policy="least_load")
     result = simulate(
         settings(rollout=rollout, engines=balanced, response_seconds=Fixed(1.0), train_seconds=Fixed(3.0),
                  stage_seconds=0.5, publish_seconds=Fixed(0.25), bound=2)

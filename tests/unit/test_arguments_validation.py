@@ -77,6 +77,13 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "at least 2",
         ),
         case(
+            "rest of a group may be one, grpo",
+            {"n_samples_per_prompt": 8, "min_group_fraction": 0.1},
+            "--min-group-fraction 0.1",
+            "--n-samples-per-prompt 8",
+            "at least 0.25",
+        ),
+        case(
             "group of one, rloo",
             {"n_samples_per_prompt": 1, "advantage_estimator": "rloo"},
             "--advantage-estimator rloo",
@@ -235,6 +242,7 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
         {"use_rollout_logprobs": False, "allow_uncorrected_off_policy": True},
         {"use_rollout_logprobs": False, "use_tis": True},
         {"n_samples_per_prompt": 1, "advantage_estimator": "reinforce"},
+        {"n_samples_per_prompt": 8, "min_group_fraction": 0.25},
         {"max_weight_staleness": None, "max_rollout_lead": 16},
         {"max_weight_staleness": 8, "max_rollout_lead": 1, "debug_publication_lag": 8},
         {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2},

@@ -30,6 +30,8 @@ class NoCheckpoints:
     async def save(self, position: Position) -> None:
         self.events.append(f"save {position.step}/{position.version}")
 
+    async def finish(self) -> None: ...
+
     async def load(self) -> Position | None:
         return self.position
 
@@ -63,6 +65,7 @@ def bench(
     steps: int = 3,
     interval: int = 1,
     bound: int | None = 2,
+    action: str = "recycle",
     age: int = 0,
     evaluate: bool = False,
     save_interval: int | None = None,
@@ -80,7 +83,7 @@ def bench(
         checkpoints=NoCheckpoints(events, resume),
         recorder=records,
         rollout_arguments=RolloutArguments(num_rollout=steps),
-        staleness=StalenessArguments(max_weight_staleness=bound),
+        staleness=StalenessArguments(max_weight_staleness=bound, stale_group_action=action),
         weights=weights,
         evaluation=EvaluationArguments(eval_prompt_data="x" if evaluate else None),  # type: ignore[arg-type]
         checkpoint=CheckpointArguments(save="y" if save_interval else None, save_interval=save_interval),  # type: ignore[arg-type]
@@ -113,6 +116,23 @@ async def test_interval_publishes_every_second_step_and_cuts_for_the_unchanged_v
     await b.controller.run()
     assert only(b.events, "cut") == ["cut for 0", "cut for 0", "cut for 1", "cut for 1"]
     assert only(b.events, "stage") == ["stage 0", "stage 1"]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+async def test_publication_waits_for_what_it_would_make_too_old(interval: int) -> None:
+    # covers: C5
+    b = bench(steps=5 * interval, interval=interval, action="wait")
+    b.rollout.stale = {2: [1, 3]}  # three attempts hold up version 2, one step later one
+    await b.controller.run()
+    # A batch is cut for the version that its step will really start from, and what was trained meanwhile keeps its
+    # slots, but between publications that are due anyway.
+    versions = [0] * interval + [1] * (interval + 2)
+    versions += [2] * interval + [3] * interval
+    assert only(b.events, "cut") == [f"cut for {version}" for version in (versions + [4] * 9)[: 5 * interval]]
+    published = [event for event in b.events if event.startswith(("stage", "train", "commit"))]
+    between = published[published.index("commit 1") + 1 : published.index("stage 2")]
+    assert between == ["train", "trained", "commit 1"] * (interval - 1) + ["train", "trained"] * 3
+    assert only(b.events, "stage 2") == ["stage 2"]
 
 
 async def test_last_step_is_published_for_its_evaluation() -> None:
@@ -206,7 +226,7 @@ async def test_trainer_failure_stops_the_rollout_side() -> None:
 
 async def test_resume_names_weights_that_were_never_published_anew() -> None:
     # covers: C9
-    b = bench(steps=5, resume=Position(step=3, version=7, unpublished=1))
+    b = bench(steps=5, resume=Position(step=3, version=7, unpublished=1).resumed())
     await b.controller.run()
     assert only(b.events, "stage", "cut") == ["stage 8", "cut for 8", "cut for 9", "stage 9"]
 

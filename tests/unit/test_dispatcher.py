@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,14 +21,18 @@ from miles_async.errors import (
     first_error,
 )
 from miles_async.rewards.hub import GuardedReward
+from miles_async.rollout.checkpoint import read_snapshot, write_snapshot
+from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.types import Generation, Group, Prompt, Sample, VersionSpan
+from tests.fakes.fake_sides import FakeEngineLoads
 
 BATCH = 2
+ARRAYS = {name: None for name in ("tokens", "loss_mask", "rollout_logprobs", "weight_versions")}
 
 
 class Prompts:
@@ -42,6 +48,9 @@ class Prompts:
             self.taken += 1
         return taken
 
+    def state(self) -> dict[str, Any]:
+        return {}
+
 
 class Engine:
     """EngineClient that answers three tokens of ``version``; ``fail(prompt call number)`` may return an error."""
@@ -49,14 +58,14 @@ class Engine:
     def __init__(self) -> None:
         self.version = 0
         self.calls = 0
-        self.hangs = False
+        self.hangs_after = 1 << 30  # requests
         self.seconds = 0.0
         self.requests: list[tuple[list[int], int]] = []  # (input ids, max new tokens)
         self.script: Callable[[int], Exception | Generation | None] = lambda call: None
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
         self.requests.append((list(input_ids), sampling["max_new_tokens"]))
-        await asyncio.sleep(3600 if self.hangs else self.seconds)
+        await asyncio.sleep(3600 if len(self.requests) > self.hangs_after else self.seconds)
         call, self.calls = self.calls, self.calls + 1
         scripted = self.script(call)
         if isinstance(scripted, Exception):
@@ -90,7 +99,13 @@ class Bench:
         )
         self.dispatcher = Dispatcher(
             pool=Pool(
-                StalenessPolicy(bound=options.pop("bound", 1), lead_batches=2, batch_size=BATCH, action="recycle"),
+                StalenessPolicy(
+                    bound=options.pop("bound", 1),
+                    lead_batches=2,
+                    batch_size=BATCH,
+                    action="recycle",
+                    min_samples=options.get("min_samples"),
+                ),
                 RetryPolicy(
                     max_prompt_attempts=2,
                     max_quarantined_prompts=options.pop("quarantine", 3),
@@ -101,8 +116,9 @@ class Bench:
             source=self.source,  # type: ignore[arg-type]
             client=self.engine,
             hooks=hooks,
-            arguments=RolloutArguments(n_samples_per_prompt=2, max_sample_failures=2, **options),
-            num_engines=1,
+            min_samples=options.pop("min_samples", None),
+            arguments=RolloutArguments(**{"n_samples_per_prompt": 2, "max_sample_failures": 2, **options}),
+            concurrency=Concurrency(FakeEngineLoads(), RolloutArguments()),
             visible_version=lambda: self.engine.version,
             stall_timeout=0.3,
         )
@@ -171,22 +187,63 @@ async def test_nothing_is_generated_that_no_step_will_train() -> None:
         assert bench.balance()["issued"] == 3
 
 
-async def test_resume_owes_every_prompt_that_was_under_way() -> None:
+async def test_resume_has_finished_groups_and_owes_every_prompt_that_was_in_flight(tmp_path: Path) -> None:
     # covers: C9, R11
-    async with running(Bench()) as bench:
+    bench = Bench()
+    bench.engine.hangs_after = 2 * (2 * BATCH - 1)  # the last group, p3, never ends
+    async with running(bench):
         groups = await bench.dispatcher.cut(0)
-        await until(lambda: bench.balance()["issued"] == 2 * BATCH)
+        await until(lambda: bench.balance()["buffered"] == 1)
         bench.dispatcher.pool.trained(groups, 0)
-        state = bench.dispatcher.pool.state()
-        under_way = {row.prompt_id for row in bench.dispatcher.pool.live()}
+        snapshot = await bench.dispatcher.snapshot()
+        write_snapshot(tmp_path, snapshot)
+        (finished,) = snapshot.pool.groups
     resumed = Bench(num_rollout=2, rollout_batch_size=BATCH)
     resumed.source.taken = bench.source.taken
-    resumed.dispatcher.restore(state, step=1)
+    resumed.dispatcher.restore(read_snapshot(tmp_path).pool, step=1)
     async with running(resumed):
-        await until(lambda: resumed.balance()["in_flight"] + resumed.balance()["buffered"] == BATCH)
-        again = {row.prompt_id for row in resumed.dispatcher.pool.live()}
-    assert under_way == again == {"p2", "p3"}
+        await until(lambda: resumed.balance()["buffered"] == BATCH)
+        first, second = await resumed.dispatcher.cut(0)
+    assert resumed.engine.calls == 2  # the samples of one group
+    assert (first.attempt, second.attempt.prompt.prompt_id) == (finished.attempt, "p3")
+    assert second.attempt.attempt_id > 3  # a new attempt
+    for before, after in zip(finished.samples, first.samples, strict=True):
+        assert msgspec.structs.replace(after, **ARRAYS) == msgspec.structs.replace(before, **ARRAYS)
+        for name in ARRAYS:
+            assert np.array_equal(getattr(before, name), getattr(after, name))
+            assert getattr(before, name).dtype == getattr(after, name).dtype
     assert resumed.balance()["trained"] == BATCH
+
+
+async def test_what_has_become_too_old_at_a_resume_is_generated_again() -> None:
+    # covers: C1, C9
+    async with running(Bench()) as bench:
+        await until(lambda: bench.balance()["buffered"] == 2 * BATCH)
+        snapshot = await bench.dispatcher.snapshot()
+    resumed = Bench()
+    resumed.dispatcher.restore(snapshot.pool, step=0, version=2)  # K = 1
+    balance = resumed.balance()
+    assert (balance["buffered"], balance["cancelled"], balance["recycled"]) == (0, 2 * BATCH, 0)
+    async with running(resumed):
+        await until(lambda: resumed.balance()["issued"] == 4 * BATCH)
+    assert resumed.source.taken == 0  # the same prompts again
+
+
+async def test_a_group_goes_on_without_its_failed_samples() -> None:
+    # covers: C7
+    bench = Bench(n_samples_per_prompt=4, min_samples=3)
+    bench.engine.script = lambda call: RequestRejectedError("too long") if call == 1 else None
+    async with running(bench):
+        groups = await bench.dispatcher.cut(0)
+    assert sorted(len(group.samples) for group in groups) == [3, 4]
+    assert bench.balance()["failed"] == 0
+
+    bench = Bench(n_samples_per_prompt=4, min_samples=3)
+    bench.engine.script = lambda call: RequestRejectedError("too long") if call in (1, 2) else None
+    async with running(bench):
+        groups = await bench.dispatcher.cut(0)
+        assert {len(group.samples) for group in groups} == {4}
+        assert bench.balance()["failed"] == 1
 
 
 async def test_stale_groups_are_swept_at_the_cut_and_their_prompts_come_again() -> None:
@@ -295,7 +352,7 @@ async def test_reward_that_hangs_costs_its_attempt_only() -> None:
 async def test_stall_says_who_waits_for_whom() -> None:
     # covers: C10
     bench = Bench()
-    bench.engine.hangs = True
+    bench.engine.hangs_after = 0
     with pytest.raises(ExceptionGroup) as caught:
         async with running(bench):
             await bench.dispatcher.cut(0)

@@ -160,6 +160,7 @@ async def test_an_answer_without_spans_counts_as_old_as_its_dispatch(setup: Setu
 
 async def test_requests_wait_while_engines_are_paused_or_unverified(setup: Setup) -> None:  # covers: C8
     setup.record.paused = True
+    setup.registry.notify()
     async with asyncio.TaskGroup() as scope:
         task = scope.create_task(setup.client.generate([5], SAMPLING, routing_key="a"))
         await asyncio.sleep(0.05)
@@ -176,6 +177,7 @@ async def test_requests_wait_while_engines_are_paused_or_unverified(setup: Setup
 
 async def test_waiting_for_engines_has_a_deadline_that_names_them(setup: Setup) -> None:  # covers: C10
     setup.record.state = EngineState.STARTING
+    setup.registry.notify()
     setup.client._gate_timeout = 0.05
     with pytest.raises(StalledError, match="engine-0 starting; router up"):
         await setup.client.generate([5], SAMPLING, routing_key="a")
@@ -187,6 +189,7 @@ async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  
         task = scope.create_task(setup.client.generate([5], SAMPLING, routing_key="a"))
         await asyncio.sleep(0.04)
         setup.record.verified = False  # new weights arrived, the canary has not run yet
+        setup.registry.notify()
         await asyncio.sleep(0.15)
         assert setup.traffic.in_flight == 0
         assert not task.done()  # answered, but held back

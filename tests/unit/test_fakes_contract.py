@@ -14,14 +14,15 @@ import pytest
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
+from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.traffic import Traffic
-from miles_async.protocols import EngineFleet, RolloutSide, TrainerSide
+from miles_async.protocols import EngineFleet, EngineLoads, RolloutSide, TrainerSide
 from miles_async.rollout.manager import RolloutManager
 from miles_async.trainer.group import TrainerGroup
 from miles_async.types import TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
-from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
+from tests.fakes.fake_sides import FakeEngineLoads, FakeFleet, FakeRollout, FakeTrainer
 
 
 def methods(protocol: type) -> list[str]:
@@ -38,6 +39,7 @@ def parameters(owner: type, name: str) -> list[str]:
         (EngineFleet, Fleet, FakeFleet),
         (TrainerSide, TrainerGroup, FakeTrainer),
         (RolloutSide, RolloutManager, FakeRollout),
+        (EngineLoads, Loads, FakeEngineLoads),
     ],
 )
 def test_real_and_fake_have_the_methods_of_the_protocol(protocol: type, real: type, fake: type) -> None:

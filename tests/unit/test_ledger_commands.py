@@ -17,6 +17,7 @@ from miles_async.cli import main
 from miles_async.controller import Position
 from miles_async.errors import DataError
 from miles_async.readmission import read_readmissions, request_readmission
+from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
@@ -145,11 +146,13 @@ class Rollout:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
-    async def state(self) -> dict[str, Any]:
-        return {"source": {}, "pool": self.pool.state()}
+    async def snapshot(self) -> None: ...
 
-    async def restore(self, state: dict[str, Any], *, step: int) -> None:
-        self.pool.restore(state["pool"], readmissions=state["readmissions"])
+    async def save(self, directory: Path) -> None:
+        write_snapshot(directory, RolloutSnapshot(source={}, pool=self.pool.snapshot()))
+
+    async def load(self, directory: Path, *, step: int, version: int, readmissions: Any) -> None:
+        self.pool.restore(read_snapshot(directory).pool, version=version, readmissions=readmissions)
 
 
 async def resume(story: Story, save: Path) -> Story:
@@ -161,6 +164,7 @@ async def resume(story: Story, save: Path) -> Story:
 async def save_checkpoint(story: Story, save: Path, step: int) -> None:
     checkpoints = RunCheckpoints(FakeTrainer([]), Rollout(story.pool), save=save, load=None)  # type: ignore[arg-type]
     await checkpoints.save(Position(step=step))
+    await checkpoints.finish()
 
 
 async def test_a_readmitted_prompt_gets_another_budget_once(tmp_path: Path, capsys: Any) -> None:

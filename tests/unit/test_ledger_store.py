@@ -60,7 +60,7 @@ def test_a_row_holds_the_whole_life(store: LedgerStore, path: Path) -> None:
     assert msgspec.structs.asdict(record) == {
         "attempt_id": 7, "prompt_id": "prompts.jsonl:7", "epoch": 0, "issued_version": 3, "history": (),
         "stage": "cut", "engines": ("engine-1",), "chunks": 4, "response_lengths": (3, 2),
-        "oldest_version": 3, "newest_version": 4, "mixed_samples": 1, "reward_mean": 1.0,
+        "oldest_version": 3, "newest_version": 4, "mixed_samples": 1, "reward_mean": 1.0, "left_out": 0,
         "target_version": 5, "step": 4, "outcome": "trained", "reason": None,
         "issued_at": 10.0, "finished_at": 12.0, "cut_at": 15.0, "ended_at": 16.0,
     }  # fmt: skip

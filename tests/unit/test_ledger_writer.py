@@ -17,6 +17,7 @@ import pytest
 from arguments import RolloutArguments
 from miles_async.errors import ContractViolation, LedgerError, RequestRejectedError, TransientEngineError
 from miles_async.rollout import ledger_writer
+from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.rollout.ledger_writer import LedgerWriter
@@ -27,6 +28,7 @@ from miles_async.staleness.ledger_reader import open_ledger
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.types import Generation, Group, Prompt, Sample, VersionSpan
+from tests.fakes.fake_sides import FakeEngineLoads
 from tests.property.builders import make_attempt
 
 BATCH = 4
@@ -111,7 +113,7 @@ class Run:
             arguments=RolloutArguments(
                 num_rollout=20, rollout_batch_size=BATCH, n_samples_per_prompt=2, max_sample_failures=2
             ),
-            num_engines=2,
+            concurrency=Concurrency(FakeEngineLoads(2), RolloutArguments()),
             visible_version=lambda: self.engines.version,
             stall_timeout=10,
         )
@@ -176,9 +178,10 @@ async def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     # covers: C9
     first = Run(tmp_path / "first.sqlite")
     await run_steps(first, range(3))
-    state = await first.manager.state()
+    await first.manager.snapshot()
+    await first.manager.save(tmp_path)
     second = Run(tmp_path / "second.sqlite")
-    await second.manager.restore(state, step=3)
+    await second.manager.load(tmp_path, step=3, version=first.engines.version, readmissions={})
     second.engines.version = first.engines.version
     await run_steps(second, range(3, 6))
     with open_ledger(tmp_path / "second.sqlite") as reader:

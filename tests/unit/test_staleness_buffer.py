@@ -91,3 +91,37 @@ def test_swept_groups_leave_no_trace_behind() -> None:
     assert len(buffer) == 0
     assert len(buffer._order) < 10
     assert not buffer._by_version
+
+
+def test_completion_order_takes_groups_as_they_came() -> None:
+    buffer = StalenessBuffer(2, 1, order="completion")
+    for attempt_id in (3, 0, 2, 1):
+        buffer.put(make_group(attempt_id, [[5]]))
+    assert ids(buffer.cut(5)) == ([3, 0], [])
+    assert ids(buffer.cut(5)) == ([2, 1], [])
+
+
+@pytest.mark.parametrize("order", ["oldest_first", "completion"])
+def test_a_group_goes_on_with_its_fresh_samples_while_enough_remain(order: str) -> None:
+    buffer = StalenessBuffer(2, 1, order=order, min_samples=2)
+    buffer.put(make_group(0, [[5], [2], [5, 4]]))
+    buffer.put(make_group(1, [[5], [2], [2]]))  # one fresh sample is not enough
+    buffer.put(make_group(2, [[5], [5], [5]]))
+    cut = buffer.cut(5)
+    assert ids(cut) == ([0, 2], [1])
+    assert [len(group.samples) for group in cut.groups] == [2, 3]
+    assert [(trimmed.group, trimmed.left_out) for trimmed in cut.trimmed] == [(cut.groups[0], 1)]
+    assert cut.groups[0].oldest_version == 4
+
+
+def test_a_group_may_lose_samples_at_several_cuts() -> None:
+    buffer = StalenessBuffer(2, 1, min_samples=1)
+    buffer.put(make_group(0, [[3], [4], [5]]))
+    sizes = []
+    for target in range(4, 7):
+        (trimmed,) = buffer.cut(target).trimmed or (None,)
+        sizes.append(trimmed and len(trimmed.group.samples))
+    assert sizes == [None, 2, 1]
+    assert buffer.count_stale(6) == 0
+    assert buffer.count_stale(7) == 1
+    assert ids(buffer.cut(7)) == ([], [0])

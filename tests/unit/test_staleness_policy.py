@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from arguments.rollout import RolloutArguments
 from arguments.staleness import StalenessArguments
 from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 from miles_async.staleness.policy import StalenessPolicy, age, check_ages, is_stale
@@ -58,7 +59,7 @@ def test_run_time_check_names_the_samples_that_are_too_old() -> None:
     ],
 )
 def test_lead_is_capped_by_the_bound(arguments: StalenessArguments, bound: int | None, capacity: int) -> None:
-    policy = StalenessPolicy.from_arguments(arguments, rollout_batch_size=8)
+    policy = StalenessPolicy.from_arguments(arguments, RolloutArguments(rollout_batch_size=8))
     assert (policy.bound, policy.capacity) == (bound, capacity)
 
 
@@ -69,6 +70,7 @@ def test_lead_is_capped_by_the_bound(arguments: StalenessArguments, bound: int |
         ({"lead_batches": 0}, "--max-rollout-lead"),
         ({"batch_size": 0}, "--rollout-batch-size"),
         ({"action": "ignore"}, "--stale-group-action"),
+        ({"order": "random"}, "--batch-order"),
     ],
 )
 def test_what_could_never_fill_a_batch_is_refused(wrong: dict[str, object], flag: str) -> None:

@@ -1,0 +1,45 @@
+"""How loaded the engines are, and how many there are: what the rollout side's concurrency follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+
+from miles_async.engines.engine_api import EngineApi
+from miles_async.engines.http import Http
+from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.errors import EngineError
+from miles_async.types import EngineLoad
+
+LOAD_SECONDS = 2.0  # the answer is in the server's shared memory; later than that it is no longer the load of now
+
+
+class Loads:
+    """Implements ``protocols.EngineLoads``."""
+
+    def __init__(self, registry: EngineRegistry, http: Http) -> None:
+        self._registry = registry
+        self._api = EngineApi(http)
+
+    async def serving(self, other_than: int) -> int:
+        """See ``protocols.EngineLoads``."""
+        await self._registry.wait_until(lambda: self._serving() != other_than)
+        return self._serving()
+
+    async def loads(self) -> Mapping[str, EngineLoad]:
+        """See ``protocols.EngineLoads``. A paused engine is left out: what it says is from before the pause."""
+        loads: dict[str, EngineLoad] = {}
+
+        async def ask(engine: str, url: str) -> None:
+            with suppress(EngineError):  # one that stays silent is the fleet's business
+                loads[engine] = await self._api.load(url, LOAD_SECONDS)
+
+        async with asyncio.TaskGroup() as scope:
+            for record in self._registry.in_state(EngineState.SERVING):
+                if record.url is not None and not record.paused:
+                    scope.create_task(ask(record.engine_id, record.url))
+        return loads
+
+    def _serving(self) -> int:
+        return len(self._registry.in_state(EngineState.SERVING))

@@ -1,0 +1,61 @@
+"""The rollout side's part of a checkpoint.
+
+::
+
+    rollout.json     prompt cursor, attempts that are owed to a prompt, counters, quarantine
+    groups.msgpack   groups that were finished and not trained yet, tokens included (``serialization.py``)
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import CheckpointError
+from miles_async.serialization import read_frames, write_frames
+from miles_async.staleness.pool import PoolSnapshot
+from miles_async.types import Group
+
+STATE_FILE = "rollout.json"
+GROUPS_FILE = "groups.msgpack"
+
+
+class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout side at one moment (C9)."""
+
+    source: dict[str, Any]  # the prompt cursor
+    pool: PoolSnapshot
+
+
+def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> None:
+    """On disk when this returns. Raises CheckpointError."""
+    state = {"source": snapshot.source, "pool": snapshot.pool.state}
+    try:
+        with (directory / STATE_FILE).open("wb") as file:
+            file.write(msgspec.json.encode(state))
+            file.flush()
+            os.fsync(file.fileno())
+        with (directory / GROUPS_FILE).open("wb") as file:
+            write_frames(file, snapshot.pool.groups)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"--save: {directory}: {error}") from error
+    except TypeError as error:
+        raise CheckpointError(
+            f"--save: {directory}: a group cannot be saved: {error} (metadata of a sample?)"
+        ) from error
+
+
+def read_snapshot(directory: Path) -> RolloutSnapshot:
+    """Raises CheckpointError unless both files are there and whole."""
+    try:
+        state = msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=dict[str, Any])
+        with (directory / GROUPS_FILE).open("rb") as file:
+            groups = tuple(read_frames(file, Group))
+    except (OSError, EOFError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"--load: {directory} is no whole checkpoint: {error}") from error
+    return RolloutSnapshot(source=state["source"], pool=PoolSnapshot(state=state["pool"], groups=groups))

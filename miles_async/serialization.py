@@ -1,0 +1,60 @@
+"""Records of ``types.py`` to bytes and files and back, arrays included: msgpack, one length-prefixed frame each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, TypeVar, get_args
+
+import msgspec
+import numpy as np
+
+T = TypeVar("T")
+
+LENGTH_BYTES = 8
+
+
+def encode(record: object) -> bytes:
+    """msgpack; one-dimensional arrays as their bytes.
+
+    Raises:
+        TypeError: the record holds something else than plain data and arrays; names its type.
+    """
+    return msgspec.msgpack.encode(record, enc_hook=_plain)
+
+
+def decode(content: bytes, record_type: type[T]) -> T:
+    """What :func:`encode` wrote; arrays are read-only. Raises msgspec.MsgspecError."""
+    return msgspec.msgpack.decode(content, type=record_type, dec_hook=_array)
+
+
+def write_frames(file: BinaryIO, records: Iterable[object]) -> None:
+    """Append one frame per record. One record is in memory at a time."""
+    for record in records:
+        content = encode(record)
+        file.write(len(content).to_bytes(LENGTH_BYTES, "little"))
+        file.write(content)
+
+
+def read_frames(file: BinaryIO, record_type: type[T]) -> Iterator[T]:
+    """The records of a file of frames. Raises EOFError if the last one is cut off, msgspec.MsgspecError."""
+    while prefix := file.read(LENGTH_BYTES):
+        length = int.from_bytes(prefix, "little")
+        content = file.read(length)
+        if len(prefix) < LENGTH_BYTES or len(content) < length:
+            raise EOFError(f"expected a frame of {length} bytes, found {len(content)}")
+        yield decode(content, record_type)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        assert value.ndim == 1, value.shape
+        return value.tobytes()
+    if isinstance(value, np.generic):  # in a user's metadata
+        return value.item()
+    raise TypeError(f"expected plain data in a record, found {type(value).__name__}")
+
+
+def _array(array_type: Any, content: bytes) -> np.ndarray:
+    """``array_type``: an alias such as ``types.Int32``."""
+    (dtype,) = get_args(get_args(array_type)[1])
+    return np.frombuffer(content, dtype=dtype)

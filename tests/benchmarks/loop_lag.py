@@ -1,0 +1,233 @@
+"""How late the rollout side's event loop is with 1,024 requests in flight.
+
+The real dispatcher, pool, client, fleet and publisher over real HTTP, on a real event loop; the engines are fakes in
+another process that answer with hundreds of tokens and their log-probs, the trainer only takes time. A timer is due every
+5 ms, and its delay is measured, also of those that fell into one long delay: 200 ms of blocking count as 40 late timers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
+from miles_async.engines.http import Http
+from miles_async.engines.placement import ServerHandle
+from miles_async.engines.router import Router
+from miles_async.simulation.distributions import Fixed
+from miles_async.simulation.engine import canary_logprobs
+from miles_async.simulation.engines import SimulatedEngines
+from miles_async.simulation.events import EventLog
+from miles_async.simulation.run import Simulation, quiet_logs
+from miles_async.simulation.settings import SimulationSettings
+from tests.benchmarks.report import Row
+from tests.fakes.fake_engine import FakeEngine, FakeRouter
+
+GOAL_MS = 20.0  # at the 99th percentile
+IN_FLIGHT = 1024
+ENGINES = 8
+GROUPS, SAMPLES = 128, 8  # per step: as many samples as run at once
+TOKEN_SECONDS = 0.01
+MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 400, 0.5, 2048
+PERIOD = 0.005
+WARM_UP_SECONDS = 10.0  # all requests at once; then they spread
+
+# ------------------------------------------------------------------------------------------------ engines' process
+
+
+@dataclass
+class LeanEngine(FakeEngine):
+    """Answers after a drawn time, with an answer made beforehand: tokens cost it next to nothing."""
+
+    answers: Sequence[Mapping[str, Any]] = ()  # by tokens; without what depends on the request
+    chance: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._abort_all = asyncio.Event()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        if "logprob_start_len" in body:
+            self.canary_shift = canary_logprobs(int(self.weight_version), 2)[0] + 1.0
+            return await super()._generate(request)
+        await self._resumed.wait()
+        first_version, started = self.weight_version, time.monotonic()
+        wanted = min(MOST_TOKENS, round(self.chance.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA)))
+        reason = "stop"
+        try:
+            async with asyncio.timeout(wanted * TOKEN_SECONDS):
+                await self._abort_all.wait()
+            reason, wanted = "abort", min(wanted, int((time.monotonic() - started) / TOKEN_SECONDS))
+        except TimeoutError:
+            pass
+        answer = self.answers[wanted]
+        spans = [{"version": first_version, "start": 0, "end": wanted}]
+        if self.weight_version != first_version:
+            spans = [{"version": first_version, "start": 0, "end": wanted // 2}]
+            spans += [{"version": self.weight_version, "start": wanted // 2, "end": wanted}]
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": reason},
+            "prompt_tokens": len(body["input_ids"]),
+            "weight_version": self.weight_version,
+            "weight_versions": spans,
+            "output_token_logprobs": answer["logprobs"],
+        }
+        content = {"text": answer["text"], "output_ids": answer["ids"], "meta_info": meta}
+        return web.Response(body=msgspec.json.encode(content), headers={"x-smg-routed-worker-id": self.url})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        if (await request.json()).get("abort_all"):
+            self._abort_all.set()
+            self._abort_all = asyncio.Event()
+        return await super()._abort(request)
+
+
+def answers() -> list[Mapping[str, Any]]:
+    """The long parts of answers of 0, 1, 2, ... tokens, encoded."""
+    chance = random.Random(0)
+    ids = [chance.randrange(150_000) for _ in range(MOST_TOKENS)]
+    logprobs = [[-chance.expovariate(1.0), token, None] for token in ids]
+
+    def raw(value: Any) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.json.encode(value))
+
+    return [
+        {"ids": raw(ids[:length]), "logprobs": raw(logprobs[:length]), "text": raw("word" * length)}
+        for length in range(MOST_TOKENS + 1)
+    ]
+
+
+async def serve() -> None:
+    """Engines that say their URLs on stdout and answer until stdin is closed."""
+    ready, chance = answers(), random.Random(0)
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(LeanEngine(answers=ready, chance=chance)) for _ in range(ENGINES)]
+        print(json.dumps([engine.url for engine in engines]), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+# ------------------------------------------------------------------------------------------------ our process
+
+
+class HttpEngines(SimulatedEngines):
+    """Under the same fleet and client, servers that are there already, each as likely to get a request."""
+
+    def __init__(self, settings: SimulationSettings, log: EventLog, urls: Sequence[str]) -> None:
+        self._urls = urls
+        super().__init__(settings, log)
+
+    def _connect(self) -> tuple[Http, Router, Callable[[], str]]:
+        spread = itertools.cycle(self._urls)
+        self._http = Http()
+        return self._http, cast(Router, FakeRouter(self.registry)), lambda: next(spread)
+
+    def _launch(self, engine_index: int, incarnation: int) -> ServerHandle:
+        return Listening(self._urls[engine_index])
+
+    async def stop(self) -> None:
+        await super().stop()
+        await self._http.close()
+
+
+class Listening:
+    """A ServerHandle of a server that is up."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def start(self) -> str:
+        return self._url
+
+    async def wait_exit(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def stop(self) -> None: ...
+
+
+async def lag(seconds: float) -> list[float]:
+    """Delays, in seconds, of a timer that is due every PERIOD."""
+    delays: list[float] = []
+    due = time.perf_counter()
+    end = due + seconds
+    while due < end:
+        await asyncio.sleep(due - time.perf_counter())
+        now = time.perf_counter()
+        while due <= now:  # also those that fell into the delay of this one
+            delays.append(now - due)
+            due += PERIOD
+    return delays
+
+
+async def measure(mode: str, seconds: float, urls: Sequence[str]) -> Row:
+    settings = SimulationSettings(
+        rollout=RolloutArguments(
+            num_rollout=10**6,
+            rollout_batch_size=GROUPS,
+            n_samples_per_prompt=SAMPLES,
+            rollout_max_response_len=MOST_TOKENS,
+            rollout_concurrency_per_engine=IN_FLIGHT // ENGINES,
+        ),
+        staleness=StalenessArguments(max_weight_staleness=4, max_rollout_lead=3),
+        weights=WeightsArguments(pause_generation_mode=mode),
+        engines=EnginesArguments(),
+        num_engines=ENGINES,
+        train_seconds=Fixed(1.0),  # less than the engines need: they are never without work
+        publish_seconds=Fixed(0.2),
+        trace=False,
+    )
+    simulation = Simulation(settings, partial(HttpEngines, urls=urls))
+    client, generated = simulation.engines.client, simulation.observer.lengths.generated
+    async with asyncio.TaskGroup() as scope:
+        run = scope.create_task(simulation.run())
+        await asyncio.sleep(WARM_UP_SECONDS)
+        started, cpu, before = time.perf_counter(), time.process_time(), generated.total()
+        delays = await lag(seconds)
+        wall, cpu, samples = time.perf_counter() - started, time.process_time() - cpu, generated.total() - before
+        in_flight = client.in_flight
+        run.cancel()
+    p50, p99, most = (1e3 * float(np.percentile(delays, q)) for q in (50, 99, 100))
+    return {
+        "pause_mode": mode,
+        "in_flight": in_flight,
+        "publications": len(simulation.recording.publications),
+        "samples": samples,
+        "samples_per_second": round(samples / wall),
+        "cpu_us_per_sample": round(1e6 * cpu / samples),
+        "lag_ms_p50": round(p50, 1),
+        "lag_ms_p99": round(p99, 1),
+        "lag_ms_max": round(most, 1),
+    }
+
+
+def rows(seconds: float = 40.0) -> Iterator[Row]:
+    """One row per pause mode."""
+    command = [sys.executable, "-m", "tests.benchmarks.loop_lag"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engines, quiet_logs():
+        assert engines.stdin is not None and engines.stdout is not None
+        try:
+            urls = json.loads(engines.stdout.readline())
+            for mode in ("retract", "abort"):
+                yield asyncio.run(measure(mode, seconds, urls))
+        finally:
+            engines.stdin.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())
