@@ -59,6 +59,14 @@ class LedgerError(MilesAsyncError):
     """The ledger on disk could not be written or read."""
 
 
+class ScheduleError(MilesAsyncError):
+    """The recorded schedule of a run could not be written or read."""
+
+
+class ReplayDifference(MilesAsyncError):
+    """A replay did not decide what the run had decided."""
+
+
 class ContractViolation(MilesAsyncError):
     """C1 (staleness) or C2 (conservation) does not hold. Always a bug: the run stops."""
 

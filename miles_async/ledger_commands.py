@@ -133,7 +133,16 @@ def _show_balance(reader: LedgerReader) -> str:
     if total != issued:
         raise LedgerError(f"C2: {issued} attempts were issued and {total} are accounted for: {balance}")
     lines.append(f"balanced: issued = {' + '.join(str(count) for count in summary.values() if count) or 0}")
-    return "\n".join([*lines, *_show_reasons(balance, width)]) + "\n"
+    return "\n".join([*lines, *_show_reasons(balance, width), *_show_lengths(reader)]) + "\n"
+
+
+def _show_lengths(reader: LedgerReader) -> list[str]:
+    """Whether what was thrown away was longer than what was trained: discarding favours short responses (C5)."""
+    lengths = reader.response_lengths()
+    if not lengths:
+        return []
+    lines = ["", "response lengths (tokens)", "   mean  longest  samples"]
+    return lines + [f"{x.mean:>7.1f}  {x.longest:>7}  {x.samples:>7}  {x.where.replace('_', ' ')}" for x in lengths]
 
 
 def _show_reasons(balance: Balance, width: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from arguments.algorithm import AlgorithmArguments
@@ -11,7 +11,7 @@ from miles_async.train_data.advantages import compute_advantages
 from miles_async.train_data.batch import build_batch
 from miles_async.train_data.dp_split import split
 from miles_async.train_data.metrics import age_histogram, batch_metrics
-from miles_async.types import Group, TrainShard
+from miles_async.types import Group, TrainBatch, TrainShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +23,9 @@ class Converted:
     ages: Mapping[int, int]  # age → samples
 
 
+RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...]], None]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchMaker:
     """advantages → flat arrays → packing → data-parallel split, as one pure function of the groups."""
@@ -32,19 +35,27 @@ class BatchMaker:
     max_tokens: int  # per micro-batch
     samples_per_optimizer_step: int
     bound: int | None  # C1
+    record: RecordBatch | None = None  # told of every batch that was made, and of what
 
     def make(self, groups: tuple[Group, ...], target_version: int) -> Converted:
         """Raises ContractViolation if a sample is too old, ConfigurationError if one is too long."""
-        batch = build_batch(groups, compute_advantages(groups, self.algorithm))
+        batch = self.flatten(groups)
         check_ages(batch.oldest_versions.tolist(), target_version, self.bound)
+        shards = split(
+            batch,
+            dp_size=self.dp_size,
+            max_tokens=self.max_tokens,
+            samples_per_optimizer_step=self.samples_per_optimizer_step,
+            target_version=target_version,
+        )
+        if self.record is not None:
+            self.record(groups, shards)
         return Converted(
-            shards=split(
-                batch,
-                dp_size=self.dp_size,
-                max_tokens=self.max_tokens,
-                samples_per_optimizer_step=self.samples_per_optimizer_step,
-                target_version=target_version,
-            ),
+            shards=shards,
             metrics=batch_metrics(groups, target_version),
             ages=age_histogram(batch.oldest_versions, target_version),
         )
+
+    def flatten(self, groups: tuple[Group, ...]) -> TrainBatch:
+        """The whole batch, before it is split: samples in the order of the groups."""
+        return build_batch(groups, compute_advantages(groups, self.algorithm))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping
 
 from arguments.rollout import RolloutArguments
@@ -32,18 +32,16 @@ class ConcurrencyLimit:
         self.limit = limit
         self.in_use = 0  # more than the limit while a lowered one takes effect
         self.finished = 0  # slots given back so far
-        self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()
+        self._waiting: deque[asyncio.Future[None]] = deque()  # a cancelled one goes when it is its turn
 
     async def __aenter__(self) -> None:
         turn = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = None
+        self._waiting.append(turn)
         self._let_in()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting.pop(turn, None)
-            else:  # it had got its slot
+            if not turn.cancelled():  # it had got its slot
                 self._give_back()
             raise
 
@@ -62,7 +60,7 @@ class ConcurrencyLimit:
 
     def _let_in(self) -> None:
         while self._waiting and self.in_use < self.limit:
-            turn, _ = self._waiting.popitem(last=False)
+            turn = self._waiting.popleft()
             if not turn.cancelled():
                 turn.set_result(None)
                 self.in_use += 1

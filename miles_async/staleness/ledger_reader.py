@@ -45,6 +45,15 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None
 
 
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Response lengths in tokens."""
+
+    where: str  # an Outcome, or a Stage of attempts that have not ended
+    samples: int
+    mean: float
+    longest: int
+
+
 class LedgerReader:
     """Questions about one run."""
 
@@ -58,6 +67,14 @@ class LedgerReader:
     def carried(self) -> Carried | None:
         """What a resumed run brought along."""
         return read_carried(self._connection)
+
+    def response_lengths(self) -> tuple[Lengths, ...]:
+        """Of all samples that were generated, by where their attempt ended or stands (C5)."""
+        rows = self._connection.execute(
+            "SELECT coalesce(outcome, stage), count(*), avg(value), max(value) "
+            "FROM attempts, json_each(attempts.response_lengths) GROUP BY 1 ORDER BY 2 DESC, 1"
+        )
+        return tuple(Lengths(where=where, samples=n, mean=mean, longest=longest) for where, n, mean, longest in rows)
 
     def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Quarantined prompts: brought along, then this run's."""

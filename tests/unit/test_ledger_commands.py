@@ -109,6 +109,11 @@ async def test_ledger_shows_the_balance_and_the_reasons(run_dir: Path, capsys: A
     assert "     5  issued\n     1  recycled\n     1  trained\n     1  failed\n     1  quarantined\n" in out
     assert "balanced: issued = 1 + 1 + 1 + 1 + 1\n" in out
     assert "     1  stale recycled: age 3\n" in out
+    assert (
+        "response lengths (tokens)\n   mean  longest  samples\n"
+        "    2.5        3        2  stale recycled\n"
+        "    1.0        1        2  trained\n"
+    ) in out
 
 
 async def test_dead_letters_have_every_attempts_reason(run_dir: Path, capsys: Any) -> None:
