@@ -34,8 +34,8 @@ typecheck: setup ## types (mypy; strict on the pure packages)
 lock: setup ## resolve requirements/*.in again (UPGRADE=all or UPGRADE=name,name lets pins move)
 	$(BIN)/python scripts/make_lock.py --upgrade "$(UPGRADE)"
 
-bench: setup ## asynchronous against on-policy on the quickstart, with artificial environment latency
-	$(BIN)/python -m tests.benchmarks.quickstart_overlap
+bench: setup ## what asynchrony buys and what the control plane costs, a quarter of an hour (PARTS="loop_lag cpu": only those)
+	$(BIN)/python -m tests.benchmarks $(PARTS)
 
 study: setup ## the staleness study on the sort task: 70 steps per cell
 	$(BIN)/python -m examples.staleness_study.study

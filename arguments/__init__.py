@@ -16,7 +16,9 @@ from arguments.evaluation import EvaluationArguments
 from arguments.model import ModelArguments
 from arguments.observability import ObservabilityArguments
 from arguments.optimizer import OptimizerArguments
+from arguments.rewards import RewardArguments
 from arguments.rollout import RolloutArguments
+from arguments.sessions import SessionsArguments
 from arguments.staleness import StalenessArguments
 from arguments.weights import WeightsArguments
 
@@ -29,6 +31,8 @@ class Arguments:
     model: ModelArguments = field(default_factory=ModelArguments)
     data: DataArguments = field(default_factory=DataArguments)
     rollout: RolloutArguments = field(default_factory=RolloutArguments)
+    sessions: SessionsArguments = field(default_factory=SessionsArguments)
+    rewards: RewardArguments = field(default_factory=RewardArguments)
     staleness: StalenessArguments = field(default_factory=StalenessArguments)
     algorithm: AlgorithmArguments = field(default_factory=AlgorithmArguments)
     optimizer: OptimizerArguments = field(default_factory=OptimizerArguments)
@@ -61,7 +65,9 @@ __all__ = [
     "ModelArguments",
     "ObservabilityArguments",
     "OptimizerArguments",
+    "RewardArguments",
     "RolloutArguments",
+    "SessionsArguments",
     "StalenessArguments",
     "WeightsArguments",
 ]

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from arguments.flag import flag
+from miles_async.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationArguments:
     """Evaluation"""
 
-    eval_prompt_data: Path | None = flag(
-        None, "held-out prompts, same columns as --prompt-data (default: no evaluation)"
+    eval_prompt_data: tuple[str, ...] | None = flag(
+        None,
+        "held-out prompts, same columns as --prompt-data: files, each with a name before it if its metrics are not to "
+        "have that of the file, such as aime data/aime-2025.jsonl gsm8k data/test.parquet (default: no evaluation)",
+        metavar="[NAME] PATH",
     )
     eval_interval: int | None = flag(None, "rollout steps between evaluations (default: only first and last)")
     n_samples_per_eval_prompt: int = flag(1, "samples per held-out prompt")
     eval_temperature: float = flag(0.0, "temperature of evaluation; 0: greedy")
     eval_max_response_len: int | None = flag(None, "tokens an evaluation response may have (default: as training)")
     eval_concurrency: int = flag(128, "evaluation samples in flight at most")
+
+
+def parse_data_sets(words: Sequence[str]) -> dict[str, Path]:
+    """Name → file. Raises ConfigurationError.
+
+    >>> parse_data_sets(["aime", "data/aime-2025.jsonl", "held_out.jsonl"])
+    {'aime': PosixPath('data/aime-2025.jsonl'), 'held_out': PosixPath('held_out.jsonl')}
+    """
+    data_sets: dict[str, Path] = {}
+    name: str | None = None
+    for word in words:
+        path = Path(word).expanduser()
+        if path.suffix not in (".jsonl", ".parquet"):
+            if name is not None or "/" in word or not word:
+                raise ConfigurationError(f"--eval-prompt-data: expected a .jsonl or .parquet file, found {word!r}")
+            name = word
+            continue
+        name = name or path.stem
+        if name in data_sets:
+            raise ConfigurationError(
+                f"--eval-prompt-data: {data_sets[name]} and {path} are both called {name}: give one a name before it"
+            )
+        data_sets[name], name = path, None
+    if name is not None:
+        raise ConfigurationError(f"--eval-prompt-data: expected a .jsonl or .parquet file after the name {name!r}")
+    return data_sets

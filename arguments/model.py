@@ -16,7 +16,16 @@ class ModelArguments:
     train_backend: str = flag("megatron", "training backend, a name in the entry point group miles_async.backends")
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers")
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts of a mixture-of-experts model")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "ranks that share each expert's matrices (default: --tensor-model-parallel-size)"
+    )
     sequence_parallel: bool = flag(True, "with tensor parallelism, split the sequence outside of attention and MLP too")
     bf16: bool = flag(False, "train in bfloat16 with fp32 main parameters (default: fp32)")
     recompute_granularity: str | None = flag(None, "activation recomputation", choices=("full", "selective"))
     seed: int = flag(1234, "seed of the trainer's random generators")
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """``--expert-tensor-parallel-size`` in force: megatron's default is that of the dense layers."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size

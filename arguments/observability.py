@@ -13,6 +13,11 @@ class ObservabilityArguments:
     """Observability"""
 
     run_dir: Path = flag(Path("runs/latest"), "logs, metrics.jsonl, summary.json and plots go here")
+    record: bool = flag(
+        False,
+        "write what the run is told and what it decides, tokens included, into the run directory, for `miles-async "
+        "replay`",
+    )
     use_wandb: bool = flag(False, "log to Weights & Biases")
     wandb_mode: str = flag(
         "offline", "offline writes to the run directory and needs no network", choices=("offline", "online")

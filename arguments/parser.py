@@ -68,10 +68,15 @@ def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> 
         file_values, file_passed = read_config_file(path)
         values |= file_values
         passed_by_files |= file_passed
-    values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    values |= {name: _collected(value) if isinstance(value, list) else value for name, value in given.items()}
     return ParsedCommandLine(
         arguments=assemble(values, passed_by_files | passed), print_config=print_config, dry_run=dry_run
     )
+
+
+def _collected(values: list[Any]) -> tuple[Any, ...] | None:
+    """Of a flag with several values; "none" alone means None."""
+    return None if values == [None] else tuple(value for value in values if value is not None)
 
 
 def assemble(values: Mapping[str, Any], passed: PassThrough) -> Arguments:

@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from arguments import Arguments
+from arguments import Arguments, EvaluationArguments
+from arguments.evaluation import parse_data_sets
 
 
 def with_absolute_paths(arguments: Arguments) -> Arguments:
@@ -16,6 +17,10 @@ def with_absolute_paths(arguments: Arguments) -> Arguments:
 
 
 def _absolute(group: Any) -> Any:
+    if isinstance(group, EvaluationArguments) and group.eval_prompt_data is not None:
+        data_sets = parse_data_sets(group.eval_prompt_data)
+        words = tuple(word for name, path in data_sets.items() for word in (name, str(path.absolute())))
+        return dataclasses.replace(group, eval_prompt_data=words)
     values = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
     paths = {name: value.absolute() for name, value in values.items() if isinstance(value, Path)}
     return dataclasses.replace(group, **paths)

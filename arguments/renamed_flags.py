@@ -22,8 +22,8 @@ RENAMED_FLAGS = {
     "--micro-batch-size": "samples are always packed: --max-tokens-per-gpu is the size of a micro-batch",
     "--rollout-function-path": "the loop is not replaceable: use --custom-generate-function-path for one "
     "trajectory, "
-    "--custom-rm-path for the reward, --group-filter-path for what is trained",
-    "--dynamic-sampling-filter-path": "use --group-filter-path",
+    "--custom-rm-path for the reward, --group-filter and --group-filter-path for what is trained",
+    "--dynamic-sampling-filter-path": "use --group-filter zero_variance, or your own filter with --group-filter-path",
     "--partial-rollout": "generation always survives publications: remove it; --pause-generation-mode says how",
     "--num-epoch": "use --num-rollout (rollout steps)",
     "--train-iters": "use --num-rollout (rollout steps)",

@@ -1,4 +1,4 @@
-"""What is generated, how much of it, and how it is rewarded."""
+"""What is generated, and how much of it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,6 @@ class RolloutArguments:
         0.9, "part of an engine's KV cache above which --adaptive-rollout-concurrency sends fewer", metavar="FRACTION"
     )
     custom_generate_function_path: str | None = flag(None, "module:attr of your own Generate", metavar="MODULE:ATTR")
-    rm_type: str | None = flag(None, "reward from the hub", choices=("exact_match",))
-    custom_rm_path: str | None = flag(None, "module:attr of your own Reward", metavar="MODULE:ATTR")
-    reward_timeout: float = flag(60.0, "seconds one reward may take", metavar="SECONDS")
-    group_filter_path: str | None = flag(
-        None, "module:attr of a GroupFilter (default: train every group)", metavar="MODULE:ATTR"
-    )
     max_sample_failures: int = flag(8, "infrastructure failures one sample survives before its attempt fails")
     max_prompt_attempts: int = flag(
         4,

@@ -63,6 +63,7 @@ class FlagSpecification:
         if self.optional and isinstance(value, str) and value.lower() == "none":
             return None
         if self.many:
+            value = [value] if isinstance(value, str) else value
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 raise ValueError(f"expected a list of texts, found {value!r}")
             return tuple(value)
@@ -125,10 +126,11 @@ def flag_specifications() -> Mapping[str, FlagSpecification]:
 
 
 def _analyse(annotation: Any) -> tuple[type, bool, bool]:
-    """(kind, optional, many) of ``X``, ``X | None`` or ``tuple[X, ...]``."""
+    """(kind, optional, many) of ``X``, ``tuple[X, ...]``, or one of them ``| None``."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        (kind,) = (item for item in typing.get_args(annotation) if item is not type(None))
-        return kind, True, False
+        (item,) = (item for item in typing.get_args(annotation) if item is not type(None))
+        kind, _, many = _analyse(item)
+        return kind, True, many
     if typing.get_origin(annotation) is tuple:
         return typing.get_args(annotation)[0], False, True
     return annotation, False, False

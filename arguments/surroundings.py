@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from arguments import Arguments
+from arguments.evaluation import parse_data_sets
+from miles_async.errors import ConfigurationError
 
 
 def check_model(arguments: Arguments) -> Iterator[str]:
@@ -79,18 +81,20 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
     """Prompt files are there; their rows are checked by ``miles_async.prompts``."""
     if arguments.data.prompt_data is None:
         yield "--prompt-data is required: a .jsonl or .parquet file of prompts"
-    files = {
-        "--prompt-data": arguments.data.prompt_data,
-        "--eval-prompt-data": arguments.evaluation.eval_prompt_data,
-    }
-    for flag, path in files.items():
+    files = [("--prompt-data", arguments.data.prompt_data)]
+    try:
+        held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
+        files += [("--eval-prompt-data", path) for path in held_out.values()]
+    except ConfigurationError as error:
+        yield str(error)
+    for flag, path in files:
         if path is None:
             continue
         if not path.exists():
             yield f"{flag} {path}: there is no such file"
         elif not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
             yield f"{flag} {path}: expected a .jsonl or .parquet file"
-    if arguments.evaluation.eval_interval is not None and arguments.evaluation.eval_prompt_data is None:
+    if arguments.evaluation.eval_interval is not None and not arguments.evaluation.eval_prompt_data:
         yield "--eval-interval without --eval-prompt-data: give the held-out prompts, or leave it out"
 
 

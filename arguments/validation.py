@@ -6,11 +6,14 @@ All problems are reported at once, each naming the flags and what to change.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 
 from arguments import Arguments
 from arguments.problems import refuse
 from arguments.ranges import range_problems
+from arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_rm_type
+from arguments.sessions import TOOL_CALL_PARSERS
 from arguments.surroundings import (
     check_model,
     check_model_fits,
@@ -18,6 +21,7 @@ from arguments.surroundings import (
     check_prompt_files,
     check_router_port,
 )
+from miles_async.errors import ConfigurationError
 
 Check = Callable[[Arguments], Iterator[str]]
 
@@ -40,6 +44,14 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
             f"--actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}) do not divide into replicas of "
             f"{replica} "
             f"(--tensor-model-parallel-size {model.tensor_model_parallel_size} × "
+            f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}): change one of them"
+        )
+    experts = model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+    if experts != replica and cluster.trainer_world_size % experts:
+        yield (
+            f"{cluster.trainer_world_size} trainer ranks do not divide into sets of experts on {experts} ranks "
+            f"(--expert-tensor-parallel-size {model.expert_tensor_size} × "
+            f"--expert-model-parallel-size {model.expert_model_parallel_size} × "
             f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}): change one of them"
         )
     if cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
@@ -154,19 +166,94 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
         )
 
 
-def check_rewards_and_hooks(arguments: Arguments) -> Iterator[str]:
-    """There is one reward, and hooks are written ``module:attr``; they are loaded later, once."""
+def check_rewards(arguments: Arguments) -> Iterator[str]:
+    """There is one reward, and it has what it needs."""
+    rewards = arguments.rewards
+    if rewards.rm_type is None and rewards.custom_rm_path is None and not arguments.sessions.is_multi_turn:
+        yield "no reward: give --rm-type (math, for instance) or --custom-rm-path module:attr"
+    if rewards.rm_type is not None and rewards.custom_rm_path is not None:
+        yield f"--rm-type {rewards.rm_type} and --custom-rm-path {rewards.custom_rm_path}: give one of them"
+    try:
+        names = {name for name, _ in parse_rm_type(rewards.rm_type or "")}
+    except ConfigurationError as error:
+        yield str(error)
+        return
+    if (comparing := sorted(names & {*COMPARING_REWARDS})) and arguments.data.label_key is None:
+        yield f"--rm-type {' and '.join(comparing)} compares with a label: --label-key none leaves it without"
+    if "reasoning_gym" in names and arguments.data.metadata_key is None:
+        yield "--rm-type reasoning_gym finds its task in the row's metadata: give --metadata-key"
+    if "code" in names and arguments.data.metadata_key is None and arguments.data.label_key is None:
+        yield "--rm-type code finds its tests in the row's metadata or label: give --metadata-key or --label-key"
+    if "remote_rm" in names and rewards.rm_url is None:
+        yield "--rm-type remote_rm asks a server: give --rm-url"
+    try:
+        re.compile(rewards.rm_format)
+    except re.error as error:
+        yield f"--rm-format {rewards.rm_format}: expected a regular expression: {error}"
+
+
+def check_group_filters(arguments: Arguments) -> Iterator[str]:
+    """Filters exist, and let something pass: one that never does would have the run generate for ever (C3)."""
+    try:
+        filters = dict(parse_group_filters(arguments.rewards.group_filter))
+    except ConfigurationError as error:
+        yield str(error)
+        return
     rollout = arguments.rollout
-    if rollout.rm_type is None and rollout.custom_rm_path is None:
-        yield "no reward: give --rm-type (exact_match) or --custom-rm-path module:attr"
-    if rollout.rm_type is not None and rollout.custom_rm_path is not None:
-        yield f"--rm-type {rollout.rm_type} and --custom-rm-path {rollout.custom_rm_path}: give one of them"
-    if rollout.rm_type == "exact_match" and arguments.data.label_key is None:
-        yield "--rm-type exact_match compares with a label: --label-key none leaves it without"
-    for name in ("custom_generate_function_path", "custom_rm_path", "group_filter_path"):
-        path, flag = getattr(rollout, name), "--" + name.replace("_", "-")
+    if "zero_variance" in filters and rollout.n_samples_per_prompt == 1:
+        yield "--group-filter zero_variance: with --n-samples-per-prompt 1 all rewards of a group are equal"
+    if (tokens := filters.get("max_length")) is not None and not 1 <= tokens < rollout.rollout_max_response_len:
+        yield (
+            f"--group-filter max_length:{tokens:g}: expected at least 1, and less than --rollout-max-response-len "
+            f"{rollout.rollout_max_response_len}, above which there is nothing to filter"
+        )
+    if (fraction := filters.get("truncated")) is not None and not 0 <= fraction < 1:
+        yield f"--group-filter truncated:{fraction:g}: expected a fraction, at least 0 and less than 1"
+
+
+def check_hooks(arguments: Arguments) -> Iterator[str]:
+    """Hooks are written ``module:attr``; they are loaded later, once."""
+    hooks = {
+        "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
+        "--custom-rm-path": arguments.rewards.custom_rm_path,
+        "--group-filter-path": arguments.rewards.group_filter_path,
+        "--environment-path": arguments.sessions.environment_path,
+        "--agent-path": arguments.sessions.agent_path,
+    }
+    if arguments.sessions.tool_call_parser not in TOOL_CALL_PARSERS:
+        hooks["--tool-call-parser"] = arguments.sessions.tool_call_parser
+    for flag, path in hooks.items():
         if path is not None and not re.fullmatch(r"[\w.]+:\w+", path):
-            yield f"{flag} {path}: expected module:attr, such as my_package.my_module:my_function"
+            named = f"one of {', '.join(TOOL_CALL_PARSERS)}, or " if flag == "--tool-call-parser" else ""
+            yield f"{flag} {path}: expected {named}module:attr, such as my_package.my_module:my_function"
+
+
+def check_trajectories(arguments: Arguments) -> Iterator[str]:
+    """Trajectories come from one place, and multi-turn ones have a template to grow by."""
+    sessions = arguments.sessions
+    origins = {
+        "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
+        "--environment-path": sessions.environment_path,
+        "--agent-path": sessions.agent_path,
+        "--agent-command": sessions.agent_command,
+    }
+    given = [flag for flag, origin in origins.items() if origin is not None]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} each make trajectories: give one of them"
+    if sessions.is_multi_turn and not arguments.data.apply_chat_template:
+        yield f"{given[0]} needs the chat template between turns: leave --no-apply-chat-template out"
+    if sessions.agent_command is not None and not shlex.split(sessions.agent_command):
+        yield "--agent-command is empty: expected a command"
+
+
+def check_evaluation(arguments: Arguments) -> Iterator[str]:
+    """Several samples of a prompt differ."""
+    evaluation = arguments.evaluation
+    if evaluation.n_samples_per_eval_prompt > 1 and evaluation.eval_temperature == 0:
+        yield (
+            f"--n-samples-per-eval-prompt {evaluation.n_samples_per_eval_prompt} with --eval-temperature 0, which is "
+            "greedy: all of them would be equal; raise the temperature, or take 1"
+        )
 
 
 def check_deadlines(arguments: Arguments) -> Iterator[str]:
@@ -174,9 +261,13 @@ def check_deadlines(arguments: Arguments) -> Iterator[str]:
     limit = arguments.observability.stall_timeout
     watched = {
         "--request-timeout": arguments.engines.request_timeout,
-        "--reward-timeout": arguments.rollout.reward_timeout,
+        "--reward-timeout": arguments.rewards.reward_timeout,
         "--publication-timeout": arguments.weights.publication_timeout,
     }
+    if arguments.sessions.runs_agent:
+        watched["--agent-timeout"] = arguments.sessions.agent_timeout
+    if arguments.sessions.environment_path is not None:
+        watched["--environment-timeout"] = arguments.sessions.environment_timeout
     for flag, seconds in watched.items():
         if limit < seconds:
             yield (
@@ -186,14 +277,31 @@ def check_deadlines(arguments: Arguments) -> Iterator[str]:
             )
 
 
+def check_weights(arguments: Arguments) -> Iterator[str]:
+    """Flags about publications that only mean something together."""
+    weights = arguments.weights
+    if weights.weight_delta != "off" and weights.weight_transport not in ("disk", "object_store"):
+        yield (
+            f"--weight-delta {weights.weight_delta} needs files at the engines: --weight-transport disk or "
+            f"object_store, not {weights.weight_transport}"
+        )
+    if weights.verify_weights_skip and weights.verify_weights != "full":
+        yield f"--verify-weights-skip has no effect with --verify-weights {weights.verify_weights}"
+
+
 CHECKS: tuple[Check, ...] = (
     check_model,
     check_prompt_files,
     check_algorithm,
     check_staleness,
     check_off_policy_correction,
-    check_rewards_and_hooks,
+    check_rewards,
+    check_group_filters,
+    check_evaluation,
+    check_hooks,
+    check_trajectories,
     check_deadlines,
+    check_weights,
     check_outputs,
     check_router_port,
 )

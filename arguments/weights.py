@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from arguments.flag import flag
 
@@ -20,10 +21,32 @@ class WeightsArguments:
         choices=("abort", "retract", "in_place"),
     )
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of exported weights", metavar="BYTES")
+    weight_transport: str = flag(
+        "distributed",
+        "how weights reach engines: distributed broadcasts them over a process group, disk has engines load the staged "
+        "files, object_store brings the files to each engine's node through Ray, ipc shares the memory of the sending "
+        "rank's GPU with engines that see that GPU",
+        choices=("distributed", "disk", "object_store", "ipc"),
+    )
+    weight_delta: str = flag(
+        "off",
+        "with --weight-transport disk or object_store: engines that hold the version before are sent what changed "
+        "since, as xor of its bits or as overwrite (which elements, and their values), compressed",
+        choices=("off", "xor", "overwrite"),
+    )
+    weight_staging_dir: Path | None = flag(
+        None,
+        "where the trainer writes exported weights, two versions of them (default: weights in the run directory); with "
+        "--weight-transport disk, a place that every engine's node sees",
+    )
     verify_weights: str = flag(
         "canary",
-        "after each publication compare every engine's log-probs of a fixed sequence with the trainer's",
-        choices=("off", "canary"),
+        "after each publication, on every engine: canary compares log-probs of a fixed sequence with the trainer's; "
+        "full also compares digests of all weights, element by element",
+        choices=("off", "canary", "full"),
+    )
+    verify_weights_skip: tuple[str, ...] = flag(
+        (), "with --verify-weights full: do not compare tensors whose names contain one of these", metavar="PART"
     )
     canary_tolerance: float | None = flag(
         None, "largest log-prob difference the canary accepts (default: 1e-3 in fp32, 0.15 in bf16)"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from arguments import Arguments
 from arguments.config_file import to_toml
+from arguments.evaluation import parse_data_sets
 from arguments.parser import parse_arguments
 from arguments.validation import validate
 from miles_async import __version__
@@ -28,6 +29,8 @@ Commands:
   train          train a model; `miles-async train --help` lists its flags
   ledger         where the attempts of a run ended; quarantined prompts; `miles-async ledger --help`
   explain        what happened to one prompt or attempt of a run; `miles-async explain --help`
+  stop           end a run, and whatever is left of it; `miles-async stop --help`
+  replay         take the decisions of a run with --record again, and compare; `miles-async replay --help`
   plan           predict step time, idle time and ages of settings; `miles-async plan --help`
   --version      print the version ({__version__})
 
@@ -101,6 +104,20 @@ def _explain(words: Sequence[str]) -> int:
     return 0
 
 
+def _stop(words: Sequence[str]) -> int:
+    from miles_async.stop_command import stop
+
+    return stop(words)
+
+
+def _replay(words: Sequence[str]) -> int:
+    from miles_async.replay_command import replay
+
+    for line in replay(words):
+        _show(line)
+    return 0
+
+
 def _plan(words: Sequence[str]) -> int:
     from miles_async.simulation.plan_command import plan
 
@@ -112,6 +129,8 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "ledger": _ledger,
     "explain": _explain,
+    "stop": _stop,
+    "replay": _replay,
     "plan": _plan,
 }
 
@@ -120,7 +139,8 @@ def check_prompts(arguments: Arguments) -> dict[str, int]:
     """Check every row; path → number of prompts. Raises DataError naming file and line."""
     from miles_async.prompts.source import open_prompts
 
-    paths = (arguments.data.prompt_data, arguments.evaluation.eval_prompt_data)
+    held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
+    paths = (arguments.data.prompt_data, *held_out.values())
     return {str(path): len(open_prompts(replace(arguments.data, prompt_data=path))) for path in paths if path}
 
 
@@ -129,16 +149,15 @@ def check_hooks(arguments: Arguments) -> None:
 
     The processes that call the hooks load them again; here a mistake costs no start-up.
     """
+    from miles_async import episode_parts
     from miles_async.hooks import load_object
-    from miles_async.protocols import Generate, GroupFilter
-    from miles_async.rewards.hub import resolve_reward
+    from miles_async.protocols import Generate
+    from miles_async.rollout.filter_hub import resolve_group_filter
 
-    rollout = arguments.rollout
-    resolve_reward(rollout)
-    if rollout.custom_generate_function_path:
-        load_object(rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
-    if rollout.group_filter_path:
-        load_object(rollout.group_filter_path, GroupFilter, "--group-filter-path")
+    episode_parts.check_hooks(arguments)
+    resolve_group_filter(arguments.rewards)
+    if arguments.rollout.custom_generate_function_path:
+        load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
 
 
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
@@ -159,7 +178,7 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
         "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
         f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
         "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
-        "reward": rollout.custom_rm_path or rollout.rm_type,
+        "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
         "run directory": arguments.observability.run_dir,
     }
     return "Dry run: flags, model directory, prompts and hooks are in order. Nothing was started.\n" + "\n".join(

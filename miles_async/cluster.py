@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import ray
 
 from miles_async.errors import ConfigurationError
+from miles_async.run_process import MARK
 
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
 
@@ -47,7 +48,7 @@ def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
     forwarded = {
         name: value
         for name, value in os.environ.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*patterns, MARK))
     }
     # Modules named by --custom-*-path are looked up as they are for the driver: from the working directory on.
     path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -35,6 +35,14 @@ class RequestRejectedError(EngineError):
     """The engine says that the request itself is wrong (400): retrying cannot help."""
 
 
+class TrajectoryError(RequestRejectedError):
+    """Messages that cannot become tokens, or would become others than those that are there (M14)."""
+
+
+class NoRoomError(TrajectoryError):
+    """The conversation has as many tokens as a sample may have: the model cannot say any more."""
+
+
 class VersionUnknownError(EngineError):
     """The engine reported no usable weight version: an error for that sample, never "fresh" (C1)."""
 

@@ -21,10 +21,7 @@ def load_object(path: str, protocol: type, flag: str) -> Any:
     >>> reward = load_object("my_package.rewards:length_penalty", Reward, "--custom-rm-path")
     """
     named = f"{flag} {path}"
-    module_name, colon, attribute = path.partition(":")
-    if not (colon and module_name and attribute.isidentifier()):
-        raise ConfigurationError(f"{named}: expected module:attr, such as my_package.my_module:my_function")
-    loaded = _attribute(_module(module_name, named), attribute, named)
+    loaded = _load(path, named)
     if inspect.isclass(loaded):
         try:
             loaded = loaded()
@@ -34,6 +31,28 @@ def load_object(path: str, protocol: type, flag: str) -> Any:
     if problems:
         raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
     return loaded
+
+
+def load_factory(path: str, make: type, made: type, flag: str) -> Any:
+    """What ``flag`` names, to be called as ``make`` says: a class with the methods of ``made``, or a function.
+
+    >>> make_environment = load_factory("my_package:Calculator", MakeEnvironment, Environment, "--environment-path")
+    """
+    named = f"{flag} {path}"
+    loaded = _load(path, named)
+    problems = [*_problems(loaded, make)]
+    if inspect.isclass(loaded):
+        problems += _problems(object.__new__(loaded), made)  # its methods are looked at, it is not made yet
+    if problems:
+        raise ConfigurationError(f"{named} makes no {made.__name__}: {'; '.join(problems)}")
+    return loaded
+
+
+def _load(path: str, named: str) -> Any:
+    module_name, colon, attribute = path.partition(":")
+    if not (colon and module_name and attribute.isidentifier()):
+        raise ConfigurationError(f"{named}: expected module:attr, such as my_package.my_module:my_function")
+    return _attribute(_module(module_name, named), attribute, named)
 
 
 def _module(name: str, named: str) -> Any:
@@ -63,7 +82,8 @@ def _attribute(module: Any, attribute: str, named: str) -> Any:
 
 def _problems(loaded: Any, protocol: type) -> Iterator[str]:
     for name, expected in _methods(protocol).items():
-        found = loaded if name == "__call__" and inspect.isroutine(loaded) else getattr(loaded, name, None)
+        called = inspect.isroutine(loaded) or inspect.isclass(loaded)
+        found = loaded if name == "__call__" and called else getattr(loaded, name, None)
         if not callable(found):
             yield (
                 f"it cannot be called (found {type(loaded).__name__})" if name == "__call__" else f"it has no {name}()"

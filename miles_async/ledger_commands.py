@@ -6,19 +6,18 @@ request beside the checkpoints, for the next ``--load``.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
 from miles_async.checkpoints import newest_checkpoint
+from miles_async.command_parser import CommandParser
 from miles_async.errors import CheckpointError, ConfigurationError, LedgerError
 from miles_async.readmission import request_readmission
-from miles_async.run_directory import LEDGER_FILE
+from miles_async.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
 from miles_async.staleness.ledger import Balance
 from miles_async.staleness.ledger_reader import LedgerReader, open_ledger
@@ -35,7 +34,7 @@ def ledger(words: Sequence[str]) -> str:
         ConfigurationError: there is no such directory or prompt; the message has the nearest one.
         LedgerError: the ledger cannot be read, or its balance does not add up.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="miles-async ledger",
         description="Where the attempts of a run ended, by outcome and reason; and that none is missing (C2).",
     )
@@ -49,7 +48,7 @@ def ledger(words: Sequence[str]) -> str:
         help="give quarantined prompts (ids, or all) another budget when the run is resumed with --load",
     )
     parsed = parser.parse_args(words)
-    _check_directory(parsed.directory)
+    check_directory(parsed.directory)
     if parsed.readmit:
         return _readmit(parsed.directory, parsed.readmit)
     if parsed.dead_letter:
@@ -60,14 +59,14 @@ def ledger(words: Sequence[str]) -> str:
 
 def explain(words: Sequence[str]) -> str:
     """``miles-async explain``; what it prints. Raises as :func:`ledger` does."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="miles-async explain",
         description="What happened to a prompt, attempt by attempt; or to one attempt, whose samples are a group.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument("subject", metavar="PROMPT_OR_GROUP", help="the id of a prompt, or the number of an attempt")
     parsed = parser.parse_args(words)
-    _check_directory(parsed.directory)
+    check_directory(parsed.directory)
     with open_ledger(_ledger_file(parsed.directory)) as reader:
         records = reader.find(parsed.subject)
         if not records:
@@ -77,26 +76,7 @@ def explain(words: Sequence[str]) -> str:
         return "\n\n".join(stories) + f"\n{_carried_note(reader)}"
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports errors as exceptions; ``miles_async.cli`` alone turns them into an exit code."""
-
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}; see {self.prog} --help")
-
-
 # ------------------------------------------------------------------------------------------------------- directories
-def _check_directory(directory: Path) -> None:
-    if directory.is_dir():
-        return
-    siblings = [path.name for path in directory.parent.iterdir() if path.is_dir()] if directory.parent.is_dir() else []
-    nearest = difflib.get_close_matches(directory.name, siblings, n=1)
-    hint = f"; did you mean {directory.with_name(nearest[0])}?" if nearest else ""
-    raise ConfigurationError(f"there is no directory {directory}{hint}")
-
-
 def _ledger_file(directory: Path) -> Path:
     path = directory / LEDGER_FILE
     if not path.is_file():
@@ -109,11 +89,11 @@ def _save_directory(directory: Path) -> Path:
     if not (directory / LEDGER_FILE).is_file():
         return directory
     try:
-        config = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+        config = tomllib.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         save = config["checkpoint"]["save"]
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         raise ConfigurationError(
-            f"{directory / 'config.toml'} does not say where the checkpoints are ({error!r}); name the directory of "
+            f"{directory / CONFIG_FILE} does not say where the checkpoints are ({error!r}); name the directory of "
             "--save instead"
         ) from None
     if save == "none":

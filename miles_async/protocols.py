@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miles_async.types import (
+    AssistantTurn,
     Attempt,
     CanaryScore,
     EngineLoad,
     FleetMembers,
     Generation,
     Group,
+    HeldPart,
+    Observation,
     PreparedBatch,
     Prompt,
     Sample,
@@ -82,6 +85,40 @@ class Generate(Protocol):
 
 
 @runtime_checkable
+class Environment(Protocol):
+    """What the model acts on, one object per episode: there is nothing to reset. Closed when the episode ends, however
+    it does.
+    """
+
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """What the model is offered, as chat completions have it; () for none."""
+        ...
+
+    async def step(self, turn: AssistantTurn) -> Observation:
+        """What the turn of the model leads to. Whatever it raises costs its attempt, not the run."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class MakeEnvironment(Protocol):
+    """``--environment-path module:attr``: the class of an environment, or a function that makes one."""
+
+    def __call__(self, prompt: Prompt) -> Environment: ...
+
+
+@runtime_checkable
+class Agent(Protocol):
+    """``--agent-path module:attr``: solves a prompt by chat completions at ``base_url``.
+
+    Returns what it has to say of the turns that it took (a number, say), or that and its reward: (turns, reward).
+    Without a reward, the run's reward decides.
+    """
+
+    async def __call__(self, base_url: str, prompt: Prompt) -> Any: ...
+
+
+@runtime_checkable
 class Reward(Protocol):
     """``--custom-rm-path module:attr``: the reward of one sample. Raises RewardError (or anything) on failure."""
 
@@ -122,6 +159,10 @@ class RolloutSide(Protocol):
 
     async def stats(self) -> dict[str, Any]:
         """Balance of attempts, in-flight, buffer, idle seconds; cheap, for logs, summary and watchdog."""
+        ...
+
+    async def describe(self) -> str:
+        """Who waits for whom, in lines; for ``stall.txt`` (C10)."""
         ...
 
     async def count_stale(self, version: int) -> int:
@@ -166,25 +207,15 @@ class TrainerSide(Protocol):
         ...
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        """Export into buckets on the sending rank and score the canary. Collective over all ranks."""
+        """Export to files on the sending rank and score the canary. Collective over all ranks."""
         ...
 
-    async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
-        """The sending rank listens for a process group with the engines; returns (address, port) to join at.
+    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+        """A method of the sending rank's WeightSender, in a thread of its own; training goes on meanwhile.
 
-        The port is the system's choice and held from the start, so nobody can take it in between.
+        What a transport's two halves say to each other; nobody else calls it.
         """
         ...
-
-    async def join_group(self, group_name: str) -> None:
-        """The sending rank joins as rank 0; returns when all ``world_size`` members are there."""
-        ...
-
-    async def send_bucket(self, group_name: str, version: int, index: int) -> None:
-        """Broadcast one staged bucket. A broken group is no error here: the receivers report it."""
-        ...
-
-    async def leave_group(self, group_name: str) -> None: ...
 
     async def save(self, directory: Path) -> None: ...
 
@@ -239,14 +270,14 @@ class TrainBackend(Protocol):
 
 # ---------------------------------------------------------------------------------------------- weights
 class EngineFleet(Protocol):
-    """The engines as the publisher sees them. Every call fans out to the named engines concurrently and
-    returns, per engine id, None or the error that it met; it raises only for its own bugs.
+    """The engines as the publisher and the transports see them. Every call fans out to the named engines concurrently
+    and returns, per engine id, None (or what was asked for) or the error that it met; it raises only for its own bugs.
     """
 
     async def members(self) -> FleetMembers: ...
 
-    async def probe(self, engines: Sequence[str]) -> EngineErrors:
-        """Whether they answer at all."""
+    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
+        """What each says that it holds: a version's number, or "default" before its first publication."""
         ...
 
     async def pause(self, engines: Sequence[str], mode: str) -> EngineErrors:
@@ -255,6 +286,24 @@ class EngineFleet(Protocol):
 
     async def flush_cache(self, engines: Sequence[str]) -> EngineErrors: ...
 
+    async def resume(self, engines: Sequence[str]) -> EngineErrors: ...
+
+    async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore | Exception]: ...
+
+    async def held_weights(self, engines: Sequence[str]) -> Mapping[str, HeldWeights | Exception]:
+        """Digests of everything they hold, while they are paused."""
+        ...
+
+    async def admit(self, engines: Sequence[str], version: int) -> None:
+        """These engines hold ``version``, verified: make (or keep) them routable."""
+        ...
+
+    async def fence(self, engines: Sequence[str], reason: str) -> None:
+        """Take out of the router, end their requests, restart them; they come back as joining."""
+        ...
+
+    # Ways for weights to reach a paused engine; from the first of these calls until ``admit`` its weights count as
+    # unverified. What was received between begin and end is post-processed at the end, what was loaded at once.
     async def connect(
         self, engines: Sequence[str], group_name: str, address: str, port: int, world_size: int, backend: str
     ) -> EngineErrors:
@@ -267,36 +316,65 @@ class EngineFleet(Protocol):
 
     async def receive_bucket(
         self, engines: Sequence[str], group_name: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
-    ) -> EngineErrors: ...
+    ) -> EngineErrors:
+        """One broadcast: the bytes of ``tensors``, one after another."""
+        ...
+
+    async def receive_handles(
+        self, engines: Sequence[str], handles: str, version: int, flush_cache: bool
+    ) -> EngineErrors:
+        """One bucket in device memory that the engine shares; ``handles`` as ``senders/ipc.py`` makes them."""
+        ...
 
     async def end_update(self, engines: Sequence[str]) -> EngineErrors: ...
 
-    async def resume(self, engines: Sequence[str]) -> EngineErrors: ...
-
-    async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore | Exception]: ...
-
-    async def admit(self, engines: Sequence[str], version: int) -> None:
-        """These engines hold ``version``, verified: make (or keep) them routable."""
+    async def load_files(self, directories: Mapping[str, str], version: int, flush_cache: bool) -> EngineErrors:
+        """Engine id → directory on its host; all tensors of all safetensors files in it, no others, are replaced."""
         ...
 
-    async def fence(self, engines: Sequence[str], reason: str) -> None:
-        """Take out of the router, end their requests, restart them; they come back as joining."""
+    async def on_host(
+        self, engines: Sequence[str], function: Callable[..., Any], arguments: Sequence[Any] = (), *, room: int = 0
+    ) -> Mapping[str, Any | Exception]:
+        """``function(directory, *arguments)`` in a thread on each engine's host.
+
+        ``directory``: of this start of the engine, gone with it; where there is ``room`` for that many bytes, in memory
+        rather than on disk. References to objects in ``arguments`` are resolved there.
+        """
         ...
 
 
 EngineErrors = Mapping[str, Exception | None]
+HeldWeights = Mapping[str, Sequence[HeldPart]]
+"""HF name → where its parts are, over all ranks of an engine."""
+
+
+class WeightTransport(Protocol):
+    """How staged weights reach engines: the driver's half. Its other half is a WeightSender."""
+
+    shares_fate: bool  # an engine that fails may make delivery fail for others
+    sent_fraction: float  # of the weights' bytes, what the last delivery sent to each engine; mean over engines
+
+    async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+        """All that can be done while they generate."""
+        ...
+
+    async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+        """While they are paused; to any of those that were prepared. May be called again after errors."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class WeightSender(Protocol):
-    """The trainer's end of a transport; lives in the sending rank."""
+    """The half of a transport that lives in the sending rank. Other methods are between the two halves."""
 
-    def open_group(self, group_name: str, world_size: int) -> tuple[str, int]: ...
+    def stage(self, version: int, tensors: Iterable[tuple[str, Any]]) -> StagedWeights:
+        """Write exported (HF name, torch tensor) to files; without a canary."""
+        ...
 
-    def join_group(self, group_name: str) -> None: ...
-
-    def send(self, group_name: str, tensors: Sequence[Any]) -> None: ...
-
-    def leave_group(self, group_name: str) -> None: ...
+    def close(self) -> None:
+        """Remove the files, leave groups; idempotent."""
+        ...
 
 
 # -------------------------------------------------------------------------------------------- observability

@@ -10,25 +10,25 @@ from typing import Any
 import ray
 
 from arguments import Arguments
+from arguments.evaluation import parse_data_sets
+from miles_async.decisions import make_batches, make_pool
 from miles_async.engines.placement import RayServers
 from miles_async.engines.server import ServerSpec
 from miles_async.engines.stack import EngineStack
+from miles_async.episode_parts import Episodes, resolve_run_reward
 from miles_async.evaluation.evaluator import Evaluator
-from miles_async.hooks import load_object
 from miles_async.observability.logs import configure_logging
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
-from miles_async.protocols import Generate, GroupFilter, Reward
-from miles_async.rewards.hub import resolve_reward
-from miles_async.rollout.batches import BatchMaker
+from miles_async.protocols import Reward
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
-from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
+from miles_async.rollout.filter_hub import resolve_group_filter
+from miles_async.rollout.generate import sampling_parameters
 from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
-from miles_async.run_directory import LEDGER_FILE
-from miles_async.staleness.attempts import RetryPolicy
-from miles_async.staleness.policy import StalenessPolicy
+from miles_async.rollout.recording import ScheduleWriter
+from miles_async.run_directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.staleness.pool import Pool
 from miles_async.staleness.versions import parse_spans
 
@@ -38,7 +38,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     template = _template(arguments)
     source = FilePromptSource(arguments.data, template.encode)
-    reward = resolve_reward(arguments.rollout)
+    reward = resolve_run_reward(arguments)
     spec = server_spec(arguments, run_dir, device)
     engines = EngineStack(
         spec,
@@ -48,23 +48,23 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
         parse_versions=parse_spans,
         publication_timeout=arguments.weights.publication_timeout,
     )
+    episodes = Episodes(arguments, engines, template, run_dir)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
-    manager = RolloutManager(
-        engines=engines,
-        source=source,
-        dispatcher=_dispatcher(arguments, engines, source, template, reward, run_dir, ledger),
-        batches=BatchMaker(
-            algorithm=arguments.algorithm,
-            dp_size=arguments.data_parallel_size,
-            max_tokens=arguments.optimizer.max_tokens_per_gpu,
-            samples_per_optimizer_step=arguments.global_batch_size,
-            bound=arguments.staleness.bound,
-        ),
-        evaluator=_evaluator(arguments, engines, template, reward),
-        put=ray.put,
-        ledger=ledger,
+    schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
+    pool = make_pool(
+        arguments.rollout, arguments.staleness, observer=ledger, record=schedule.pool if schedule else None
     )
-    await engines.start()  # last: until here there is nothing to clean up
+    manager = RolloutManager(
+        engines=episodes.engines,
+        source=source,
+        dispatcher=_dispatcher(arguments, engines, source, episodes, reward, run_dir, pool),
+        batches=make_batches(arguments, record=schedule.batch if schedule else None),
+        evaluator=_evaluator(arguments, engines, template, episodes, reward),
+        close_reward=reward.close,
+        put=ray.put,
+        writers=(ledger, schedule) if schedule else (ledger,),
+    )
+    await episodes.engines.start()  # last: until here there is nothing to clean up
     return {"manager": manager, "fleet": engines.fleet}
 
 
@@ -79,6 +79,7 @@ def server_spec(arguments: Arguments, run_dir: Path, device: str) -> ServerSpec:
         start_timeout=arguments.engines.engine_start_timeout,
         single_node=arguments.cluster.ray_address is None,
         log_dir=str(run_dir / "logs"),
+        held_weights=arguments.weights.verify_weights == "full",
         sglang_extra=arguments.engines.sglang_extra,
     )
 
@@ -92,31 +93,20 @@ def _dispatcher(
     arguments: Arguments,
     engines: EngineStack,
     source: FilePromptSource,
-    template: ChatTemplate,
+    episodes: Episodes,
     reward: Reward,
     run_dir: Path,
-    ledger: LedgerWriter,
+    pool: Pool,
 ) -> Dispatcher:
     rollout, staleness = arguments.rollout, arguments.staleness
     return Dispatcher(
-        pool=Pool(
-            StalenessPolicy.from_arguments(staleness, rollout),
-            RetryPolicy(
-                max_prompt_attempts=rollout.max_prompt_attempts,
-                max_quarantined_prompts=rollout.max_quarantined_prompts,
-                recycle_stale=staleness.stale_group_action == "recycle",
-            ),
-            total_groups=rollout.num_rollout * rollout.rollout_batch_size,
-            observer=ledger,
-        ),
+        pool=pool,
         source=source,
         client=engines.client,
         hooks=Hooks(
-            generate=_custom_generate(arguments) or SingleTurnGenerate(sampling_parameters(rollout), template.decode),
+            generate=episodes.generate(sampling_parameters(rollout)),
             reward=reward,
-            group_filter=load_object(rollout.group_filter_path, GroupFilter, "--group-filter-path")
-            if rollout.group_filter_path
-            else None,
+            group_filter=resolve_group_filter(arguments.rewards),
         ),
         arguments=rollout,
         concurrency=Concurrency(engines.loads, rollout),
@@ -127,24 +117,24 @@ def _dispatcher(
     )
 
 
-def _custom_generate(arguments: Arguments) -> Generate | None:
-    path = arguments.rollout.custom_generate_function_path
-    return load_object(path, Generate, "--custom-generate-function-path") if path else None
-
-
-def _evaluator(arguments: Arguments, engines: EngineStack, template: ChatTemplate, reward: Reward) -> Evaluator | None:
+def _evaluator(
+    arguments: Arguments, engines: EngineStack, template: ChatTemplate, episodes: Episodes, reward: Reward
+) -> Evaluator | None:
     evaluation = arguments.evaluation
     if evaluation.eval_prompt_data is None:
         return None
-    data = replace(arguments.data, prompt_data=evaluation.eval_prompt_data)
+    sources = {
+        name: FilePromptSource(replace(arguments.data, prompt_data=path), template.encode)
+        for name, path in parse_data_sets(evaluation.eval_prompt_data).items()
+    }
     sampling = sampling_parameters(arguments.rollout) | {
         "temperature": evaluation.eval_temperature,
         "max_new_tokens": evaluation.eval_max_response_len or arguments.rollout.rollout_max_response_len,
     }
     return Evaluator(
-        FilePromptSource(data, template.encode).all_prompts(),
+        {name: source.all_prompts for name, source in sources.items()},
         engines.client,
-        _custom_generate(arguments) or SingleTurnGenerate(sampling, template.decode),
+        episodes.generate(sampling),
         reward,
         n_samples=evaluation.n_samples_per_eval_prompt,
         concurrency=evaluation.eval_concurrency,

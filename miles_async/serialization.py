@@ -24,7 +24,10 @@ def encode(record: object) -> bytes:
 
 def decode(content: bytes, record_type: type[T]) -> T:
     """What :func:`encode` wrote; arrays are read-only. Raises msgspec.MsgspecError."""
-    return msgspec.msgpack.decode(content, type=record_type, dec_hook=_array)
+    try:
+        return msgspec.msgpack.decode(content, type=record_type, dec_hook=_array)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def write_frames(file: BinaryIO, records: Iterable[object]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from arguments.paths import with_absolute_paths
 from miles_async.checkpoints import RunCheckpoints
 from miles_async.cluster import ray_cluster, worker_environment
 from miles_async.controller import Controller
-from miles_async.errors import LedgerError, first_error
+from miles_async.errors import LedgerError, PublicationError, StalledError, first_error
 from miles_async.observability.logs import configure_logging
 from miles_async.observability.metrics_file import MetricsFile
 from miles_async.observability.plots import plot_run
@@ -33,14 +34,18 @@ from miles_async.observability.summary import RunSummary, write_summary
 from miles_async.observability.summary_view import print_summary
 from miles_async.observability.tracker import CompositeTracker
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+from miles_async.owned_directory import sweep
 from miles_async.protocols import EngineFleet, RolloutSide, Tracker
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.rollout_parts import build_rollout
-from miles_async.run_directory import LEDGER_FILE, prepare_run_directory
+from miles_async.run_directory import CONFIG_FILE, LEDGER_FILE, prepare_run_directory
+from miles_async.run_process import note_run_process
 from miles_async.staleness.ledger_reader import open_ledger
+from miles_async.stall_report import waiting_tasks
 from miles_async.trainer.group import TrainerGroup
-from miles_async.trainer_parts import trainer_group
+from miles_async.trainer_parts import staging_directory, trainer_group
 from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.transports.choice import check_device, choose_transport
 from miles_async.weights.verify import default_tolerance
 
 log = structlog.get_logger(__name__)
@@ -54,9 +59,12 @@ ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it 
 def run(arguments: Arguments) -> int:
     """Run to the end. Returns the exit code: 0 done, 130 interrupted. Raises the first error of either side."""
     arguments = with_absolute_paths(arguments)
+    staged = staging_directory(arguments, arguments.observability.run_dir)
+    sweep(staged)  # of a run that was killed, before its directory is moved aside
     run_dir = prepare_run_directory(arguments.observability.run_dir)
+    note_run_process(run_dir)
     configure_logging(run_dir, arguments.observability.log_level)
-    (run_dir / "config.toml").write_text(to_toml(arguments))
+    (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
     training = Run(arguments, run_dir)
     try:
         asyncio.run(training.main())
@@ -66,6 +74,8 @@ def run(arguments: Arguments) -> int:
     except BaseException as error:
         training.report("failed")
         raise first_error(error) from error
+    finally:
+        sweep(staged)  # of a rank that was killed
     training.report("finished")
     return 0
 
@@ -77,6 +87,7 @@ class Run:
         self._arguments = arguments
         self._run_dir = run_dir
         self._device = _device(arguments.cluster.device)
+        check_device(arguments.weights, self._device)
         self._summary = RunSummary()
         self._started = time.monotonic()
         self._stats: dict[str, Any] = {}  # of the rollout side, as last heard
@@ -105,20 +116,21 @@ class Run:
 
     async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:
         arguments = self._arguments
-        manager = cast(RolloutSide, rollout.manager)
+        manager, fleet = cast(RolloutSide, rollout.manager), cast(EngineFleet, rollout.fleet)
         self._summary.record_stage("start", time.monotonic() - self._started)
         tracker = self._tracker()
+        publisher = WeightPublisher(
+            trainer,
+            fleet,
+            choose_transport(arguments.weights, trainer, fleet, self._device),
+            arguments.weights,
+            tolerance=arguments.weights.canary_tolerance or default_tolerance(arguments.model.bf16),
+            engines_timeout=arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS,
+        )
         controller = Controller(
             rollout=manager,
             trainer=trainer,
-            publisher=WeightPublisher(
-                trainer,
-                cast(EngineFleet, rollout.fleet),
-                arguments.weights,
-                tolerance=arguments.weights.canary_tolerance or default_tolerance(arguments.model.bf16),
-                backend="nccl" if self._device == "cuda" else "gloo",
-                engines_timeout=arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS,
-            ),
+            publisher=publisher,
             checkpoints=RunCheckpoints(
                 trainer, manager, save=arguments.checkpoint.save, load=arguments.checkpoint.load
             ),
@@ -134,10 +146,27 @@ class Run:
             await controller.run()
             if arguments.checkpoint.save_hf is not None:
                 await trainer.save_hf(arguments.checkpoint.save_hf)
+        except BaseException as error:
+            if isinstance(first_error(error), StalledError | PublicationError):
+                driver = [f"publication: {publisher.state.value}", f"{controller.position}", *waiting_tasks()]
+                await self._report_stall(str(first_error(error)), driver, manager)
+            raise
         finally:
             self._version = controller.position.version
             self._stats = await _last_stats(manager)
             await asyncio.to_thread(tracker.finish)
+
+    async def _report_stall(self, error: str, driver: Sequence[str], manager: RolloutSide) -> None:
+        """stall.txt: who waits for whom, before everything is stopped (C10)."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                rollout = await manager.describe()
+        except Exception as silence:  # supervision point: the first error must surface
+            rollout = f"does not answer: {silence!r}"
+        lines = [error, "", "driver", *(f"  {line}" for line in driver), "", "rollout manager", rollout]
+        path = self._run_dir / "stall.txt"
+        await asyncio.to_thread(path.write_text, "\n".join(lines) + "\n")
+        log.error("the run has stalled; who waits for whom is in a file", file=str(path))
 
     def _tracker(self) -> CompositeTracker:
         observability = self._arguments.observability

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import ray
 
 from arguments import Arguments
+from arguments.weights import WeightsArguments
 from miles_async.backends import create_backend
 from miles_async.protocols import TrainBackend, WeightSender
+from miles_async.run_directory import STAGING_DIRECTORY
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
-from miles_async.weights.export import stage_on_host
+from miles_async.weights.delta import Encoding
+from miles_async.weights.transports.choice import group_backend
 from miles_async.weights.verify import canary_tokens
 
 
@@ -24,14 +29,16 @@ def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment:
         world_size=arguments.cluster.trainer_world_size,
         resources=RankResources.for_device(device, environment),
         backend=partial(make_backend, arguments, device),
-        sender=partial(make_sender, device, weights.publication_timeout),
-        stage=stage_on_host,
-        bucket_bytes=weights.update_weight_buffer_size,
+        sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device),
         canary_tokens=canary_tokens(_vocabulary_size(arguments)) if verify else (),
-        keep_versions=weights.debug_publication_lag + 1,
         single_node=arguments.cluster.ray_address is None,
         log_directory=run_dir / "logs",
     )
+
+
+def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
+    """Where the sending rank makes a directory for exported weights."""
+    return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
 
 
 def make_backend(arguments: Arguments, device: str, **rank: Any) -> TrainBackend:
@@ -52,16 +59,40 @@ def make_backend(arguments: Arguments, device: str, **rank: Any) -> TrainBackend
     )
 
 
-def make_sender(device: str, timeout_seconds: float, address: str) -> WeightSender:
-    """The trainer's end of the weight transport, in the sending rank's process."""
-    import torch
+def make_sender(weights: WeightsArguments, staging_directory: Path, device: str, address: str) -> WeightSender:
+    """The sending rank's half of the weight transport, in its process. ``address``: of its node."""
+    from miles_async.weights.staging import KEPT_VERSIONS, Staging, StagingOptions
 
-    from miles_async.weights.transports.distributed import DistributedSender
-
-    backend = "nccl" if device == "cuda" else "gloo"
-    return DistributedSender(
-        address=address, backend=backend, device=torch.device(device), timeout_seconds=timeout_seconds
+    options = StagingOptions(
+        parent=staging_directory,
+        bucket_bytes=weights.update_weight_buffer_size,
+        keep=max(KEPT_VERSIONS, weights.debug_publication_lag + 1),
+        digests=weights.verify_weights == "full" or weights.weight_transport != "distributed",
+        delta=None if weights.weight_delta == "off" else cast(Encoding, weights.weight_delta),
     )
+    if weights.weight_transport == "distributed":
+        import torch
+
+        from miles_async.weights.senders.distributed import DistributedSender
+
+        return DistributedSender(
+            options,
+            address=address,
+            backend=group_backend(device),
+            device=torch.device(device),
+            timeout_seconds=weights.publication_timeout,
+        )
+    if weights.weight_transport == "object_store":
+        from miles_async.weights.senders.object_store import ObjectStoreSender
+
+        return ObjectStoreSender(options, put=ray.put)
+    if weights.weight_transport == "ipc":
+        import torch
+
+        from miles_async.weights.senders.ipc import IpcSender
+
+        return IpcSender(options, device=torch.device(device))
+    return Staging(options)
 
 
 def _vocabulary_size(arguments: Arguments) -> int:

@@ -37,6 +37,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     prompt_id: str  # unique within the prompt data
     token_ids: tuple[int, ...]  # rendered by the chat template, ready for the engine
     text: str  # what was rendered, for rewards and logs
+    messages: tuple[Mapping[str, Any], ...] = ()  # what was rendered, for environments and agents
     label: str | None = None
     metadata: Mapping[str, Any] = {}
 
@@ -73,6 +74,23 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     reward: float | None = None
     metadata: Mapping[str, Any] = {}
+
+
+class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model said in one turn, as an environment sees it."""
+
+    index: int  # 0 for the first
+    message: Mapping[str, Any]  # role, content, and if they could be read: tool_calls, reasoning_content
+    text: str  # all of it, without special tokens
+    finish_reason: FinishReason  # "length": it was cut
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment answers to a turn."""
+
+    messages: tuple[Mapping[str, Any], ...] = ()  # to append before the next turn: of the user, tools or the system
+    done: bool = False  # the episode is over; messages are not looked at
+    reward: float | None = None  # of the episode; None: the run's reward decides
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,17 +161,30 @@ class TensorMeta(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+    digest: str = ""  # ``tensor_digest`` of its elements; empty where nobody compares it
+
+
+class WeightDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What changed since an earlier version: beside each bucket's file one with its changed tensors, encoded."""
+
+    base_version: int
+    bucket_bytes: tuple[int, ...]  # of each bucket's file; 0: nothing changed, and there is none
 
 
 class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer staged for publication: buckets in sending order, and what the canary must score."""
+    """What the trainer staged for publication, and what the canary must score.
+
+    Its files: ``weights/files.py``. It is their manifest, too, without the canary.
+    """
 
     version: int
-    buckets: tuple[tuple[TensorMeta, ...], ...]
+    directory: str  # where the sending rank sees the files
+    buckets: tuple[tuple[TensorMeta, ...], ...]  # one file each, tensors in the order of their bytes
     total_bytes: int
-    canary_tokens: tuple[int, ...]
-    canary_logprobs: tuple[float, ...]  # of canary_tokens[1:], by the trainer, with these weights
-    prepare_seconds: float
+    delta: WeightDelta | None = None
+    canary_tokens: tuple[int, ...] = ()
+    canary_logprobs: tuple[float, ...] = ()  # of canary_tokens[1:], by the trainer, with these weights
+    prepare_seconds: float = 0.0
 
 
 class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +222,19 @@ class CanaryScore(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]  # of tokens[1:]
 
 
+class HeldPart(msgspec.Struct, frozen=True, array_like=True):
+    """A part of an HF tensor where one rank of an engine holds it.
+
+    Its element [i, j, ...] is element offset + i · strides[0] + j · strides[1] + ... of the tensor, row by row.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str  # in which it is held
+    digest: str
+
+
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
     """What one publication did."""
 
@@ -202,3 +246,5 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: float
     step_seconds: Mapping[str, float]  # of the pause, by step: "flush_cache", "send", ...
     canary_difference: float  # largest over engines, 0 when not verified
+    total_bytes: int = 0  # of the weights
+    sent_fraction: float = 1.0  # of these bytes, what each engine was sent; mean over engines

@@ -33,6 +33,7 @@ ROUTING_KEY = "X-SMG-Routing-Key"  # the only header that consistent hashing loo
 ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 
 _ABORT_SECONDS = 1.0
+_ABORT_CALLS = 256  # at once
 _ERROR_TEXT = 500  # characters of an answer that go into a message
 
 
@@ -102,6 +103,7 @@ class RouterClient:
         self._tries = retries + 1
         self._gate_timeout = gate_timeout
         self._backoff_seconds = backoff_seconds
+        self._abort_calls = 0  # under way
 
     @property
     def in_flight(self) -> int:
@@ -199,12 +201,20 @@ class RouterClient:
     async def _abort(self, request_id: str) -> None:
         """End a request that nobody waits for any more: an engine notices a closed connection late.
 
-        Which engine has it is only known from its answer, so all are asked; best effort, bounded in time.
+        Which engine has it is only known from its answer, so all are asked; best effort, bounded in time, and in calls:
+        at the end of a run, or with very many engines, closed connections have to do.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ABORT_SECONDS), asyncio.TaskGroup() as scope:
-                for url in self._registry.urls():
-                    scope.create_task(self._abort_at(url, request_id))
+        urls = self._registry.urls()
+        if self._abort_calls + len(urls) > _ABORT_CALLS:
+            return
+        self._abort_calls += len(urls)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ABORT_SECONDS), asyncio.TaskGroup() as scope:
+                    for url in urls:
+                        scope.create_task(self._abort_at(url, request_id))
+        finally:
+            self._abort_calls -= len(urls)
 
     async def _abort_at(self, url: str, request_id: str) -> None:
         with suppress(EngineError):

@@ -12,8 +12,10 @@ import aiohttp
 import msgspec
 
 from miles_async.engines.http import Http
+from miles_async.engines.names import HELD_WEIGHTS_ACTION
 from miles_async.errors import EngineError
-from miles_async.types import CanaryScore, EngineLoad, TensorMeta
+from miles_async.protocols import HeldWeights
+from miles_async.types import CanaryScore, EngineLoad, HeldPart, TensorMeta
 
 Answer = TypeVar("Answer")
 
@@ -48,6 +50,14 @@ class _ScoreMeta(msgspec.Struct):
 
 class _ScoreReply(msgspec.Struct):
     meta_info: _ScoreMeta
+
+
+class _RankCheck(msgspec.Struct):
+    checksums: dict[str, str]  # HF name → JSON list of HeldPart, see held_weights.py
+
+
+class _CheckReply(msgspec.Struct):
+    ranks: list[_RankCheck]
 
 
 def decode(body: bytes, kind: type[Answer], source: str) -> Answer:
@@ -137,18 +147,49 @@ class EngineApi:
         flush_cache: bool,
         timeout: float,
     ) -> None:
-        """Tensors are broadcast one by one in this order; the engine has the version's name from the first
-        on.
-        """
+        """One broadcast of all bytes in this order; the engine has the version's name from the first bucket on."""
         body = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": group_name,
+            "load_format": "flattened_bucket",
             "flush_cache": flush_cache,
             "weight_version": str(version),
         }
         await self._post(url, "/update_weights_from_distributed", body, timeout)
+
+    async def receive_handles(
+        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, *, timeout: float
+    ) -> None:
+        """Every rank opens the same device memory."""
+        body = {
+            "serialized_named_tensors": [handles] * ranks,
+            "load_format": "flattened_bucket",
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
+        await self._post(url, "/update_weights_from_tensor", body, timeout)
+
+    async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
+        """Every safetensors file of ``directory``, on the engine's host, and no other. Stands by itself: no begin and
+        end. A file that can't be read ends the server.
+        """
+        body = {"model_path": directory, "flush_cache": flush_cache, "weight_version": str(version)}
+        await self._post(url, "/update_weights_from_disk", body, timeout)
+
+    async def held_weights(self, url: str, timeout: float) -> HeldWeights:
+        """Takes a server that was started with ``held_weights.ENABLE``."""
+        reply = decode(
+            await self._post(url, "/weights_checker", {"action": HELD_WEIGHTS_ACTION, "selector": "target"}, timeout),
+            _CheckReply,
+            f"{url}/weights_checker",
+        )
+        held: dict[str, list[HeldPart]] = {}
+        for rank in reply.ranks:
+            for name, parts in rank.checksums.items():
+                held.setdefault(name, []).extend(decode(parts.encode(), list[HeldPart], f"{url}/weights_checker"))
+        return held
 
     async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
         """Log-probs of tokens[1:] given their prefix, at temperature 1 whatever the rollout's is.

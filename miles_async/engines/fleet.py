@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -21,10 +21,12 @@ from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineSta
 from miles_async.engines.router import Router
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineStartError, first_error
-from miles_async.protocols import EngineErrors
+from miles_async.protocols import EngineErrors, HeldWeights
 from miles_async.types import CanaryScore, FleetMembers, TensorMeta
 
 log = structlog.get_logger(__name__)
+
+Answer = TypeVar("Answer")
 
 _CALL_SECONDS = 60.0
 _ABORT_DRAIN_SECONDS = 5.0  # for aborted requests to come back before the engine is paused all the same
@@ -196,11 +198,13 @@ class Fleet:
             ranks={r.engine_id: r.ranks for r in records if r.state is not EngineState.GONE},
         )
 
-    async def probe(self, engines: Sequence[str]) -> EngineErrors:
-        async def answer(url: str) -> None:
-            await self._api.model_info(url, _PROBE_SECONDS)
+    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
+        """Also tells who does not answer."""
 
-        return await self._each(engines, answer)
+        async def ask(_: EngineRecord, url: str) -> str:
+            return (await self._api.model_info(url, _PROBE_SECONDS)).weight_version
+
+        return await self._ask(engines, ask)
 
     async def pause(self, engines: Sequence[str], mode: str) -> EngineErrors:
         """Stop requests at our side, then the engines; both until ``resume`` and ``admit``."""
@@ -240,9 +244,7 @@ class Fleet:
         return await self._each(engines, lambda url: self._api.leave_group(url, group_name, _CALL_SECONDS))
 
     async def begin_update(self, engines: Sequence[str]) -> EngineErrors:
-        for record in self._records(engines):
-            record.verified = False
-        self._registry.notify()
+        self._doubt(engines)
         return await self._each(engines, lambda url: self._api.begin_update(url, _CALL_SECONDS))
 
     async def receive_bucket(
@@ -258,8 +260,42 @@ class Fleet:
             lambda url: self._api.receive_bucket(url, group_name, tensors, version, flush_cache, self._bucket_timeout),
         )
 
+    async def receive_handles(
+        self, engines: Sequence[str], handles: str, version: int, flush_cache: bool
+    ) -> EngineErrors:
+        async def receive(record: EngineRecord, url: str) -> None:
+            await self._api.receive_handles(
+                url, handles, record.ranks, version, flush_cache, timeout=self._bucket_timeout
+            )
+
+        return await self._each_record(engines, receive)
+
     async def end_update(self, engines: Sequence[str]) -> EngineErrors:
         return await self._each(engines, lambda url: self._api.end_update(url, _CALL_SECONDS))
+
+    async def load_files(self, directories: Mapping[str, str], version: int, flush_cache: bool) -> EngineErrors:
+        """Needs no begin and end: SGLang's loader restores and post-processes by itself."""
+        engines = tuple(directories)
+        self._doubt(engines)
+
+        async def load(record: EngineRecord, url: str) -> None:
+            directory = directories[record.engine_id]
+            await self._api.load_files(url, directory, version, flush_cache, self._bucket_timeout)
+
+        return await self._each_record(engines, load)
+
+    async def on_host(
+        self, engines: Sequence[str], function: Callable[..., Any], arguments: Sequence[Any] = (), *, room: int = 0
+    ) -> Mapping[str, Any | Exception]:
+        async def run(record: EngineRecord, _: str) -> Any:
+            handle = self._handles[record.engine_id]
+            try:
+                async with asyncio.timeout(self._bucket_timeout):
+                    return await handle.on_host(function, room, *arguments)
+            except TimeoutError:
+                raise EngineError(f"its host did not {function.__name__} within {self._bucket_timeout:g} s") from None
+
+        return await self._ask(engines, run)
 
     async def resume(self, engines: Sequence[str]) -> EngineErrors:
         """Let the engines go on. New requests still wait for ``admit`` if weights were received meanwhile."""
@@ -274,13 +310,10 @@ class Fleet:
 
     async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore | Exception]:
         """Not while paused: a paused SGLang answers no generation request."""
-        scores: dict[str, CanaryScore] = {}
+        return await self._ask(engines, lambda _, url: self._api.score(url, tokens, _CALL_SECONDS))
 
-        async def score(record: EngineRecord, url: str) -> None:
-            scores[record.engine_id] = await self._api.score(url, tokens, _CALL_SECONDS)
-
-        errors = await self._each_record(engines, score)
-        return {engine: error if error is not None else scores[engine] for engine, error in errors.items()}
+    async def held_weights(self, engines: Sequence[str]) -> Mapping[str, HeldWeights | Exception]:
+        return await self._ask(engines, lambda _, url: self._api.held_weights(url, self._bucket_timeout))
 
     async def admit(self, engines: Sequence[str], version: int) -> None:
         """Requests may go out to these engines, under ``version``; those that claim another are fenced."""
@@ -335,6 +368,12 @@ class Fleet:
         except TimeoutError:
             log.warning("requests did not end by abort", in_flight=self._traffic.in_flight)
 
+    def _doubt(self, engines: Sequence[str]) -> None:
+        """Their weights change: no answer counts until they are verified."""
+        for record in self._records(engines):
+            record.verified = False
+        self._registry.notify()
+
     # ---------------------------------------------------------------------------------------- fan-out
     def _records(self, engines: Sequence[str]) -> list[EngineRecord]:
         return [self._registry.engines[engine] for engine in engines]
@@ -345,21 +384,26 @@ class Fleet:
     async def _each_record(
         self, engines: Sequence[str], call: Callable[[EngineRecord, str], Awaitable[None]]
     ) -> EngineErrors:
+        return await self._ask(engines, call)
+
+    async def _ask(
+        self, engines: Sequence[str], call: Callable[[EngineRecord, str], Awaitable[Answer]]
+    ) -> Mapping[str, Answer | Exception]:
         """``call`` on all concurrently; an EngineError (also: not up any more) is that engine's result."""
-        errors: dict[str, Exception | None] = dict.fromkeys(engines)
+        results: dict[str, Answer | Exception] = {}
 
         async def one(record: EngineRecord) -> None:
             try:
                 if record.url is None:
                     raise EngineError(f"{record.engine_id} is {record.state.value}: {record.reason}")
-                await call(record, record.url)
+                results[record.engine_id] = await call(record, record.url)
             except EngineError as error:
-                errors[record.engine_id] = error
+                results[record.engine_id] = error
 
         async with asyncio.TaskGroup() as scope:
             for record in self._records(engines):
                 scope.create_task(one(record))
-        return errors
+        return {engine: results[engine] for engine in engines}
 
 
 def _forget(record: EngineRecord, state: EngineState) -> None:

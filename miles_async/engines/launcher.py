@@ -4,6 +4,8 @@ Where everything that SGLang imports is installed this is ``python -m sglang.lau
 torchvision, triton or ``sgl_kernel`` is missing (a machine without a GPU) they become mentionable, see
 ``absent.py``.
 
+With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``.
+
 Everything happens at module level, since SGLang's processes are spawned and spawning re-imports this module.
 """
 
@@ -13,6 +15,7 @@ import os
 import sys
 
 from miles_async.engines.absent import allow_mentioning, is_absent
+from miles_async.engines.names import HELD_WEIGHTS_VARIABLE
 
 
 def _runs_on_cpu(arguments: list[str]) -> bool:
@@ -75,6 +78,10 @@ if is_absent("sgl_kernel"):
     allow_mentioning("sgl_kernel", {"__version__": "0.0.0"})
 # sglang.srt.debug_utils.dumper imports megatron.core, and through it wandb, wherever it finds it.
 sys.modules["megatron"] = None  # type: ignore[assignment]
+if HELD_WEIGHTS_VARIABLE in os.environ:
+    from miles_async.engines.held_weights import register
+
+    register()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
 from miles_async.engines.server import EngineServer, ServerSpec
-from miles_async.errors import EngineStartError
+from miles_async.errors import EngineError, EngineStartError
 
 _STOP_SECONDS = 10.0
 
@@ -21,6 +22,10 @@ class ServerHandle(Protocol):
 
     async def wait_exit(self) -> str:
         """Until it ends, by itself or with its machine; why, with its last log lines."""
+        ...
+
+    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+        """See ``protocols.EngineFleet``. Raises EngineError with what went wrong there."""
         ...
 
     async def stop(self) -> None:
@@ -87,6 +92,18 @@ class _RayServer:
             return await self._actor.wait_exit.remote()
         except ray.exceptions.RayError as error:
             return f"its actor is gone: {error}"
+
+    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+        import ray
+
+        if self._actor is None:
+            raise EngineError("it was stopped")
+        try:
+            return await self._actor.on_host.remote(function, room, *arguments)  # Ray resolves references here
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, EngineError) else EngineError(str(error)) from None
+        except ray.exceptions.RayActorError as error:
+            raise EngineError(f"its actor is gone: {error}") from error
 
     async def stop(self) -> None:
         import ray

@@ -12,16 +12,19 @@ Requests go out while at least one engine serves and every serving engine is run
 the pause of a publication until its commit they wait at our side, as they do while no engine is left.
 Only ``Fleet`` and ``Router`` write here; the client reads. One event loop: no locks.
 
-The client asks at every request, engines change rarely: what it asks is worked out in ``notify``, once per change. Until
-then it sees what was, so a change that must stop requests is notified before the next ``await``.
+The client asks at every request, engines change rarely: what it asks is worked out in ``notify``, once per change.
+Until then it sees what was, so a change that must stop requests is notified before the next ``await``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+
+WOKEN_AT_ONCE = 16  # requests, of about half a millisecond each
 
 
 class EngineState(Enum):
@@ -60,6 +63,7 @@ class EngineRegistry:
     _open: bool = field(init=False)
     _serving: dict[str, EngineRecord] = field(init=False)  # by URL
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
+    _waking: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.notify()
@@ -81,18 +85,14 @@ class EngineRegistry:
         return tuple(record.url for record in self.engines.values() if record.url is not None)
 
     def notify(self) -> None:
-        """To be called after every change: works out what requests ask, and wakes those whose condition holds."""
+        """To be called after every change: works out what requests ask, and sees to it that who waits asks again."""
         serving = self.in_state(EngineState.SERVING)
         self._serving = {record.url: record for record in serving if record.url is not None}
         self._open = self.router_up and bool(serving) and all(r.verified and not r.paused for r in serving)
-        for waiting, condition in self._waiting.items():
-            if not waiting.done() and condition():
-                waiting.set_result(None)
+        self._wake_soon()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until ``condition()`` holds. It is asked at every change, in the notifier's turn: it must be cheap and
-        must not raise.
-        """
+        """Until ``condition()`` holds. It is asked again after changes, on the waker's turn: it must not raise."""
         while not condition():
             waiting = asyncio.get_running_loop().create_future()
             self._waiting[waiting] = condition
@@ -100,6 +100,21 @@ class EngineRegistry:
                 await waiting
             finally:
                 del self._waiting[waiting]
+
+    def _wake_soon(self) -> None:
+        if self._waiting and not self._waking:  # once per turn of the loop, however much changes in it
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        """Not all at once: a thousand requests that go on in one turn of the loop block it for half a second."""
+        self._waking = False
+        ready = (waiting for waiting, condition in self._waiting.items() if not waiting.done() and condition())
+        woken = list(itertools.islice(ready, WOKEN_AT_ONCE))
+        for waiting in woken:
+            waiting.set_result(None)
+        if len(woken) == WOKEN_AT_ONCE:
+            self._wake_soon()
 
     def describe(self) -> str:
         """One line for messages: what keeps requests from going out."""

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from miles_async.engines.addresses import LOOPBACK, HeldPort, node_host
+from miles_async.engines.names import HELD_WEIGHTS_VARIABLE
 from miles_async.engines.process import ChildProcess
-from miles_async.errors import EngineStartError
+from miles_async.errors import EngineError, EngineStartError
+from miles_async.owned_directory import OwnedDirectory
 
+_MEMORY = Path("/dev/shm")
 _POLL_SECONDS = 0.2
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
@@ -46,6 +53,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout: float = 600.0  # seconds
     single_node: bool = True  # then addresses are 127.0.0.1
     log_dir: str = "logs"
+    held_weights: bool = False  # it can say what its model holds (--verify-weights full)
     sglang_extra: tuple[str, ...] = ()  # SGLang's own arguments, last: they win
 
 
@@ -59,6 +67,7 @@ class EngineServer:
         self._name = f"engine-{engine_index}"
         self._log_path = Path(spec.log_dir) / f"{self._name}.{incarnation}.log"
         self._process: ChildProcess | None = None
+        self._directory: OwnedDirectory | None = None
 
     async def start(self) -> str:
         """The server's URL, once it is up.
@@ -92,10 +101,21 @@ class EngineServer:
         assert self._process is not None
         return self._process.pid
 
+    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+        """``function(directory, *arguments)`` in a thread; see ``protocols.EngineFleet``."""
+        try:
+            if self._directory is None:
+                self._directory = OwnedDirectory(_parent_with_room(room))
+            return await asyncio.to_thread(function, self._directory.path, *arguments)
+        except Exception as error:  # supervision point: it costs this engine, not the run
+            raise EngineError(f"{function.__name__} on its host: {type(error).__name__}: {error}") from error
+
     async def stop(self) -> None:
         """End it and all its children, at once: it holds nothing worth a SIGTERM, to which it takes 6 s."""
         if self._process is not None:
             await self._process.stop(grace_seconds=0)
+        if self._directory is not None:
+            self._directory.remove()
 
     async def _until_up_or_stopped(self, url: str) -> None:
         try:
@@ -129,6 +149,14 @@ class EngineServer:
         )
 
 
+def _parent_with_room(room: int) -> Path:
+    """In memory if that leaves at least as much of it free, else on disk."""
+    with suppress(OSError):
+        if shutil.disk_usage(_MEMORY).free >= 2 * room:
+            return _MEMORY
+    return Path(tempfile.gettempdir())
+
+
 def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:
     """Arguments of the interpreter that start the server; later ones win, the user's come last."""
     command = [
@@ -158,6 +186,8 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     environment = {"TOKENIZERS_PARALLELISM": "false"}
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    if spec.held_weights:
+        environment[HELD_WEIGHTS_VARIABLE] = "1"
     if Path(spec.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     return environment

@@ -1,28 +1,31 @@
 """Evaluation on held-out prompts, by the same engines and the same Generate as training rollouts.
 
 It pins nothing itself: the controller publishes no weights while an evaluation runs (R4), so all its
-samples come from one version. Only sums are kept, so memory doesn't grow with the evaluation set (R6).
+samples come from one version; the metrics tell which. Prompts are read as they are needed and only sums are kept,
+so memory doesn't grow with the data sets (R6).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
+from miles_async.evaluation.totals import Outcome, Totals
 from miles_async.protocols import EngineClient, Generate, Reward
-from miles_async.types import Attempt, Prompt
+from miles_async.types import Attempt, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
 
 class Evaluator:
-    """Mean reward, pass@n and mean length over a fixed set of prompts."""
+    """Passes over named sets of prompts."""
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        data_sets: Mapping[str, Callable[[], Iterable[Prompt]]],
         client: EngineClient,
         generate: Generate,
         reward: Reward,
@@ -30,8 +33,8 @@ class Evaluator:
         n_samples: int,
         concurrency: int,
     ) -> None:
-        """``concurrency``: samples in flight at most."""
-        self._prompts = prompts
+        """``data_sets``: name → every prompt once. ``concurrency``: samples in flight at most."""
+        self._data_sets = data_sets
         self._client = client
         self._generate = generate
         self._reward = reward
@@ -39,56 +42,66 @@ class Evaluator:
         self._concurrency = concurrency
 
     async def run(self) -> dict[str, float]:
-        """One pass. A failing sample is counted and left out of the means; it ends nothing (C9)."""
-        totals = _Totals()
-        queue = iter(enumerate(self._prompts))
+        """One pass; metrics as ``eval/NAME/...``, and ``eval/accuracy``: the mean reward, averaged over data sets.
 
-        async def worker() -> None:
-            for index, prompt in queue:
-                await self._one_prompt(index, prompt, totals)
-
+        A sample that fails is counted and left out of the means; it ends nothing (C9).
+        """
+        metrics: dict[str, float] = {}
         async with asyncio.TaskGroup() as scope:
-            for _ in range(min(max(1, self._concurrency // self._n_samples), len(self._prompts))):
-                scope.create_task(worker())
-        return totals.metrics()
+            totals = await self._generate_all(scope)
+        for name, of_data_set in totals.items():
+            metrics |= {f"eval/{name}/{key}": value for key, value in of_data_set.metrics().items()}
+        rewards = [value for key, value in metrics.items() if key.endswith("/reward/mean")]
+        return metrics | ({"eval/accuracy": sum(rewards) / len(rewards)} if rewards else {})
 
-    async def _one_prompt(self, index: int, prompt: Prompt, totals: _Totals) -> None:
-        attempt = Attempt(attempt_id=-1 - index, prompt=prompt, epoch=0)  # negative: never a training attempt
-        async with asyncio.TaskGroup() as scope:
-            tasks = [scope.create_task(self._one_sample(attempt, i)) for i in range(self._n_samples)]
-        totals.add([task.result() for task in tasks])
+    async def _generate_all(self, scope: asyncio.TaskGroup) -> dict[str, Totals]:
+        """Start every sample as soon as it may be in flight; the totals are whole when the scope ends."""
+        slots = asyncio.Semaphore(self._concurrency)
+        totals: dict[str, Totals] = {}
+        attempt_ids = itertools.count(-1, -1)  # negative: never a training attempt
+        for name, prompts in self._data_sets.items():
+            totals[name] = Totals(self._n_samples)
+            remaining = iter(prompts())
+            while (prompt := await asyncio.to_thread(next, remaining, None)) is not None:
+                attempt = Attempt(attempt_id=next(attempt_ids), prompt=prompt, epoch=0)
+                done = _whole_prompts(self._n_samples, totals[name])
+                for index in range(self._n_samples):
+                    await slots.acquire()
+                    scope.create_task(self._one_sample(attempt, index, done, slots))
+        return totals
 
-    async def _one_sample(self, attempt: Attempt, index: int) -> tuple[float, int] | None:
+    async def _one_sample(
+        self, attempt: Attempt, index: int, done: Callable[[Outcome | None], None], slots: asyncio.Semaphore
+    ) -> None:
+        outcome = None
         try:
             sample = await self._generate(self._client, attempt, index)
-            reward = await self._reward(attempt.prompt, sample)
+            outcome = _outcome(sample, await self._reward(attempt.prompt, sample))
         except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
-            return None
-        return reward, len(sample.tokens) - sample.prompt_length
+        finally:
+            slots.release()
+        done(outcome)
 
 
-class _Totals:
-    def __init__(self) -> None:
-        self.samples = self.failed = self.prompts = self.passed = self.tokens = 0
-        self.reward = 0.0
+def _whole_prompts(n_samples: int, totals: Totals) -> Callable[[Outcome | None], None]:
+    """Takes the samples of one prompt one by one, and adds them when it has all."""
+    outcomes: list[Outcome | None] = []
 
-    def add(self, results: Sequence[tuple[float, int] | None]) -> None:
-        good = [result for result in results if result is not None]
-        self.failed += len(results) - len(good)
-        if not good:
-            return
-        self.prompts += 1
-        self.passed += max(reward for reward, _ in good) >= 1.0
-        self.samples += len(good)
-        self.reward += sum(reward for reward, _ in good)
-        self.tokens += sum(length for _, length in good)
+    def add(outcome: Outcome | None) -> None:
+        outcomes.append(outcome)
+        if len(outcomes) == n_samples:
+            totals.add_prompt(outcomes)
 
-    def metrics(self) -> dict[str, float]:
-        return {
-            "eval/accuracy": self.reward / max(self.samples, 1),
-            "eval/pass_at_n": self.passed / max(self.prompts, 1),
-            "eval/response_length": self.tokens / max(self.samples, 1),
-            "eval/samples": float(self.samples),
-            "eval/failed_samples": float(self.failed),
-        }
+    return add
+
+
+def _outcome(sample: Sample, reward: float) -> Outcome:
+    versions = sample.weight_versions[sample.loss_mask != 0]
+    return Outcome(
+        reward=reward,
+        length=len(sample.tokens) - sample.prompt_length,
+        truncated=sample.finish_reason != "stop",
+        oldest_version=int(versions.min()),
+        newest_version=int(versions.max()),
+    )

@@ -30,6 +30,13 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
             return self.content
         return "\n".join(message["content"] for message in self.content)
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The prompt as a conversation: a text is a message of the user."""
+        if isinstance(self.content, str):
+            return ({"role": "user", "content": self.content},)
+        return tuple(self.content)
+
 
 def read_row(row: Mapping[str, Any], arguments: DataArguments, location: str) -> PromptRow:
     """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""

@@ -8,7 +8,7 @@ longer than ``--rollout-max-prompt-len`` is skipped and counted. The order of an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,12 +87,18 @@ class FilePromptSource:
                 taken.append((self._epoch, prompt))
         return taken
 
-    def all_prompts(self) -> list[Prompt]:
-        """Every prompt once, in file order, for evaluation; too long ones are skipped and counted."""
-        prompts = [prompt for prompt in map(self._prompt, range(len(self._rows))) if prompt is not None]
-        if not prompts:
+    def all_prompts(self) -> Iterator[Prompt]:
+        """Every prompt once, in file order, for evaluation; too long ones are skipped and counted.
+
+        Prompts are made as they are asked for. Raises DataError at the end if there was none.
+        """
+        usable = 0
+        for prompt in map(self._prompt, range(len(self._rows))):
+            if prompt is not None:
+                usable += 1
+                yield prompt
+        if not usable:
             raise self._all_too_long()
-        return prompts
 
     def state(self) -> dict[str, Any]:
         """The cursor, and the identity of what it points into."""
@@ -156,7 +162,14 @@ class FilePromptSource:
         if limit is not None and len(token_ids) > limit:
             self._count_skip(prompt_id, len(token_ids), limit)
             return None
-        return Prompt(prompt_id=prompt_id, token_ids=token_ids, text=row.text, label=row.label, metadata=row.metadata)
+        return Prompt(
+            prompt_id=prompt_id,
+            token_ids=token_ids,
+            text=row.text,
+            messages=row.messages,
+            label=row.label,
+            metadata=row.metadata,
+        )
 
     def _count_skip(self, prompt_id: str, length: int, limit: int) -> None:
         first_time = prompt_id not in self._skips

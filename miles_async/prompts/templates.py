@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from datetime import datetime
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from miles_async.errors import ConfigurationError
+from miles_async.errors import ConfigurationError, TrajectoryError
 
 
 @lru_cache(maxsize=8)
@@ -42,6 +45,8 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._apply_chat_template = apply_chat_template
+        # Some templates write the date: a trajectory that lives past midnight keeps that of its beginning.
+        self._clock = {"strftime_now": datetime.now().strftime}
 
     def encode(self, content: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids, ready for the engine: the turn of the assistant begins after them, <bos> occurs once."""
@@ -52,7 +57,9 @@ class ChatTemplate:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         # The template writes <bos> itself where the model wants one; nothing is added to what it renders.
         return tuple(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._clock
+            )
         )
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
@@ -65,3 +72,57 @@ class ChatTemplate:
             [int(token) for token in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    # What trajectories need (``trajectory.rendering.ChatFormat``).
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a turn: the tokenizer's and those that generation_config.json names."""
+        ids = {self._tokenizer.eos_token_id}
+        path = Path(self._tokenizer.name_or_path) / "generation_config.json"
+        if path.is_file():
+            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ids.update(named if isinstance(named, list) else [named])
+        return frozenset(ids - {None})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        generation_prompt: bool,
+    ) -> str:
+        """The text of a conversation. Raises TrajectoryError when the template refuses it."""
+        import jinja2
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **{**self._clock, **options},
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:  # what templates fail with
+            raise TrajectoryError(f"the chat template refuses this conversation: {error}") from error
+        return text
+
+    def tokenize(self, text: str) -> list[int]:
+        """Of rendered text: nothing is added to it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text with special tokens."""
+        text: str = self._tokenizer.decode(
+            [int(token) for token in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def without_special(self, text: str) -> str:
+        """Text that a user may see: the texts of special tokens taken out."""
+        return self._special.sub("", text)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(token) for token in self._tokenizer.all_special_tokens) or r"(?!)")

@@ -4,37 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
 
-from arguments.rollout import RolloutArguments
+from arguments.rewards import RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, RewardError
 from miles_async.hooks import load_object
 from miles_async.protocols import Reward
+from miles_async.rewards.code_tests import CodeReward, require_sandbox
+from miles_async.rewards.exact_match import exact_match
+from miles_async.rewards.f1 import f1
+from miles_async.rewards.format_match import FormatReward
+from miles_async.rewards.math_answer import MathReward
+from miles_async.rewards.multiple_choice import multiple_choice
+from miles_async.rewards.reasoning_gym_task import ReasoningGymReward, require_reasoning_gym
+from miles_async.rewards.remote import RemoteReward
+from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
 
-async def exact_match(prompt: Prompt, sample: Sample) -> float:
-    """1 if the response ended by itself and is the label, up to white space around it; else 0.
+class RewardHub:
+    """``--rm-type``, or ``rm_type`` of the row's metadata: one reward by its name, or a weighted sum.
 
-    A response that was cut at ``--rollout-max-response-len`` is never right: a model that forgets to stop
-    must not be paid. Raises RewardError when the prompt has no label.
+    Every reward keeps ``--reward-timeout`` itself, from when it has its turn.
     """
-    if prompt.label is None:
-        raise RewardError(f"prompt {prompt.prompt_id} has no label to compare with: set --label-key")
-    return float(sample.finish_reason == "stop" and sample.text.strip() == prompt.label.strip())
 
+    def __init__(self, arguments: RewardArguments) -> None:
+        """Starts nothing. Raises ConfigurationError if ``--rm-type`` is nothing that can run here."""
+        self._parts = parse_rm_type(arguments.rm_type or "")
+        named = {name for name, _ in self._parts}
+        if "reasoning_gym" in named:
+            require_reasoning_gym()
+        if "code" in named:
+            require_sandbox()
+        self._workers = workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
+        self._remote = RemoteReward(arguments.rm_url, arguments.reward_timeout)
+        self.rewards: dict[str, Reward] = {
+            "exact_match": exact_match,
+            "math": MathReward(workers),
+            "f1": f1,
+            "multiple_choice": multiple_choice,
+            "code": CodeReward(workers, seconds=arguments.rm_code_timeout, memory_mib=arguments.rm_code_memory),
+            "format": FormatReward(workers, arguments.rm_format),
+            "reasoning_gym": ReasoningGymReward(workers),
+            "remote_rm": self._remote,
+        }
 
-REWARDS: Mapping[str, Callable[[], Reward]] = {
-    "exact_match": lambda: exact_match,
-}
-"""Name → factory, called once per process that rewards. The names are the choices of ``--rm-type``."""
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        """The sum. Raises RewardError naming the part that has none: it is no 0 that others could outweigh."""
+        total = 0.0
+        for name, weight in self._parts_of(prompt):
+            try:
+                total += weight * await self.rewards[name](prompt, sample)
+            except RewardError as error:
+                raise RewardError(f"{name}: {error}") from error
+        return total
+
+    async def close(self) -> None:
+        """End worker processes and connections."""
+        await self._workers.close()
+        await self._remote.close()
+
+    def _parts_of(self, prompt: Prompt) -> tuple[tuple[str, float], ...]:
+        own = prompt.metadata.get("rm_type")
+        if own is None:
+            return self._parts
+        try:
+            return parse_rm_type(str(own))
+        except ConfigurationError as error:
+            raise RewardError(f"prompt {prompt.prompt_id}, rm_type in its metadata: {error}") from error
 
 
 class GuardedReward:
     """A Reward that takes bounded time and raises RewardError only: a bad sample must not end a run."""
 
-    def __init__(self, reward: Reward, timeout: float) -> None:
-        """``timeout``: seconds."""
+    def __init__(self, reward: Reward, timeout: float | None) -> None:
+        """``timeout``: seconds; None for a reward that keeps the time itself."""
         self._reward = reward
         self._timeout = timeout
 
@@ -53,20 +96,17 @@ class GuardedReward:
             raise RewardError(f"reward is {reward}: one such number would spoil the weights")
         return reward
 
+    async def close(self) -> None:
+        """Close the reward, if it can be."""
+        if close := getattr(self._reward, "close", None):
+            await close()
 
-def resolve_reward(arguments: RolloutArguments) -> Reward:
+
+def resolve_reward(arguments: RewardArguments) -> GuardedReward:
     """The reward of this run, guarded: ``--custom-rm-path`` or ``--rm-type``. Raises ConfigurationError."""
-    return GuardedReward(_named_reward(arguments), arguments.reward_timeout)
-
-
-def _named_reward(arguments: RolloutArguments) -> Reward:
     if arguments.custom_rm_path is not None:
         reward: Reward = load_object(arguments.custom_rm_path, Reward, "--custom-rm-path")
-        return reward
+        return GuardedReward(reward, arguments.reward_timeout)
     if arguments.rm_type is None:
-        raise ConfigurationError(
-            f"no reward: give --rm-type ({', '.join(sorted(REWARDS))}) or --custom-rm-path module:attr"
-        )
-    if arguments.rm_type not in REWARDS:
-        raise ConfigurationError(f"--rm-type {arguments.rm_type}: expected one of {', '.join(sorted(REWARDS))}")
-    return REWARDS[arguments.rm_type]()
+        raise ConfigurationError("no reward: give --rm-type or --custom-rm-path module:attr")
+    return GuardedReward(RewardHub(arguments), timeout=None)

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from miles_async import garbage
 from miles_async.errors import EngineError
 
 BuildParts = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -30,6 +31,7 @@ class RolloutActor:
     async def start(self) -> None:
         """Build the parts. Raises what building raises; nothing is left running then."""
         self._parts = await self._build()
+        garbage.settle()
 
     async def call(self, part: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Await ``parts[part].method(*args, **kwargs)``."""

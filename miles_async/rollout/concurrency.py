@@ -7,7 +7,6 @@ it lets in who waits at once; lowered, it leaves alone who is in and lets nobody
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Mapping
 
@@ -70,12 +69,12 @@ class AdaptiveConcurrency:
     """Additive increase, multiplicative decrease of the limit per engine, as TCP finds what a path holds (RFC 5681).
 
     An engine is *full* when its KV cache is used beyond the target, so that requests are about to be retracted, or when
-    requests queue and it runs no more than before: one that is still taking in a burst, or what a publication retracted,
-    is not. It has *room* when hardly any request queues. The limit goes down by the share of engines that are full and up
-    by the share that have room, so that one slow engine doesn't starve the others; up only while all of it is in use,
-    else it would be far too high when it is needed.
+    requests queue and it runs no more than before: one that is still taking in a burst, or what a publication
+    retracted, is not. It has *room* when hardly any request queues. The limit goes down by the share of engines that
+    are full and up by the share that have room, so that one slow engine doesn't starve the others; up only while all
+    of it is in use, else it would be far too high when it is needed.
 
-    The clock is TCP's too: a round is the time in which as many samples finish as the limit admits. What a change did
+    The clock is TCP's too: a round is the time in which as many samples finish as are under way. What a change did
     shows only when a round is over, be that after seconds or after an hour.
     """
 
@@ -97,7 +96,7 @@ class AdaptiveConcurrency:
         change = -DECREASE * self.per_engine * len(full)
         if in_use >= limit:
             change += max(1.0, self._cap / ROUNDS_TO_CAP) * len(room)
-        rounds = min(1.0, finished / limit)
+        rounds = min(1.0, finished / max(1, in_use))
         self.per_engine = min(float(self._cap), max(1.0, self.per_engine + rounds * change / len(loads)))
         return self.per_engine
 

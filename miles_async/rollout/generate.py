@@ -1,8 +1,4 @@
-"""Single-turn generation: one prompt in, one sample out, whatever happens to the weights in between.
-
-A generation that a publication aborts keeps its tokens and goes on under the new version (partial rollout);
-every chunk brings its own version spans, so each token still knows which weights produced it.
-"""
+"""Single-turn generation: one prompt in, one sample out, whatever happens to the weights in between."""
 
 from __future__ import annotations
 
@@ -12,12 +8,18 @@ from typing import Any
 import numpy as np
 
 from arguments.rollout import RolloutArguments
-from miles_async.errors import TransientEngineError
 from miles_async.protocols import EngineClient
-from miles_async.staleness.versions import versions_per_token
-from miles_async.types import NO_VERSION, Attempt, Generation, Prompt, Sample
+from miles_async.trajectory.turn import SampledTurn, take_turn
+from miles_async.types import NO_VERSION, Attempt, Prompt, Sample
 
-MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token before we say that the engine does not work
+
+def routing_key(attempt: Attempt, sample_index: int) -> str:
+    """One per sample, the same for all its requests, so that they find their prefix in the cache of one engine.
+
+    One per group would share the prompt's cache, too, but whole groups spread unevenly: a quarter more step time in
+    simulation.
+    """
+    return f"{attempt.attempt_id}-{sample_index}"
 
 
 def sampling_parameters(arguments: RolloutArguments) -> dict[str, Any]:
@@ -44,48 +46,26 @@ class SingleTurnGenerate:
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Raises what the client raises, and TransientEngineError for an engine that only aborts."""
         prompt = attempt.prompt
-        input_ids = list(prompt.token_ids)
-        budget = self._sampling["max_new_tokens"]
-        chunks: list[Generation] = []
-        empty = 0
-        while True:
-            chunk = await client.generate(
-                input_ids,
-                {**self._sampling, "max_new_tokens": budget},
-                # A key per sample, the same for all its chunks. One per group would share the prompt's prefix cache
-                # on one engine, but whole groups spread unevenly: a quarter more step time in simulation.
-                routing_key=f"{attempt.attempt_id}-{sample_index}",
-            )
-            chunks.append(chunk)
-            budget -= len(chunk.output_ids)
-            if chunk.finish_reason != "abort" or budget <= 0:
-                break
-            input_ids += chunk.output_ids.tolist()
-            empty = 0 if len(chunk.output_ids) else empty + 1
-            if empty >= MAX_EMPTY_CHUNKS:
-                raise TransientEngineError(f"{chunk.engine_id} aborted {empty} times without a token")
-        return build_sample(prompt, chunks, self._decode)
+        turn = await take_turn(client, prompt.token_ids, self._sampling, routing_key=routing_key(attempt, sample_index))
+        return build_sample(prompt, turn, self._decode)
 
 
-def build_sample(prompt: Prompt, chunks: Sequence[Generation], decode: Callable[[Sequence[int]], str]) -> Sample:
-    """Prompt and chunks → one sample whose arrays are aligned with prompt + response tokens."""
-    response = np.concatenate([chunk.output_ids for chunk in chunks])
-    versions = np.concatenate([versions_per_token(chunk.spans, len(chunk.output_ids)) for chunk in chunks])
-    start, length = len(prompt.token_ids), len(prompt.token_ids) + len(response)
+def build_sample(prompt: Prompt, turn: SampledTurn, decode: Callable[[Sequence[int]], str]) -> Sample:
+    """Prompt and answer → one sample whose arrays are aligned with prompt + response tokens."""
+    start, length = len(prompt.token_ids), len(prompt.token_ids) + len(turn.output_ids)
     loss_mask = np.zeros(length, np.uint8)
     loss_mask[start:] = 1
     logprobs = np.zeros(length, np.float32)
-    logprobs[start:] = np.concatenate([chunk.logprobs for chunk in chunks])
+    logprobs[start:] = turn.logprobs
     weight_versions = np.full(length, NO_VERSION, np.int32)
-    weight_versions[start:] = versions
-    finish_reason = chunks[-1].finish_reason
+    weight_versions[start:] = turn.weight_versions
     return Sample(
-        tokens=np.concatenate([np.asarray(prompt.token_ids, np.int32), response]),
+        tokens=np.concatenate([np.asarray(prompt.token_ids, np.int32), turn.output_ids]),
         prompt_length=start,
         loss_mask=loss_mask,
         rollout_logprobs=logprobs,
         weight_versions=weight_versions,
-        text=decode(response.tolist()),
-        finish_reason="length" if finish_reason == "abort" else finish_reason,
-        metadata={"engines": list(dict.fromkeys(chunk.engine_id for chunk in chunks)), "chunks": len(chunks)},
+        text=decode(turn.output_ids.tolist()),
+        finish_reason=turn.finish_reason,
+        metadata={"engines": list(turn.engines), "chunks": turn.chunks},
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,8 @@ from miles_async.protocols import Metrics, PromptSource
 from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
-from miles_async.rollout.ledger_writer import LedgerWriter
+from miles_async.rollout.queued_writer import QueuedWriter
+from miles_async.stall_report import waiting_tasks
 from miles_async.types import Group, PreparedBatch, TrainShard
 
 log = structlog.get_logger(__name__)
@@ -46,6 +47,7 @@ class Evaluation(Protocol):
     async def run(self) -> Metrics: ...
 
 
+MAX_ATTEMPTS_SHOWN = 100
 CLOSE_SECONDS = 5.0  # for what is in flight to end as cancelled, before engines are stopped anyway
 
 
@@ -60,19 +62,22 @@ class RolloutManager:
         dispatcher: Dispatcher,
         batches: BatchMaker,
         evaluator: Evaluation | None,
+        close_reward: Callable[[], Awaitable[None]] | None = None,
         put: Callable[[TrainShard], Any],
-        ledger: LedgerWriter | None = None,
+        writers: Sequence[QueuedWriter[Any]] = (),
     ) -> None:
-        """``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
-        ``ledger`` observes the dispatcher's pool; None: nothing is kept on disk.
+        """``close_reward`` ends the processes that rewards started.
+        ``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
+        ``writers`` bring to disk what happens in the dispatcher's pool.
         """
         self._engines = engines
         self._source = source
         self._dispatcher = dispatcher
         self._batches = batches
         self._evaluator = evaluator
+        self._close_reward = close_reward
         self._put = put
-        self._ledger = ledger
+        self._writers = writers
         self._closed = asyncio.Event()
         self._over = asyncio.Event()
         self._over.set()
@@ -84,26 +89,25 @@ class RolloutManager:
         self._seconds = self._busy_seconds = 0.0  # of the loop, once it is closed
 
     async def run(self) -> None:
-        """Dispatch and supervise until :meth:`close`; raises the first error of either, or of the ledger."""
+        """Dispatch and supervise until :meth:`close`; raises the first error of either, or of a writer."""
         self._over.clear()
         try:
             async with asyncio.TaskGroup() as scope:
                 tasks = [
                     scope.create_task(self._dispatcher.run()),
                     scope.create_task(self._engines.supervise()),
+                    *(scope.create_task(writer.run()) for writer in self._writers),
                 ]
-                if self._ledger is not None:
-                    tasks.append(scope.create_task(self._ledger.run()))
                 await self._closed.wait()
                 for task in tasks:
                     task.cancel()
-            if self._ledger is not None:
-                await self._ledger.settle(self._dispatcher.pool.balance())
+            for writer in self._writers:
+                await writer.settle(self._dispatcher.pool.balance())
         except BaseExceptionGroup as group:
             raise first_error(group) from None  # exception groups don't cross Ray well
         finally:
-            if self._ledger is not None:
-                await self._ledger.close()
+            for writer in self._writers:
+                await writer.close()
             self._over.set()
 
     async def next_batch(self, target_version: int) -> PreparedBatch:
@@ -173,6 +177,27 @@ class RolloutManager:
             "seconds": self._seconds if self._closed.is_set() else self._elapsed(),
         }
 
+    async def describe(self) -> str:
+        """Pool, engines, requests, live attempts and tasks, as they are now."""
+        pool, engines = self._dispatcher.pool, self._engines.stats()
+        attempts = [
+            f"attempt {row.attempt_id} of {row.prompt_id}: {row.stage}, issued under version {row.issued_version}"
+            for row in pool.live()
+        ]
+        if len(attempts) > MAX_ATTEMPTS_SHOWN:
+            attempts[MAX_ATTEMPTS_SHOWN:] = [f"and {len(attempts) - MAX_ATTEMPTS_SHOWN} younger ones"]
+        sections = {
+            "pool": [pool.describe()],
+            "engines": [engines["engines"]],
+            "requests": [
+                f"{engines['in_flight']} at engines, the oldest for {engines['oldest_request_seconds']:.0f} s; "
+                f"{engines['failed_tries']} failed so far"
+            ],
+            "live attempts": attempts,
+            "tasks": waiting_tasks(),
+        }
+        return "\n".join(line for title, lines in sections.items() for line in (title, *(f"  {x}" for x in lines)))
+
     def _elapsed(self) -> float:
         return now() - self._first_commit if self._first_commit is not None else 0.0
 
@@ -209,6 +234,10 @@ class RolloutManager:
         return await self.stats()
 
     async def stop(self) -> None:
-        """Engines and router down; before that :meth:`close`, if nobody did, so that the ledger is whole."""
+        """Engines, router and rewards down; before that :meth:`close`, if nobody did, so that the ledger is whole."""
         await self.last_stats()
-        await self._engines.stop()
+        try:
+            if self._close_reward is not None:
+                await self._close_reward()
+        finally:
+            await self._engines.stop()

@@ -18,7 +18,7 @@ from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.stack import engine_stats
 from miles_async.engines.traffic import Traffic
-from miles_async.errors import EngineStartError
+from miles_async.errors import EngineError, EngineStartError
 from miles_async.simulation.engine import Meter, SimulatedEngine
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Host, Network, Response, SimulatedHttp
@@ -157,6 +157,9 @@ class SimulatedServer:
     async def wait_exit(self) -> str:
         assert self._engine is not None
         return await self._engine.wait_exit()
+
+    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+        raise EngineError("a simulated engine has no host")
 
     async def stop(self) -> None:
         self._end("stopped")

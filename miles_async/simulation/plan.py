@@ -18,6 +18,7 @@ from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import SimulationSettings
 
 GOOD_ENOUGH = 1.05  # times the best step time; younger data is worth that
+MOST_WASTE = 0.02  # of the tokens generated; what is thrown away is long, so trained responses get shorter
 TOKENS_PER_RESPONSE = 32  # of the median one: how finely time is divided
 DEFAULT_SWEEP = (
     "--on-policy",
@@ -107,13 +108,17 @@ def predict(
 
 
 def recommend(rows: Iterable[Row]) -> Row | None:
-    """The youngest data whose step time is within 5 % of the best: smallest bound, then lead. None: nothing works."""
+    """The youngest data whose step time is within 5 % of the best: smallest bound, then lead. None: nothing works.
+
+    Of those, as far as there are any, that throw away less than 2 % of what they generate.
+    """
     working = [row for row in rows if row.result is not None and row.flags is not None]
     if not working:
         return None
     best = min(_step_seconds(row) for row in working)
     good = [row for row in working if _step_seconds(row) <= GOOD_ENOUGH * best]
-    return min(good, key=_age_and_lead)
+    thrifty = [row for row in good if row.result is not None and row.result.wasted_fraction < MOST_WASTE]
+    return min(thrifty or good, key=_age_and_lead)
 
 
 def _step_seconds(row: Row) -> float:

@@ -22,7 +22,8 @@ from miles_async.simulation.plan_view import plan_table, plan_text, plot_plan
 
 DESCRIPTION = """\
 Predict step time, idle time, ages and waste for a sweep of settings, by simulating the real control loop, and
-recommend the smallest age within 5 % of the fastest. Starts nothing, needs no model and no data.
+recommend the smallest age within 5 % of the fastest that throws away less than 2 % of the tokens, if one does.
+Starts nothing, needs no model and no data.
 
 Flags of `miles-async train` (and @FILE, --config) say what is planned; those below say how long its parts take.
 SECONDS are a number, fixed:S, lognormal:MEDIAN:SIGMA[:LONGEST] or trace:FILE (one number per line)."""

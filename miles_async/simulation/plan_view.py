@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from miles_async.simulation.plan import GOOD_ENOUGH, Row
+from miles_async.simulation.plan import GOOD_ENOUGH, MOST_WASTE, Row
 from miles_async.simulation.result import SimulationResult
 
 BOTTLENECK = 0.1  # a side that is idle for more of the time waits for the other
@@ -72,12 +72,19 @@ def _recommendation(label: str, result: SimulationResult) -> str:
             )
     elif result.slot_idle_fraction > BOTTLENECK:
         advice = f" Slots are idle {result.slot_idle_fraction:.0%} of the time: training is the bottleneck."
+    thrifty = f", of those that throw away less than {MOST_WASTE:.0%} of the tokens"
+    if result.wasted_fraction >= MOST_WASTE:
+        thrifty = ""
+        advice += (
+            f" {result.wasted_fraction:.1%} of the tokens are thrown away: try a higher bound (--max-weight-staleness) "
+            "with the same lead (--max-rollout-lead)."
+        )
     return (
         f"Recommended: {label or 'the flags as given'}: {result.step_seconds:.4g} s per step, "
         f"{result.step_seconds / result.bound_seconds:.2f} × the bound of {result.bound_seconds:.4g} s "
         f"(T_rollout {result.rollout_seconds:.4g}, T_train {result.train_seconds + result.stage_seconds:.4g}, "
         f"T_pause {result.pause_seconds:.4g}), mean age {result.mean_age:.2f}: the smallest age within "
-        f"{GOOD_ENOUGH - 1:.0%} of the fastest.{advice}"
+        f"{GOOD_ENOUGH - 1:.0%} of the fastest{thrifty}.{advice}"
     )
 
 

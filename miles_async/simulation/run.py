@@ -8,20 +8,23 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import structlog
 
 from arguments.algorithm import AlgorithmArguments
 from miles_async.checkpoints import RunCheckpoints
 from miles_async.controller import Controller
+from miles_async.decisions import make_pool
 from miles_async.errors import first_error
-from miles_async.rollout.batches import BatchMaker
+from miles_async.garbage import rare_collections
+from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
 from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
+from miles_async.rollout.recording import ScheduleWriter
 from miles_async.simulation.engine import PROMPT_TOKEN
 from miles_async.simulation.engines import SimulatedEngines
 from miles_async.simulation.events import EventLog
@@ -30,19 +33,16 @@ from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
-from miles_async.staleness.attempts import RetryPolicy
-from miles_async.staleness.ledger import Balance
-from miles_async.staleness.policy import StalenessPolicy
-from miles_async.staleness.pool import Pool
 from miles_async.types import Prompt, Sample
 from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.transports.distributed import DistributedTransport
 
 MAX_TOKENS = 1 << 40  # packing is not what is simulated: one micro-batch
 
 
 def simulate(settings: SimulationSettings) -> SimulationResult:
     """One run from start to end. Raises the first error of either side, as ``train.run`` does."""
-    with quiet_logs(), seeded(settings.seed):
+    with quiet_logs(), seeded(settings.seed), rare_collections():
         started = time.process_time()
         result = run_in_virtual_time(_simulate(settings, started), limit_seconds=settings.limit_seconds)
         return result
@@ -68,22 +68,14 @@ class Simulation:
         rollout, staleness = settings.rollout, settings.staleness
         clock = asyncio.get_running_loop().time
         ledger = LedgerWriter(settings.ledger, clock=clock) if settings.ledger else None
+        schedule = ScheduleWriter(settings.schedule, clock=clock) if settings.schedule else None
         self.settings = settings
         self.log = EventLog(enabled=settings.trace)
         self.engines = make_engines(settings, self.log)
         self.trainer = SimulatedTrainer(settings, self.log)
         self.source = SimulatedPrompts()
         self.observer = PoolRecorder(self.log, lambda: self.pool.lead(), ledger)
-        self.pool = Pool(
-            StalenessPolicy.from_arguments(staleness, rollout),
-            RetryPolicy(
-                max_prompt_attempts=rollout.max_prompt_attempts,
-                max_quarantined_prompts=rollout.max_quarantined_prompts,
-                recycle_stale=staleness.stale_group_action == "recycle",
-            ),
-            total_groups=rollout.num_rollout * rollout.rollout_batch_size,
-            observer=self.observer,
-        )
+        self.pool = make_pool(rollout, staleness, observer=self.observer, record=schedule.pool if schedule else None)
         self.recording = Recording(self.pool, self.log)
         self.manager = RolloutManager(
             engines=self.engines,
@@ -102,16 +94,10 @@ class Simulation:
                 stall_timeout=settings.stall_timeout,
                 min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
             ),
-            batches=BatchMaker(
-                algorithm=AlgorithmArguments(),
-                dp_size=1,
-                max_tokens=MAX_TOKENS,
-                samples_per_optimizer_step=rollout.samples_per_rollout,
-                bound=staleness.bound,
-            ),
+            batches=batch_maker(settings, record=schedule.batch if schedule else None),
             evaluator=None,
             put=lambda shard: shard,
-            ledger=ledger or cast(LedgerWriter, NoLedger()),
+            writers=[writer for writer in (ledger, schedule) if writer],
         )
         self.controller = Controller(
             rollout=self.manager,
@@ -119,9 +105,14 @@ class Simulation:
             publisher=WeightPublisher(
                 self.trainer,
                 self.engines.fleet,
+                DistributedTransport(
+                    self.trainer,
+                    self.engines.fleet,
+                    backend="gloo",
+                    flush_cache=settings.weights.pause_generation_mode != "in_place",
+                ),
                 settings.weights,
                 tolerance=1e-3,
-                backend="gloo",
                 engines_timeout=settings.engines.engine_start_timeout + 60,
             ),
             checkpoints=RunCheckpoints(
@@ -164,6 +155,18 @@ class Simulation:
         )
 
 
+def batch_maker(settings: SimulationSettings, *, record: RecordBatch | None = None) -> BatchMaker:
+    """For a trainer of one rank."""
+    return BatchMaker(
+        algorithm=AlgorithmArguments(),
+        dp_size=1,
+        max_tokens=MAX_TOKENS,
+        samples_per_optimizer_step=settings.rollout.samples_per_rollout,
+        bound=settings.staleness.bound,
+        record=record,
+    )
+
+
 class SimulatedPrompts:
     """An endless source of prompts of one token."""
 
@@ -193,17 +196,6 @@ class SimulatedReward:
         if seconds := self._seconds.draw(self._chance):
             await asyncio.sleep(seconds)
         return float(self._chance.random() < 0.5)
-
-
-class NoLedger:
-    """Nothing on disk; conservation is checked in memory."""
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    async def settle(self, balance: Balance) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def _no_text(token_ids: Sequence[int]) -> str:

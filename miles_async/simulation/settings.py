@@ -74,6 +74,7 @@ class SimulationSettings:
     seed: int = 0
     trace: bool = True  # keep the event log
     ledger: Path | None = None  # write the real ledger there
+    schedule: Path | None = None  # and what --record writes
 
     @property
     def slots(self) -> int:

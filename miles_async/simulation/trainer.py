@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from miles_async.errors import TrainerError
 from miles_async.simulation.engine import canary_logprobs
@@ -49,6 +50,7 @@ class SimulatedTrainer:
         self.busy_seconds += self._settings.stage_seconds
         return StagedWeights(
             version=version,
+            directory="",
             buckets=tuple((TensorMeta(f"t{index}", "float32", (1,)),) for index in range(BUCKETS)),
             total_bytes=4 * BUCKETS,
             canary_tokens=CANARY,
@@ -56,26 +58,25 @@ class SimulatedTrainer:
             prepare_seconds=self._settings.stage_seconds,
         )
 
-    async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
-        return "127.0.0.1", 1
-
-    async def join_group(self, group_name: str) -> None: ...
-
-    async def send_bucket(self, group_name: str, version: int, index: int) -> None:
-        if index == 0:  # sent again from the start if an engine was lost
-            self._publish_seconds[version] = self._settings.publish_seconds.draw(self._publish_times)
-        await asyncio.sleep(self._publish_seconds[version] / BUCKETS)
-
-    async def leave_group(self, group_name: str) -> None: ...
+    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+        """The sending rank of ``distributed``: only sending takes time."""
+        if method == "open_group":
+            return "127.0.0.1", 1
+        if method == "send_bucket":
+            _, version, index = arguments
+            if index == 0:  # sent again from the start if an engine was lost
+                self._publish_seconds[version] = self._settings.publish_seconds.draw(self._publish_times)
+            await asyncio.sleep(self._publish_seconds[version] / BUCKETS)
+        return None
 
     async def save(self, directory: Path) -> None:
         await asyncio.sleep(self._settings.stage_seconds)  # about as long
-        directory.mkdir()
-        (directory / "steps").write_text(str(self._steps))
+        await asyncio.to_thread(directory.mkdir)
+        await asyncio.to_thread((directory / "steps").write_text, str(self._steps))
 
     async def save_hf(self, directory: Path) -> None: ...
 
     async def load(self, directory: Path) -> None:
-        self._steps = int((directory / "steps").read_text())
+        self._steps = int(await asyncio.to_thread((directory / "steps").read_text))
 
     async def stop(self) -> None: ...

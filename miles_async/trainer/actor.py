@@ -1,4 +1,4 @@
-"""One trainer rank as a Ray actor: the training backend, and on the sending rank the staged weights.
+"""One trainer rank as a Ray actor: the training backend, and on the sending rank the weights' way out.
 
 Methods are blocking, since training is. They run in two threads: ``train`` and everything collective over the ranks in
 one, the transport of weights in the other, so that an engine which fails to answer never holds up training.
@@ -10,15 +10,14 @@ import os
 import sys
 import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ray
 
-from miles_async.errors import TrainerError
 from miles_async.protocols import TrainBackend, WeightSender
 from miles_async.types import StagedWeights, TrainShard
 
@@ -30,9 +29,6 @@ BackendFactory = Callable[..., TrainBackend]
 
 SenderFactory = Callable[[str], WeightSender]
 """Called with this node's address, on the sending rank only."""
-
-Stage = Callable[[Iterator[tuple[str, Any]], int], Sequence[Any]]
-"""``weights.export.stage_on_host``: exported tensors and bytes → buckets with metas, tensors and num_bytes."""
 
 WEIGHTS_THREAD = "weights"
 
@@ -60,7 +56,6 @@ class TrainerActor:
         self._store: dist.Store | None = None
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
-        self._staged: OrderedDict[int, Sequence[Any]] = OrderedDict()
 
     def listen(self) -> tuple[str, int]:
         """Rank 0: the rendezvous of all ranks, on a port of the system's choice that is held from now on."""
@@ -94,30 +89,20 @@ class TrainerActor:
     def train(self, shard: TrainShard) -> dict[str, float]:
         return self._ready.train(shard)
 
-    def stage_weights(
-        self, version: int, stage: Stage, bucket_bytes: int, canary_tokens: tuple[int, ...], keep: int
-    ) -> StagedWeights | None:
-        """Copy the weights to host memory, the newest ``keep`` versions of them; None on ranks that don't send."""
+    def stage_weights(self, version: int, canary_tokens: tuple[int, ...]) -> StagedWeights | None:
+        """Weights to files, on the sending rank; None on the others."""
         started = time.perf_counter()
         backend = self._ready
         tensors = backend.export_weights()
-        if backend.is_weight_source:
-            self._staged[version] = stage(tensors, bucket_bytes)
-            self._staged.move_to_end(version)
-            while len(self._staged) > keep:
-                self._staged.popitem(last=False)
-        else:
-            for _ in tensors:  # the export is collective
-                pass
+        staged = self._sender.stage(version, tensors) if self._sender is not None else None
+        for _ in tensors:  # the export is collective: every rank iterates to its end
+            pass
         # Engines score prompts at temperature 1, whatever they sample at.
         canary = backend.logprobs([canary_tokens], temperature=1.0)[0] if canary_tokens else []
-        if not backend.is_weight_source:
+        if staged is None:
             return None
-        buckets = self._staged[version]
-        return StagedWeights(
-            version=version,
-            buckets=tuple(bucket.metas for bucket in buckets),
-            total_bytes=sum(bucket.num_bytes for bucket in buckets),
+        return msgspec.structs.replace(
+            staged,
             canary_tokens=tuple(canary_tokens),
             canary_logprobs=tuple(canary),
             prepare_seconds=time.perf_counter() - started,
@@ -134,32 +119,14 @@ class TrainerActor:
 
     # ------------------------------------------------------------------------------------ weights thread
     @ray.method(concurrency_group=WEIGHTS_THREAD)
-    def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
-        return self._transport.open_group(group_name, world_size)
-
-    @ray.method(concurrency_group=WEIGHTS_THREAD)
-    def join_group(self, group_name: str) -> None:
-        self._transport.join_group(group_name)
-
-    @ray.method(concurrency_group=WEIGHTS_THREAD)
-    def send_bucket(self, group_name: str, version: int, index: int) -> None:
-        if version not in self._staged:
-            raise TrainerError(f"weights of version {version} are not staged, only {list(self._staged)}")
-        self._transport.send(group_name, self._staged[version][index].tensors)
-
-    @ray.method(concurrency_group=WEIGHTS_THREAD)
-    def leave_group(self, group_name: str) -> None:
-        self._transport.leave_group(group_name)
+    def call_sender(self, method: str, arguments: Sequence[Any]) -> Any:
+        assert self._sender is not None, "only the sending rank has a sender"
+        return getattr(self._sender, method)(*arguments)
 
     @property
     def _ready(self) -> TrainBackend:
         assert self._backend is not None, "initialize() comes first"
         return self._backend
-
-    @property
-    def _transport(self) -> WeightSender:
-        assert self._sender is not None, "only the sending rank has a transport"
-        return self._sender
 
 
 def _redirect_output(path: Path) -> None:

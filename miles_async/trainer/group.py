@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from miles_async.errors import MilesAsyncError, StalledError, TrainerError
 from miles_async.protocols import Metrics
-from miles_async.trainer.actor import WEIGHTS_THREAD, BackendFactory, RankInfo, SenderFactory, Stage, TrainerActor
+from miles_async.trainer.actor import WEIGHTS_THREAD, BackendFactory, RankInfo, SenderFactory, TrainerActor
 from miles_async.trainer.placement import Placement, RankResources
 from miles_async.types import StagedWeights
 
@@ -26,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 # After a first failure others follow (a lost peer breaks collectives): wait a little, so as to name the cause.
 GRACE_SECONDS = 2.0
+SENDER_CLOSE_SECONDS = 5.0
 
 
 class TrainerGroup:
@@ -38,10 +40,7 @@ class TrainerGroup:
         resources: RankResources,
         backend: BackendFactory,
         sender: SenderFactory,
-        stage: Stage,
-        bucket_bytes: int,
         canary_tokens: Sequence[int],
-        keep_versions: int = 1,
         single_node: bool = True,
         log_directory: Path | None = None,
         start_timeout: float = 600.0,
@@ -49,16 +48,13 @@ class TrainerGroup:
     ) -> None:
         """The callables run in the actors and must be picklable.
 
-        ``keep_versions``: staged weights held by the sending rank (``--debug-publication-lag`` + 1). ``canary_tokens``
-        may be empty. Timeouts in seconds: of :meth:`start`, and of any other call on all ranks.
+        ``canary_tokens`` may be empty. Timeouts in seconds: of :meth:`start`, and of any other call on all ranks.
         """
         self._world_size = world_size
         self._placement = Placement(resources, world_size)
         self._threads = resources.threads
-        self._backend, self._sender, self._stage = backend, sender, stage
-        self._bucket_bytes = bucket_bytes
+        self._backend, self._sender = backend, sender
         self._canary_tokens = tuple(canary_tokens)
-        self._keep_versions = keep_versions
         self._single_node = single_node
         self._log_directory = log_directory
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
@@ -106,24 +102,19 @@ class TrainerGroup:
         return results[0]
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        results = await self._on_all(
-            lambda actor, _: actor.stage_weights.remote(
-                version, self._stage, self._bucket_bytes, self._canary_tokens, self._keep_versions
-            )
-        )
+        results = await self._on_all(lambda actor, _: actor.stage_weights.remote(version, self._canary_tokens))
         return next(staged for staged in results if staged is not None)
 
-    async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
-        return await self._on_source(self._source.open_group.remote(group_name, world_size))
-
-    async def join_group(self, group_name: str) -> None:
-        await self._on_source(self._source.join_group.remote(group_name))
-
-    async def send_bucket(self, group_name: str, version: int, index: int) -> None:
-        await self._on_source(self._source.send_bucket.remote(group_name, version, index))
-
-    async def leave_group(self, group_name: str) -> None:
-        await self._on_source(self._source.leave_group.remote(group_name))
+    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+        """Its errors don't concern the other ranks, unless it died."""
+        rank = self._source_rank
+        try:
+            return await self._source.call_sender.remote(method, arguments)
+        except RayActorError as error:
+            self._kill()
+            raise _cause({rank: error}) from None
+        except RayTaskError as error:
+            raise _cause({rank: error}) from None
 
     async def save(self, directory: Path) -> None:
         await self._on_all(lambda actor, _: actor.save.remote(directory))
@@ -135,7 +126,11 @@ class TrainerGroup:
         await self._on_all(lambda actor, _: actor.load.remote(directory))
 
     async def stop(self) -> None:
-        """End all processes at once; idempotent. What isn't saved is lost."""
+        """End all processes; idempotent. What isn't saved is lost, and the sender's files are removed."""
+        if self._actors and self._source is not None:
+            with suppress(TimeoutError, MilesAsyncError):  # it sends to somebody who doesn't take it, or has died
+                async with asyncio.timeout(SENDER_CLOSE_SECONDS):
+                    await self.call_sender("close")
         self._kill()
         self._placement.release()
 
@@ -178,17 +173,6 @@ class TrainerGroup:
             self._kill()
             raise _cause(errors)
         return [results[rank] for rank in ranks]
-
-    async def _on_source(self, reference: Any) -> Any:
-        """The weights thread of the sending rank: its errors don't concern the other ranks, unless it died."""
-        rank = self._source_rank
-        try:
-            return await reference
-        except RayActorError as error:
-            self._kill()
-            raise _cause({rank: error}) from None
-        except RayTaskError as error:
-            raise _cause({rank: error}) from None
 
     @property
     def _source_rank(self) -> int:

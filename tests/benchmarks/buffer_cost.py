@@ -1,83 +1,75 @@
-"""Microseconds per group in the staleness buffer, from a thousand to a million waiting groups. Run by hand.
+"""What the bookkeeping of attempts costs: admission, buffer, ledger and attempt book, as the pool moves them together.
 
-    python -m tests.benchmarks.buffer_cost [--samples-per-group 8]
-
-Prints one JSON object per size: cost of put, of a cut that takes a batch, of a sweep, and of all of them
-per sample. Flat columns mean that the cost does not depend on how many groups wait.
+Whole lives of groups: admitted, finished in any order, cut or swept, trained, their slots given back, with the checks
+of C2 at every cut. By samples that the pool holds at once (as many as the lead admits) and by engines, which is how far
+the order of finishing is from that of admission.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
-from miles_async.staleness.buffer import StalenessBuffer
+from arguments import RolloutArguments, StalenessArguments
+from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool
 from miles_async.types import Attempt, Group, Prompt
+from tests.benchmarks.report import Row
 
-BATCH_SIZE = 256
 BOUND = 2
+SAMPLES = 8  # per group
+SLOTS = 8  # per engine
 PROMPT = Prompt(prompt_id="p", token_ids=(1,), text="")
+STEPS = 10
 
 
-def make_groups(count: int) -> list[Group]:
-    """In random order of arrival; five in six are of versions 3 to 7, fresh for target 5; one in six of 0 to 2."""
-    chance = random.Random(0)
-    groups = [
-        Group(
-            attempt=Attempt(attempt_id=attempt_id, prompt=PROMPT, epoch=0),
-            samples=(None,),  # type: ignore[arg-type]  # the buffer never looks into them
-            oldest_version=chance.choice([0, 1, 2, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5]),
-            newest_version=5,
-        )
-        for attempt_id in range(count)
-    ]
-    chance.shuffle(groups)
-    return groups
-
-
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def measure(count: int, samples_per_group: int) -> dict[str, float]:
-    groups = make_groups(count)
-    buffer = StalenessBuffer(BATCH_SIZE, BOUND)
-    put = seconds(lambda: [buffer.put(group) for group in groups])
-    swept: list[int] = []
-    sweep = seconds(lambda: swept.append(len(buffer._sweep(5))))
-    idle = seconds(lambda: [buffer._sweep(5) for _ in range(1000)]) / 1000
-    taken = 0
-
-    def take() -> None:
-        nonlocal taken
-        while found := buffer.cut(5).groups:
-            taken += len(found)
-
-    cut = seconds(take)
-    total = (put + sweep + cut) / count
+def measure(samples_held: int, engines: int) -> Row:
+    batch = samples_held // SAMPLES // (BOUND + 1)
+    in_flight = engines * SLOTS // SAMPLES
+    pool = Pool(
+        StalenessPolicy.from_arguments(
+            StalenessArguments(max_weight_staleness=BOUND),
+            RolloutArguments(rollout_batch_size=batch, n_samples_per_prompt=SAMPLES),
+        ),
+        RetryPolicy(max_prompt_attempts=4, max_quarantined_prompts=1, recycle_stale=True),
+    )
+    chance, running, version = random.Random(0), list[Attempt](), 0
+    started = time.process_time()
+    pool.commit(version)
+    while version < STEPS:
+        while len(running) < in_flight and pool.room():
+            if pool.needs_prompt():
+                pool.offer(0, PROMPT)
+            running.append(pool.issue(version))
+        if running:
+            index = chance.randrange(len(running))
+            running[index], running[-1] = running[-1], running[index]
+            pool.finished(finished(running.pop(), version))
+        if groups := pool.cut(version):  # as the dispatcher, who asks whenever a group is finished
+            pool.trained(groups, version)
+            version += 1
+            pool.commit(version)
+    seconds = time.process_time() - started
     return {
-        "groups_waiting": count,
-        "put_us_per_group": round(1e6 * put / count, 3),
-        "sweep_us_per_stale_group": round(1e6 * sweep / swept[0], 3),
-        "sweep_of_nothing_us": round(1e6 * idle, 3),
-        "cut_us_per_group": round(1e6 * cut / taken, 3),
-        "total_us_per_group": round(1e6 * total, 3),
-        "total_us_per_sample": round(1e6 * total / samples_per_group, 3),
+        "samples_held": samples_held,
+        "engines": engines,
+        "groups_trained": STEPS * batch,
+        "groups_swept": pool.balance().summary()["recycled"],
+        "cpu_us_per_group": round(1e6 * seconds / (STEPS * batch), 2),
+        "cpu_us_per_sample": round(1e6 * seconds / (STEPS * batch * SAMPLES), 2),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples-per-group", type=int, default=8)
-    samples_per_group = parser.parse_args().samples_per_group
-    for count in (1_000, 10_000, 100_000, 1_000_000):
-        print(json.dumps(measure(count, samples_per_group)), flush=True)
+def finished(attempt: Attempt, version: int) -> Group:
+    samples: Any = (None,) * SAMPLES  # nothing here looks into them
+    return Group(attempt=attempt, samples=samples, oldest_version=attempt.issued_version, newest_version=version)
 
 
-if __name__ == "__main__":
-    main()
+def rows() -> Iterator[Row]:
+    """Flat columns say that the cost doesn't depend on how much is held."""
+    for samples_held in (1_000, 100_000, 1_000_000):
+        for engines in (10, 100, 1000):
+            yield measure(samples_held, engines)

@@ -1,15 +1,12 @@
-"""Attempts per second that the ledger on disk takes, in batches as ``rollout.ledger_writer`` writes them. Run by hand.
-
-    python -m tests.benchmarks.ledger_store [--attempts 100000]
+"""Attempts per second that the ledger on disk takes, in batches as ``rollout.ledger_writer`` writes them.
 
 Every attempt is issued, finished, cut and trained, or swept and issued again: whole lives, with the checks of C2 at
-every cut. Prints one JSON object per tenth, to show that the rate does not fall as the ledger grows.
+every cut. One row per tenth, to show that the rate does not fall as the ledger grows.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import random
 import tempfile
 import time
@@ -30,6 +27,7 @@ from miles_async.staleness.ledger_store import (
 )
 from miles_async.staleness.versions import group_of
 from miles_async.types import Attempt, Prompt, Sample
+from tests.benchmarks.report import Row
 
 BATCH_SIZE = 128  # groups per rollout step
 SAMPLES = 8
@@ -87,45 +85,24 @@ def lives(count: int) -> Iterator[list[LedgerEvent]]:
         ]
 
 
-def measure(attempts: int) -> float:
-    """Attempts per second, over all of them."""
-    busy, part, done = 0.0, 0.0, 0
+def rows(attempts: int = 100_000) -> Iterator[Row]:
+    """One per tenth of the attempts."""
+    tenth = max(1, attempts // BATCH_SIZE // 10)  # steps
+    events = lives(10 * tenth * BATCH_SIZE)
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "ledger.sqlite"
-        store = LedgerStore(path)
-        for number, events in enumerate(lives(attempts), start=1):
+        store = LedgerStore(Path(directory) / "ledger.sqlite")
+        for part in range(1, 11):
+            batches = list(itertools.islice(events, 3 * tenth))
             started = time.perf_counter()
-            store.write(events)
-            busy += time.perf_counter() - started
-            if number % 3 == 0:
-                done += BATCH_SIZE
-            if number % 3 == 0 and (done // BATCH_SIZE) % max(1, attempts // BATCH_SIZE // 10) == 0:
-                rate = max(1, attempts // BATCH_SIZE // 10) * BATCH_SIZE / (busy - part)
-                print(json.dumps({"attempts": done, "attempts_per_second": round(rate)}), flush=True)
-                part = busy
-        size = sum(file.stat().st_size for file in path.parent.iterdir())
-        store.close()
-    rate = done / busy
-    print(
-        json.dumps(
-            {
-                "attempts": done,
-                "attempts_per_second": round(rate),
-                "microseconds_per_attempt": round(1e6 / rate, 1),
-                "bytes_per_attempt": round(size / done),
+            for batch in batches:
+                store.write(batch)
+            seconds = time.perf_counter() - started
+            done = tenth * BATCH_SIZE
+            yield {
+                "attempts": part * done,
+                "attempts_per_second": round(done / seconds),
+                "us_per_attempt": round(1e6 * seconds / done, 1),
+                "bytes_per_attempt": round(sum(f.stat().st_size for f in Path(directory).iterdir()) / (part * done)),
+                "meets_goal": done / seconds >= REQUIRED,
             }
-        )
-    )
-    return rate
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attempts", type=int, default=100_000)
-    rate = measure(parser.parse_args().attempts)
-    if rate < REQUIRED:
-        raise SystemExit(f"expected at least {REQUIRED} attempts per second, found {rate:.0f}")
-
-
-if __name__ == "__main__":
-    main()
+        store.close()

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 def report(name: str, rows: Iterable[Row]) -> None:
     """Run the benchmark, print its table, write ``runs/bench/NAME.json``."""
-    started, found = time.perf_counter(), []
+    started, found = time.perf_counter(), list[Row]()
     for row in rows:
         found.append(row)
         print(f"{name}: {json.dumps(row, ensure_ascii=False)}", file=sys.stderr, flush=True)
@@ -31,11 +31,11 @@ def report(name: str, rows: Iterable[Row]) -> None:
     table = Table(*(column.replace("_", "\n") for column in columns), box=SIMPLE_HEAD, title=name, title_justify="left")
     for row in found:
         table.add_row(*(str(row.get(column, "")) for column in columns))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     content = {
         "benchmark": name,
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
-        "load_average": os.getloadavg()[0],  # above 1 with nothing else running: somebody else was busy
+        "load_average": os.getloadavg()[0],  # above the processes of the benchmark: somebody else was busy
         "seconds": round(time.perf_counter() - started, 1),
         "rows": found,
     }

@@ -7,8 +7,9 @@ output token of a request has id ``n % 50 + 3`` and log-prob ``-0.5``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -40,6 +41,8 @@ class FakeEngine:
     headers: list[dict[str, str]] = field(default_factory=list)  # and their headers
     calls: list[str] = field(default_factory=list)  # paths of everything else, in order
     aborted_ids: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)  # names of the files of the last update from disk
+    held: list[dict[str, str]] = field(default_factory=list)  # by rank: HF name → JSON list of HeldPart
 
     def __post_init__(self) -> None:
         self.url = ""
@@ -75,6 +78,8 @@ class FakeEngine:
                 web.post("/begin_weight_update", self._begin),
                 web.post("/end_weight_update", self._end),
                 web.post("/update_weights_from_distributed", self._update),
+                web.post("/update_weights_from_disk", self._load_files),
+                web.post("/weights_checker", self._check_weights),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -263,6 +268,24 @@ class FakeEngine:
             self._cache.clear()
         return _outcome(None)
 
+    async def _load_files(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.loaded = sorted(path.name for path in _files_in(body["model_path"]))
+        if not self.loaded:
+            return _outcome("Failed to get weights iterator: Repo id must be in the form 'repo_name'")
+        self.weight_version = body["weight_version"]
+        if body["flush_cache"]:
+            self._cache.clear()
+        return _outcome(None)
+
+    async def _check_weights(self, request: web.Request) -> web.Response:
+        assert (await request.json())["action"] == "held_weights"
+        return web.json_response({"success": True, "ranks": [{"checksums": checksums} for checksums in self.held]})
+
+
+def _files_in(directory: str) -> Iterable[Path]:
+    return Path(directory).glob("*.safetensors")
+
 
 def _outcome(failure: str | None) -> web.Response:
     return web.json_response({"success": failure is None, "message": failure or "ok"}, status=400 if failure else 200)
@@ -274,6 +297,7 @@ class FakeServer:
     def __init__(self, engine: FakeEngine, *, start_error: Exception | None = None) -> None:
         self.engine = engine
         self.stopped = False
+        self.host_directory = Path("/nonexistent")
         self._start_error = start_error
         self._exited = asyncio.Event()
         self._why = ""
@@ -287,6 +311,9 @@ class FakeServer:
     async def wait_exit(self) -> str:
         await self._exited.wait()
         return self._why
+
+    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+        return function(self.host_directory, *arguments)
 
     async def stop(self) -> None:
         self.stopped = True

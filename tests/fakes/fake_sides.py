@@ -6,15 +6,17 @@ Held against the real thing by tests/unit/test_fakes_contract.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miles_async.errors import EngineError
-from miles_async.types import CanaryScore, EngineLoad, FleetMembers, PreparedBatch, StagedWeights, TensorMeta
+from miles_async.protocols import HeldWeights
+from miles_async.types import CanaryScore, EngineLoad, FleetMembers, HeldPart, PreparedBatch, StagedWeights, TensorMeta
 
 CANARY = (1, 2, 3)
 CANARY_LOGPROBS = (-1.0, -2.0)
+DIGEST = "00000000000000aa"  # of every tensor
 
 
 class FakeTrainer:
@@ -37,23 +39,22 @@ class FakeTrainer:
         self.events.append(f"stage {version}")
         return StagedWeights(
             version=version,
-            buckets=tuple((TensorMeta(f"t{i}", "float32", (2,)),) for i in range(self.buckets)),
+            directory=f"staged/{version}",
+            buckets=tuple((TensorMeta(f"t{i}", "float32", (2,), DIGEST),) for i in range(self.buckets)),
             total_bytes=8 * self.buckets,
             canary_tokens=CANARY,
             canary_logprobs=CANARY_LOGPROBS,
             prepare_seconds=0.0,
         )
 
-    async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
-        self.events.append(f"open {world_size}")
-        return "127.0.0.1", 1
-
-    async def join_group(self, group_name: str) -> None: ...
-
-    async def send_bucket(self, group_name: str, version: int, index: int) -> None:
-        self.events.append(f"send {version}/{index}")
-
-    async def leave_group(self, group_name: str) -> None: ...
+    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+        """Of ``distributed``."""
+        if method == "open_group":
+            self.events.append(f"open {arguments[1]}")
+            return "127.0.0.1", 1
+        if method == "send_bucket":
+            self.events.append(f"send {arguments[1]}/{arguments[2]}")
+        return None
 
     async def save(self, directory: Any) -> None: ...
 
@@ -76,6 +77,7 @@ class FakeFleet:
         self.faults: dict[str, set[str]] = {}
         self.labels: dict[str, str] = {}  # what an engine says its version is, where it isn't the truth
         self.logprobs: dict[str, tuple[float, ...]] = {}
+        self.held: dict[str, HeldWeights] = {}  # by engine, where it isn't what was staged
         self.versions: dict[str, int] = {}
         self.paused: set[str] = set()
         self.sessions: set[str] = set()  # engines between begin and end of an update
@@ -96,10 +98,9 @@ class FakeFleet:
         failing = self.faults.get(step, set())
         return {engine: EngineError(f"{step} refused") if engine in failing else None for engine in engines}
 
-    async def probe(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
-        self.events.append("probe")
-        failing = self.faults.get("probe", set())
-        return {engine: EngineError("no answer") if engine in failing else None for engine in engines}
+    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
+        versions = {engine: str(self.versions.get(engine, "default")) for engine in engines}
+        return {engine: error or versions[engine] for engine, error in self._result("probe", engines).items()}
 
     async def pause(self, engines: Sequence[str], mode: str) -> Mapping[str, Exception | None]:
         self.paused |= set(engines)
@@ -143,9 +144,26 @@ class FakeFleet:
                 self.complete[engine] += [tensor.name for tensor in tensors]
         return result
 
+    async def receive_handles(
+        self, engines: Sequence[str], handles: str, version: int, flush_cache: bool
+    ) -> Mapping[str, Exception | None]:
+        self.versions |= dict.fromkeys(engines, version)
+        return self._result(f"open {handles}", engines)
+
     async def end_update(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
         self.sessions -= set(engines)
         return self._result("end", engines)
+
+    async def load_files(
+        self, directories: Mapping[str, str], version: int, flush_cache: bool
+    ) -> Mapping[str, Exception | None]:
+        self.versions |= dict.fromkeys(directories, version)
+        return self._result(f"load {sorted(set(directories.values()))}", tuple(directories))
+
+    async def on_host(
+        self, engines: Sequence[str], function: Callable[..., Any], arguments: Sequence[Any] = (), *, room: int = 0
+    ) -> Mapping[str, Any | Exception]:
+        return self._result(f"host {function.__name__}", engines)
 
     async def resume(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
         self.paused -= set(engines)
@@ -160,6 +178,11 @@ class FakeFleet:
             )
             for engine in engines
         }
+
+    async def held_weights(self, engines: Sequence[str]) -> Mapping[str, HeldWeights | Exception]:
+        self.events.append("digests")
+        part = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
+        return {engine: self.held.get(engine, {"t0": [part], "t1": [part]}) for engine in engines}
 
     async def admit(self, engines: Sequence[str], version: int) -> None:
         self.events.append(f"admit {version}")
@@ -222,6 +245,9 @@ class FakeRollout:
 
     async def last_stats(self) -> dict[str, Any]:
         return {}
+
+    async def describe(self) -> str:
+        return "pool"
 
     async def count_stale(self, version: int) -> int:
         return self.stale.get(version, []).pop() if self.stale.get(version) else 0

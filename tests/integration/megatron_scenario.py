@@ -1,7 +1,12 @@
-"""What is observed of MegatronBackend in one layout of ranks; runs inside of rank processes, asserts nothing."""
+"""What is observed of MegatronBackend in several layouts of ranks; runs inside of rank processes, asserts nothing.
+
+One set of processes goes through all layouts and models: importing megatron costs more than all they do with it.
+"""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,12 +27,17 @@ SEQUENCES = [np.random.default_rng(1).integers(0, 64, length).tolist() for lengt
 PLAIN = AlgorithmArguments()
 CORRECTED = AlgorithmArguments(use_tis=True, use_kl_loss=True, kl_loss_coef=0.3)
 
+Case = tuple[str, str]
+"""(layout, model), by name."""
+
 
 @dataclass(frozen=True)
 class Layout:
     world_size: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
     sequence_parallel: bool = True
     micro_batches: int = 1
 
@@ -63,6 +73,8 @@ def make_backend(
             hf_checkpoint=directory,
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
             sequence_parallel=layout.sequence_parallel,
             bf16=bf16,
         ),
@@ -75,13 +87,50 @@ def make_backend(
     )
 
 
-def observe(
-    rank: int, world_size: int, store: dist.Store, models: dict[str, Path], layout: Layout
-) -> dict[str, Observed]:
-    """Both models: ``tied`` with the plain loss, ``untied`` with TIS, KL and two optimizer steps per rollout."""
-    tied = _observe(dist.PrefixStore("tied", store), rank, world_size, models["tied"], layout, PLAIN, steps=1)
-    untied = _observe(dist.PrefixStore("untied", store), rank, world_size, models["untied"], layout, CORRECTED, steps=2)
-    return {"tied": tied, "untied": untied}
+def each_case(cases: Sequence[Case], store: dist.Store, observe: Callable[[dist.Store, Case], Any]) -> dict[Case, Any]:
+    """``observe`` of every case, one after another; the traceback of one that fails."""
+    seen: dict[Case, Any] = {}
+    for case in cases:
+        try:
+            seen[case] = observe(dist.PrefixStore("/".join(case), store), case)
+        except Exception:
+            seen[case] = traceback.format_exc()
+            leave_groups()
+    return seen
+
+
+def leave_groups() -> None:
+    """What MegatronBackend.close() does, when there is no backend."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained in observe_training()."""
+
+    directory: Path
+    algorithm: AlgorithmArguments = PLAIN
+    optimizer_steps: int = 1  # per rollout step
+
+
+def observe_training(
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    models: dict[str, Training],
+    layouts: dict[str, Layout],
+    cases: Sequence[Case],
+) -> dict[Case, Observed | str]:
+    """A traceback in place of what failed."""
+
+    def observe(store: dist.Store, case: Case) -> Observed:
+        return _observe(store, rank, world_size, models[case[1]], layouts[case[0]])
+
+    return each_case(cases, store, observe)
 
 
 def rollout_steps(optimizer_steps: int) -> list[list[Any]]:
@@ -91,23 +140,14 @@ def rollout_steps(optimizer_steps: int) -> list[list[Any]]:
     return [[samples[i : i + size] for i in range(0, 12, size)] for samples in rollouts]
 
 
-def _observe(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    directory: Path,
-    layout: Layout,
-    algorithm: AlgorithmArguments,
-    *,
-    steps: int,
-) -> Observed:
-    backend = make_backend(rank, world_size, store, directory, layout, algorithm)
+def _observe(store: dist.Store, rank: int, world_size: int, training: Training, layout: Layout) -> Observed:
+    backend = make_backend(rank, world_size, store, training.directory, layout, training.algorithm)
     observed = Observed(
         logprobs=backend.logprobs(SEQUENCES),
         logprobs_alone=[backend.logprobs([sequence])[0] for sequence in SEQUENCES],
-        export_differs=export_differences(backend, directory),
+        export_differs=export_differences(backend, training.directory),
     )
-    for samples in rollout_steps(steps):
+    for samples in rollout_steps(training.optimizer_steps):
         shards = to_shards(samples, dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
         observed.steps.append(backend.train(shards[backend.data_parallel_rank]))
     observed.logprobs_after = backend.logprobs(SEQUENCES)

@@ -18,6 +18,7 @@ class PlainTrainer:
     """GRPO with clip 0.2, optionally TIS (cap 2) and KL to the initial model (k3, coefficient ``kl``)."""
 
     def __init__(self, directory: Path, *, lr: float, tis: bool = False, kl: float | None = None) -> None:
+        torch.set_num_threads(1)  # more threads spend their time waiting for each other: the models are tiny
         self.model = _load(directory)
         self.initial = _load(directory)
         self.optimizer = torch.optim.AdamW(

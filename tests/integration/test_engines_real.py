@@ -31,7 +31,7 @@ from miles_async.errors import EngineError, EngineStartError, RequestRejectedErr
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import Generation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine
-from tests.integration.tiny_models import save_tiny_qwen3
+from tests.integration.served_models import reference_logprobs, save_served
 
 pytestmark = [
     pytest.mark.integration,
@@ -71,7 +71,7 @@ class Running:
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     ray = pytest.importorskip("ray")
     folder = tmp_path_factory.mktemp("engines")
-    models = (_model(folder / "m0", 0), _model(folder / "m1", 1))
+    models = (save_served("qwen3-tied", folder / "m0", seed=0), save_served("qwen3-tied", folder / "m1", seed=1))
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=_environment())
     spec = ServerSpec(
         model_path=str(models[0]), device="cpu", dtype="float32", start_timeout=200, log_dir=str(folder / "logs")
@@ -105,18 +105,6 @@ def _environment() -> dict[str, Any]:
 
 def _alive(pid: int) -> bool:
     return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def _model(directory: Path, seed: int) -> Path:
-    """A tiny Qwen3 with a tokenizer of the words t0 .. t63."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    save_tiny_qwen3(directory, tied=True, seed=seed, max_position_embeddings=512)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2", pad_token="t0").save_pretrained(directory)
-    return directory
 
 
 # ------------------------------------------------------------------------- contract: fake and real alike
@@ -263,17 +251,17 @@ class Trainer:
 
     def __init__(self, model: Path) -> None:
         import torch
-        from safetensors.torch import load_file
 
-        from miles_async.weights.transports.distributed import DistributedSender
+        from miles_async.weights.senders.distributed import DistributedSender
+        from miles_async.weights.staging import StagingOptions
 
-        self.tensors = load_file(model / "model.safetensors")
-        self.metas = tuple(
-            TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in self.tensors.items()
-        )
+        self.model = model
         self.sender = DistributedSender(
-            address="127.0.0.1", backend="gloo", device=torch.device("cpu"), timeout_seconds=60
+            StagingOptions(parent=model / "staged", bucket_bytes=100_000),
+            address="127.0.0.1",
+            backend="gloo",
+            device=torch.device("cpu"),
+            timeout_seconds=60,
         )
 
     @asynccontextmanager
@@ -290,34 +278,27 @@ class Trainer:
             stack.fleet.disconnect(ONE, "g"), asyncio.to_thread(self.sender.leave_group, "g")
         )
         assert left == {ENGINE: None}
+        self.sender.close()
 
     async def publish(self, stack: EngineStack, version: int, mode: str) -> None:
         """The steps of weights.publisher up to the verification, asserting that no engine fails."""
+        from safetensors.torch import load_file
+
         fleet = stack.fleet
+        staged = self.sender.stage(version, load_file(self.model / "model.safetensors").items())
         assert await fleet.pause(ONE, mode) == {ENGINE: None}
         if mode != "in_place":
             assert await fleet.flush_cache(ONE) == {ENGINE: None}
         assert await fleet.begin_update(ONE) == {ENGINE: None}
-        half = len(self.metas) // 2
-        for bucket in (self.metas[:half], self.metas[half:]):
-            tensors = [self.tensors[meta.name] for meta in bucket]
+        assert len(staged.buckets) > 1
+        for index, bucket in enumerate(staged.buckets):
             _, received = await asyncio.gather(
-                asyncio.to_thread(self.sender.send, "g", tensors),
+                asyncio.to_thread(self.sender.send_bucket, "g", version, index),
                 fleet.receive_bucket(ONE, "g", bucket, version, mode != "in_place"),
             )
             assert received == {ENGINE: None}
         assert await fleet.end_update(ONE) == {ENGINE: None}
         assert await fleet.resume(ONE) == {ENGINE: None}
-
-
-def reference_logprobs(model: Path, tokens: Sequence[int]) -> np.ndarray:
-    """float32 [T - 1], of tokens[1:], by transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([list(tokens)])).logits
-    return torch.log_softmax(logits[0, :-1], -1)[range(len(tokens) - 1), list(tokens[1:])].numpy()
 
 
 async def _in_flight(running: Running, count: int) -> None:

@@ -8,16 +8,20 @@ trainer's rank; the fourth comes to the end.
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from miles_async.checkpoints import newest_checkpoint
+from miles_async.rollout.checkpoint import read_snapshot
+from miles_async.types import Group
 from tests.integration.real_run import RealRun, real_run, traceback_in
-from tests.integration.trained_prompts import position, settled, source_order, trained
+from tests.integration.trained_prompts import attempts, position, settled, source_order, trained
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -27,40 +31,56 @@ NUM_STEPS, BATCH_SIZE, SEED = 20, 16, 7
 FLAGS = ("--num-rollout", str(NUM_STEPS), "--save-interval", "2", "--eval-prompt-data", "none")
 
 
-def test_kill_9_of_driver_rollout_manager_and_trainer_rank(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Kept:
+    """The newest checkpoint."""
+
+    steps: int
+    prompts: list[str]  # trained
+    groups: tuple[Group, ...]  # finished and not trained
+
+
+def test_kill_9_of_driver_rollout_manager_trainer_rank_and_engines(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     checkpoints = tmp_path / "checkpoints"
     flags = (*FLAGS, "--eval-interval", "none", "--save", str(checkpoints))
     resume = (*flags, "--load", str(checkpoints))
 
     with real_run(tmp_path / "driver", *flags) as run:
-        run.wait_for_steps(3, START_SECONDS)  # the checkpoint of step 2 is whole
+        run.wait_for_steps(3, START_SECONDS)  # the checkpoint of the step before is whole
         _kill(run, run.process.pid, chance)
         assert run.wait(ENDING_SECONDS) == -9, run.output
         run.assert_nothing_left()
-    history = [_check_checkpoint(checkpoints, tmp_path / "driver", [])]
+    first = _check_checkpoint(checkpoints, run, None)
 
     with real_run(tmp_path / "manager", *resume) as run:
-        run.wait_for_steps(2, START_SECONDS)
+        run.wait_for_steps(3, START_SECONDS)
         _kill(run, _actors(run, "RolloutActor")[0].pid, chance)
         _check_error(run, "error: the rollout manager's process died: ")
-    history.append(_check_checkpoint(checkpoints, tmp_path / "manager", history[-1]))
+    second = _check_checkpoint(checkpoints, run, first)
 
     with real_run(tmp_path / "rank", *resume) as run:
-        run.wait_for_steps(2, START_SECONDS)
+        run.wait_for_steps(3, START_SECONDS)
         _kill(run, chance.choice(_actors(run, "TrainerActor")).pid, chance)
         _check_error(run, "error: trainer rank ")
-    history.append(_check_checkpoint(checkpoints, tmp_path / "rank", history[-1]))
+    third = _check_checkpoint(checkpoints, run, second)
 
     with real_run(tmp_path / "last", *resume) as run:
+        run.wait_for_steps(1, START_SECONDS)
+        engines = chance.sample(run.engine_processes(), 2)
+        _kill(run, engines[0].pid, chance)
+        run.wait_for_steps(3, START_SECONDS)  # goes on by itself, and goes on when no engine is left
+        _kill(run, engines[1].pid, chance)
         assert run.wait(START_SECONDS) == 0, run.output
         run.assert_nothing_left()
+    assert _fenced(run) == {"engine-0", "engine-1"}
     assert run.summary["balanced"]
     assert run.summary["weight_version"] >= NUM_STEPS - 1
-    assert [step["step"] for step in run.steps] == list(range(len(history[-1]) // BATCH_SIZE, NUM_STEPS))
+    assert [step["step"] for step in run.steps] == list(range(third.steps, NUM_STEPS))
+    _check_restored(third, run)
     # Exactly once: neither trained twice nor lost, over all that the four lives kept.
-    rest = [row.prompt_id for row in trained(tmp_path / "last")]
-    assert sorted(history[-1] + rest) == sorted(source_order(NUM_STEPS * BATCH_SIZE))
+    rest = [row.prompt_id for row in trained(run.run_dir)]
+    assert sorted(third.prompts + rest) == sorted(source_order(NUM_STEPS * BATCH_SIZE))
 
 
 def _actors(run: RealRun, name: str) -> list[psutil.Process]:
@@ -85,18 +105,43 @@ def _check_error(run: RealRun, expected: str) -> None:
     assert not traceback_in(run.output), run.output
 
 
-def _check_checkpoint(checkpoints: Path, run_dir: Path, before: list[str]) -> list[str]:
-    """The newest whole checkpoint agrees with the ledgers. Returns the prompts that were trained up to it.
+def _fenced(run: RealRun) -> set[str]:
+    lines = (run.run_dir / "logs" / "rollout.log").read_text().splitlines()
+    return {entry["engine"] for entry in map(json.loads, lines) if entry["event"] == "engine fenced"}
 
-    A killed process takes the last moments of its ledger along (``ledger_writer.FLUSH_SECONDS``), so the ledger may
+
+def _check_checkpoint(checkpoints: Path, run: RealRun, before: Kept | None) -> Kept:
+    """The newest whole checkpoint agrees with the ledger of the run, which began with the checkpoint ``before``.
+
+    A killed process takes the last moments of its ledger along (``queued_writer.FLUSH_SECONDS``), so the ledger may
     lack what the checkpoint has. It must not have more.
     """
-    checkpoint = newest_checkpoint(checkpoints)
-    steps, prompts = position(checkpoint), settled(checkpoint)
-    assert len(prompts) == len(set(prompts)) == steps * BATCH_SIZE
-    assert set(before) <= set(prompts)
-    kept = [row.prompt_id for row in trained(run_dir) if row.step is not None and row.step < steps]
-    assert len(kept) == len(set(kept))
-    assert set(kept) <= set(prompts) - set(before)
-    assert len(kept) >= len(prompts) - len(before) - BATCH_SIZE
-    return prompts
+    directory = newest_checkpoint(checkpoints)
+    snapshot = read_snapshot(directory)
+    kept = Kept(steps=position(directory), prompts=settled(snapshot), groups=snapshot.pool.groups)
+    assert len(kept.prompts) == len(set(kept.prompts)) == kept.steps * BATCH_SIZE
+    already: set[str] = set()
+    if before is not None:
+        _check_restored(before, run)
+        already = set(before.prompts)
+    assert already <= set(kept.prompts)
+    own = [row.prompt_id for row in trained(run.run_dir) if row.step is not None and row.step < kept.steps]
+    assert len(own) == len(set(own))
+    assert set(own) <= set(kept.prompts) - already
+    assert len(own) >= len(kept.prompts) - len(already) - BATCH_SIZE
+    return kept
+
+
+def _check_restored(kept: Kept, run: RealRun) -> None:
+    """What was finished goes on as it was, and is not generated again."""
+    prompts = {group.attempt.prompt.prompt_id for group in kept.groups}
+    found = [row for row in attempts(run.run_dir) if row.prompt_id in prompts]
+    assert [(row.attempt_id, row.prompt_id, row.oldest_version, row.response_lengths) for row in found] == [
+        (
+            group.attempt.attempt_id,
+            group.attempt.prompt.prompt_id,
+            group.oldest_version,
+            tuple(len(sample.tokens) - sample.prompt_length for sample in group.samples),
+        )
+        for group in kept.groups
+    ]

@@ -1,22 +1,30 @@
 """MegatronBackend against transformers and plain PyTorch, in every layout of ranks that runs on CPU.
 
-One set of processes per layout makes all observations; the tests below only compare.
+One set of processes per world size makes all observations; the tests below only compare.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.integration.megatron_scenario import LR, SEQUENCES, Layout, Observed, observe, rollout_steps
+from tests.integration.megatron_scenario import (
+    CORRECTED,
+    LR,
+    SEQUENCES,
+    Case,
+    Layout,
+    Observed,
+    Training,
+    observe_training,
+    rollout_steps,
+)
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
-from tests.integration.tiny_models import save_tiny_qwen3
+from tests.integration.tiny_models import save_tiny, save_tiny_qwen3
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 LAYOUTS = {
     "one-rank": Layout(),
@@ -25,84 +33,106 @@ LAYOUTS = {
     "tp2-sequence-parallel": Layout(world_size=2, tensor=2),
     "tp2": Layout(world_size=2, tensor=2, sequence_parallel=False, micro_batches=2),
     "pp2": Layout(world_size=2, pipeline=2, micro_batches=2),
+    "ep2": Layout(world_size=2, expert=2, micro_batches=2),
+    "tp2-ep2": Layout(world_size=2, tensor=2, expert=2, expert_tensor=1),
 }
-OPTIMIZER_STEPS = {"tied": 1, "untied": 2}
+DENSE = ("tied", "untied")
+MIXTURES = ("qwen3-moe", "deepseek-v3")
+CASES: list[Case] = [
+    *((layout, model) for layout in LAYOUTS if "ep2" not in layout for model in DENSE),
+    # Without sequence parallelism megatron refuses to train experts under tensor parallelism.
+    *((layout, model) for layout in LAYOUTS if layout != "tp2" for model in MIXTURES),
+]
 
-Observations = dict[str, Observed]
+Ranks = list[Observed]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     root = tmp_path_factory.mktemp("models")
     return {
-        "tied": save_tiny_qwen3(root / "tied", tied=True),
+        "tied": Training(save_tiny_qwen3(root / "tied", tied=True)),
         # Not megatron's default rotary base: the bridge misses what transformers 5 writes.
-        "untied": save_tiny_qwen3(root / "untied", tied=False, rope_theta=5e5),
-    }
+        "untied": Training(save_tiny_qwen3(root / "untied", tied=False, rope_theta=5e5), CORRECTED, optimizer_steps=2),
+    } | {name: Training(save_tiny(name, root / name)) for name in MIXTURES}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS.keys())
-def ranks(request: pytest.FixtureRequest, models: dict[str, Path]) -> list[Observations]:
-    """What each rank saw."""
-    layout: Layout = request.param
-    return run_ranks(layout.world_size, observe, models, layout)
+@pytest.fixture(scope="module")
+def seen(models: dict[str, Training]) -> dict[Case, Ranks | str]:
+    """What each rank saw of each case, or the traceback of one."""
+    seen: dict[Case, Ranks | str] = {}
+    for world_size in (1, 2):
+        layouts = {name: layout for name, layout in LAYOUTS.items() if layout.world_size == world_size}
+        cases = [case for case in CASES if case[0] in layouts]
+        ranks = run_ranks(world_size, observe_training, models, layouts, cases, timeout=300)
+        for case in cases:
+            of_case = [rank[case] for rank in ranks]
+            seen[case] = next((one for one in of_case if isinstance(one, str)), of_case)
+    return seen
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def name(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=CASES, ids="/".join)
+def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def plain(models: dict[str, Path]) -> dict[str, Observed]:
+def ranks(seen: dict[Case, Ranks | str], case: Case) -> Ranks:
+    found = seen[case]
+    assert not isinstance(found, str), found
+    return found
+
+
+@pytest.fixture(scope="module")
+def all_plain(models: dict[str, Training]) -> dict[str, Observed]:
     """The same, by transformers and torch alone."""
-    return {
-        "tied": _plain(PlainTrainer(models["tied"], lr=LR), 1),
-        "untied": _plain(PlainTrainer(models["untied"], lr=LR, tis=True, kl=0.3), 2),
-    }
+    return {name: _plain(training) for name, training in models.items()}
 
 
-def test_logprobs_of_packed_sequences_equal_transformers(
-    ranks: list[Observations], plain: Observations, name: str
-) -> None:
+@pytest.fixture
+def plain(all_plain: dict[str, Observed], case: Case) -> Observed:
+    return all_plain[case[1]]
+
+
+def test_logprobs_of_packed_sequences_equal_transformers(ranks: Ranks, plain: Observed) -> None:
     for rank in ranks:
-        _assert_close(rank[name].logprobs, plain[name].logprobs, 1e-5)
+        _assert_close(rank.logprobs, plain.logprobs, 1e-5)
 
 
-def test_packing_does_not_change_logprobs(ranks: list[Observations], name: str) -> None:
+def test_packing_does_not_change_logprobs(ranks: Ranks) -> None:
     for rank in ranks:
-        _assert_close(rank[name].logprobs, rank[name].logprobs_alone, 1e-6)
+        _assert_close(rank.logprobs, rank.logprobs_alone, 1e-6)
 
 
-def test_export_is_bitwise_what_was_loaded(ranks: list[Observations], name: str) -> None:
+def test_export_is_bitwise_what_was_loaded(ranks: Ranks) -> None:
     for rank in ranks:
-        assert rank[name].export_differs == []
+        assert rank.export_differs == []
 
 
-def test_losses_and_gradient_norms_equal_plain_pytorch(
-    ranks: list[Observations], plain: Observations, name: str
-) -> None:
+def test_losses_and_gradient_norms_equal_plain_pytorch(ranks: Ranks, plain: Observed) -> None:
     """Three rollout steps: the clip, TIS, KL, token mean over ranks, AdamW and clipping are all in these numbers."""
     for rank in ranks:
-        for ours, reference in zip(rank[name].steps, plain[name].steps, strict=True):
+        for ours, reference in zip(rank.steps, plain.steps, strict=True):
             assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4, abs=1e-6)
             assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
             assert ours["loss_tokens"] == reference["loss_tokens"]
 
 
-def test_trained_model_equals_plain_pytorch(ranks: list[Observations], plain: Observations, name: str) -> None:
+def test_trained_model_equals_plain_pytorch(ranks: Ranks, plain: Observed) -> None:
     for rank in ranks:
-        _assert_close(rank[name].logprobs_after, plain[name].logprobs_after, 5e-3)
+        _assert_close(rank.logprobs_after, plain.logprobs_after, 5e-3)
 
 
-def test_every_rank_reports_the_same_metrics(ranks: list[Observations], name: str) -> None:
+def test_every_rank_reports_the_same_metrics(ranks: Ranks) -> None:
     for rank in ranks[1:]:
-        for ours, first in zip(rank[name].steps, ranks[0][name].steps, strict=True):
+        for ours, first in zip(rank.steps, ranks[0].steps, strict=True):
             assert _without_time(ours) == pytest.approx(_without_time(first))
 
 
-def test_step_metrics(ranks: list[Observations]) -> None:  # covers: M3, O5
-    first = ranks[0]["untied"].steps[0]
+def test_step_metrics(seen: dict[Case, Ranks | str]) -> None:  # covers: M3, O5
+    of_case = seen["one-rank", "untied"]
+    assert not isinstance(of_case, str), of_case
+    first = of_case[0].steps[0]
     assert first["optimizer_steps"] == 2
     assert first["skipped_optimizer_steps"] == 0
     assert first["lr"] == LR
@@ -114,13 +144,16 @@ def test_step_metrics(ranks: list[Observations]) -> None:  # covers: M3, O5
     assert first["ref_kl"] >= 0
 
 
-def _plain(trainer: PlainTrainer, optimizer_steps: int) -> Observed:
+def _plain(training: Training) -> Observed:
+    corrected = training.algorithm == CORRECTED
+    trainer = PlainTrainer(training.directory, lr=LR, tis=corrected, kl=0.3 if corrected else None)
+
     def logprobs() -> list[list[float]]:
         with torch.no_grad():
             return [trainer.logprobs(sequence).tolist() if len(sequence) > 1 else [] for sequence in SEQUENCES]
 
     before = logprobs()
-    steps = [trainer.train(samples) for samples in rollout_steps(optimizer_steps)]
+    steps = [trainer.train(samples) for samples in rollout_steps(training.optimizer_steps)]
     return Observed(before, [], [], steps, logprobs())
 
 

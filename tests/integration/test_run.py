@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.real_run import QUICKSTART, real_run, traceback_in
+from miles_async.replay import Replay
+from tests.integration.real_run import QUICKSTART, RealRun, real_run, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
@@ -24,7 +28,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(shared: Path) -> None:
     # covers: C1, C2, C3, C8, C10, M2, M3, M6, M12, R4, P9, C7
-    flags = ("--num-rollout", "12", "--max-weight-staleness", "2", "--max-rollout-lead", "3")
+    flags = ("--num-rollout", "12", "--max-weight-staleness", "2", "--max-rollout-lead", "3", "--record")
     with real_run(shared / "async", *flags, "--save", str(shared / "checkpoints"), "--use-wandb") as run:
         run.wait_for_steps(2, RUN_SECONDS)
         engines = run.engine_processes()
@@ -57,6 +61,22 @@ def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(
     assert {entry["engine"] for entry in fenced} == {fenced[0]["engine"]}
     for name in ("reward.png", "config.toml", "metrics.jsonl", "wandb"):
         assert (run.run_dir / name).exists(), name
+    assert_replay_is_identical(run)
+
+
+def assert_replay_is_identical(run: RealRun) -> None:
+    """Every decision and every batch of the run, made again from its schedule; and it is what the trainer reported."""
+    # covers: C11
+    replay = Replay.of_run(run.run_dir)
+    batches = list(replay)
+    assert replay.complete
+    assert len(batches) == len(run.steps)
+    for batch, step in zip(batches, run.steps, strict=True):
+        assert batch.step == step["step"]
+        assert batch.target_version == step["weight_version/trainer"]
+        assert float(batch.batch.rewards.mean()) == step["reward/mean"]
+        assert sum(batch.shards[0].loss_tokens) == step["train/loss_tokens"]
+        assert batch.batch.weight_versions.max() == step["weight_version/max"]
 
 
 def test_resume_goes_on_where_the_checkpoint_left_off(shared: Path) -> None:
@@ -64,7 +84,7 @@ def test_resume_goes_on_where_the_checkpoint_left_off(shared: Path) -> None:
     if not (shared / "checkpoints").exists():
         pytest.skip("needs the checkpoint of the run before")
     flags = ("--num-rollout", "14", "--load", str(shared / "checkpoints"), "--on-policy", "--rollout-num-gpus", "1")
-    with real_run(shared / "resumed", *flags) as run:
+    with real_run(shared / "resumed", *flags, "--record") as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
     assert [step["step"] for step in run.steps] == [12, 13]
@@ -73,6 +93,7 @@ def test_resume_goes_on_where_the_checkpoint_left_off(shared: Path) -> None:
     assert run.summary["reward_first"] > 0.3  # the weights came back: the warm start alone has 0.14
     assert run.summary["groups"]["trained"] == 14 * 16  # the ledger goes on, too
     assert run.summary["balanced"]
+    assert_replay_is_identical(run)
 
 
 def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) -> None:
@@ -89,12 +110,25 @@ def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) ->
     assert "flush_cache" not in str(run.steps)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_interruption_stops_cleanly_and_says_what_was_done(signal_number: int, tmp_path: Path) -> None:
+def ctrl_c(run: RealRun) -> None:
+    run.process.send_signal(signal.SIGINT)
+
+
+def stop_command(run: RealRun) -> None:
+    """Which sends SIGTERM."""
+    command = [sys.executable, "-m", "miles_async", "stop", str(run.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    assert done.stdout == f"stopping the run in {run.run_dir} (process {run.process.pid})\n"
+
+
+@pytest.mark.parametrize("interrupt", [ctrl_c, stop_command])
+def test_interruption_stops_cleanly_and_says_what_was_done(
+    interrupt: Callable[[RealRun], None], tmp_path: Path
+) -> None:
     # covers: C10
     with real_run(tmp_path / "run", "--num-rollout", "1000", "--pause-generation-mode", "abort") as run:
         run.wait_for_steps(2, RUN_SECONDS)
-        run.process.send_signal(signal_number)
+        interrupt(run)
         assert run.wait(60) == 130, run.output
         run.assert_nothing_left()
     assert not traceback_in(run.output), run.output

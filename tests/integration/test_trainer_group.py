@@ -25,7 +25,6 @@ from arguments.optimizer import OptimizerArguments
 from miles_async.errors import CheckpointError, ConfigurationError, StalledError, TrainerError
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
-from miles_async.weights.export import stage_on_host
 from tests.integration.tiny_models import save_tiny_qwen3
 from tests.integration.toy_batches import to_shards, toy_samples
 from tests.integration.weight_receiver import receive
@@ -76,13 +75,18 @@ def make_backend(directory: Path, **rank: Any) -> Any:
     )
 
 
-def make_sender(address: str) -> Any:
+def make_sender(directory: Path, address: str) -> Any:
     import torch
 
-    from miles_async.weights.transports.distributed import DistributedSender
+    from miles_async.weights.senders.distributed import DistributedSender
+    from miles_async.weights.staging import StagingOptions
 
     return DistributedSender(
-        address=address, backend="gloo", device=torch.device("cpu"), timeout_seconds=SENDER_TIMEOUT
+        StagingOptions(parent=directory, bucket_bytes=64 * 1024),
+        address=address,
+        backend="gloo",
+        device=torch.device("cpu"),
+        timeout_seconds=SENDER_TIMEOUT,
     )
 
 
@@ -91,11 +95,8 @@ def trainer_group(directory: Path, **options: Any) -> TrainerGroup:
         "world_size": 2,
         "resources": RankResources.for_device("cpu", {}),
         "backend": partial(make_backend, directory),
-        "sender": make_sender,
-        "stage": stage_on_host,
-        "bucket_bytes": 64 * 1024,
+        "sender": partial(make_sender, directory.parent / "staged"),
         "canary_tokens": CANARY,
-        "keep_versions": 2,
         "start_timeout": 120.0,
         "step_timeout": 60.0,
     }
@@ -105,13 +106,16 @@ def trainer_group(directory: Path, **options: Any) -> TrainerGroup:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerGroup]:
     """Two data-parallel ranks, shared by the tests in which nobody dies."""
-    running = trainer_group(model, log_directory=tmp_path_factory.mktemp("logs"))
+    staged = tmp_path_factory.mktemp("staged")
+    sender = partial(make_sender, staged)
+    running = trainer_group(model, sender=sender, log_directory=tmp_path_factory.mktemp("logs"))
     await running.start()
     yield running
     pids = [info.pid for info in running.ranks]
     await running.stop()
     await running.stop()  # a second time does nothing
     await wait_until_gone(pids)
+    assert list(staged.iterdir()) == []
 
 
 def references(seed: int = 0) -> list[Any]:
@@ -153,15 +157,15 @@ async def test_staged_weights_reach_a_receiver_as_they_were_staged(group: Traine
     newer = await group.stage_weights(2)
     assert newer.canary_logprobs != staged.canary_logprobs
 
-    address, port = await group.open_group("weights-1", 2)
+    address, port = await group.call_sender("open_group", ("weights-1", 2))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         arguments = (address, port, "weights-1", 1, 2, staged.buckets)
         receiving = asyncio.get_running_loop().run_in_executor(pool, receive, *arguments)
-        await group.join_group("weights-1")
+        await group.call_sender("join_group", ("weights-1",))
         for index in range(len(staged.buckets)):
-            await group.send_bucket("weights-1", 1, index)
+            await group.call_sender("send_bucket", ("weights-1", 1, index))
         received = await asyncio.wait_for(receiving, 30)
-    await group.leave_group("weights-1")
+    await group.call_sender("leave_group", ("weights-1",))
 
     assert list(received) == [meta.name for bucket in staged.buckets for meta in bucket]
     logprobs = canary_logprobs(model, received)
@@ -184,30 +188,30 @@ def canary_logprobs(model: Path, weights: dict[str, np.ndarray]) -> list[float]:
 async def test_a_member_that_stays_away_costs_the_timeout_and_nothing_else(group: TrainerGroup) -> None:
     # covers: C8, C10
     await group.stage_weights(3)
-    await group.open_group("weights-absent", 2)
+    await group.call_sender("open_group", ("weights-absent", 2))
     started = time.monotonic()
-    await group.join_group("weights-absent")
+    await group.call_sender("join_group", ("weights-absent",))
     assert time.monotonic() - started < SENDER_TIMEOUT + 5
-    await group.send_bucket("weights-absent", 3, 0)  # the receivers report it, not the sender
-    await group.leave_group("weights-absent")
-    await group.leave_group("weights-absent")
+    await group.call_sender("send_bucket", ("weights-absent", 3, 0))  # the receivers report it, not the sender
+    await group.call_sender("leave_group", ("weights-absent",))
+    await group.call_sender("leave_group", ("weights-absent",))
     assert (await group.train(references()))["loss_tokens"] > 0
 
 
 async def test_training_goes_on_while_the_transport_waits(group: TrainerGroup) -> None:
-    await group.open_group("weights-slow", 2)
+    await group.call_sender("open_group", ("weights-slow", 2))
     async with asyncio.TaskGroup() as scope:
-        joining = scope.create_task(group.join_group("weights-slow"))
+        joining = scope.create_task(group.call_sender("join_group", ("weights-slow",)))
         await group.train(references())
         assert not joining.done()
-    await group.leave_group("weights-slow")
+    await group.call_sender("leave_group", ("weights-slow",))
 
 
 async def test_only_the_newest_versions_stay_staged(group: TrainerGroup) -> None:
     for version in (10, 11, 12):
         await group.stage_weights(version)
     with pytest.raises(TrainerError, match=r"version 10 are not staged, only \[11, 12\]"):
-        await group.send_bucket("any", 10, 0)
+        await group.call_sender("send_bucket", ("any", 10, 0))
     assert (await group.train(references()))["loss_tokens"] > 0  # an error of the transport ends nobody
 
 

@@ -7,31 +7,93 @@ from typing import Any
 
 VOCAB = 64
 
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
+# More than ten experts: their numbers sort differently as text.
+_MIXTURE = _DENSE | {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_SIGMOID_ROUTED = _MIXTURE | {
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 24,
+}
 
-def save_tiny_qwen3(directory: Path, *, tied: bool, seed: int = 0, **config: Any) -> Path:
-    """Qwen3 with hidden 64 and 2 layers, its norms and weights shaken so that no two of them are alike."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _DENSE | {"rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 16384}),
+    # Not megatron's default rotary base: the bridge misses what transformers 5 writes.
+    "qwen2": ("Qwen2", _DENSE | {"rope_theta": 1e6}),
+    "qwen3": ("Qwen3", _DENSE | {"rope_theta": 5e5}),
+    "qwen3-tied": ("Qwen3", _DENSE | {"tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", _MIXTURE | {"num_experts": 12, "norm_topk_prob": True}),
+    "gemma": ("Gemma", _DENSE | {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "gemma2": ("Gemma2", _DENSE | {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "gemma3": ("Gemma3", _DENSE | {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "glm4-moe": ("Glm4Moe", _SIGMOID_ROUTED | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        _SIGMOID_ROUTED | _LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "rope_parameters": _YARN},
+    ),
+    "moonlight": ("DeepseekV3", _SIGMOID_ROUTED | _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+}
+
+
+def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config: Any) -> Path:
+    """A model of ``FAMILIES``, its parameters and router biases shaken so that no two of them are alike."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": tied,
-    }
+    name, settings = FAMILIES[family]
+    kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**(settings | config)))
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.data.add_(0.1 * torch.randn_like(parameter))
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, kind)(**(settings | config)))
+        biases = (buffer for buffer_name, buffer in model.named_buffers() if "correction_bias" in buffer_name)
+        for tensor in (*model.parameters(), *biases):
+            if tensor.ndim == 1:
+                tensor.data.add_(0.1 * torch.randn_like(tensor))
             else:
-                parameter.data.mul_(3)
-    model.save_pretrained(directory)
+                tensor.data.mul_(3)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
     return directory
+
+
+def save_tiny_qwen3(directory: Path, *, tied: bool, seed: int = 0, **config: Any) -> Path:
+    return save_tiny("qwen3-tied" if tied else "qwen3", directory, seed=seed, **({"rope_theta": 1e4} | config))

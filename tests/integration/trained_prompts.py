@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from arguments.data import DataArguments
 from miles_async.prompts.source import FilePromptSource
+from miles_async.rollout.checkpoint import RolloutSnapshot
 from miles_async.run_directory import LEDGER_FILE
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.ledger_reader import AttemptRecord, open_ledger
@@ -39,10 +39,12 @@ def position(checkpoint: Path) -> int:
     return int(json.loads((checkpoint / "position.json").read_text())["step"])
 
 
-def settled(checkpoint: Path) -> list[str]:
-    """Prompts that the cursor has passed and nobody is owed an attempt for: trained, if nothing was dropped."""
-    state: dict[str, Any] = json.loads((checkpoint / "rollout.json").read_text())
-    owed = [*state["pool"]["owed"], *state["pool"]["book"]["retries"]]
-    missing = {retry["prompt"]["prompt_id"] for retry in owed}
-    assert state["source"]["epoch"] == 0
-    return [prompt for prompt in source_order(state["source"]["position"]) if prompt not in missing]
+def settled(snapshot: RolloutSnapshot) -> list[str]:
+    """Prompts that the cursor has passed, that nobody is owed an attempt for and no group waits of: trained, if nothing
+    was dropped.
+    """
+    state = snapshot.pool.state
+    missing = {retry["prompt"]["prompt_id"] for retry in [*state["owed"], *state["book"]["retries"]]}
+    missing |= {group.attempt.prompt.prompt_id for group in snapshot.pool.groups}
+    assert snapshot.source["epoch"] == 0
+    return [prompt for prompt in source_order(snapshot.source["position"]) if prompt not in missing]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from typing import Any
 
 import torch.distributed as dist
@@ -22,10 +23,11 @@ def receive(
     group = _init_custom_process_group(address, port, group_name, rank, world_size)
     received = {}
     for bucket in buckets:
-        for meta in bucket:
-            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
-            dist.broadcast(tensor, src=0, group=group)
-            received[meta.name] = tensor.numpy()
+        sizes = [math.prod(meta.shape) * getattr(torch, meta.dtype).itemsize for meta in bucket]
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=group)
+        for meta, part in zip(bucket, data.split(sizes), strict=True):
+            received[meta.name] = part.view(getattr(torch, meta.dtype)).reshape(meta.shape).numpy()
     dist.destroy_process_group(group)
     return received
 

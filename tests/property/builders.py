@@ -26,6 +26,7 @@ def make_sample(
     reward: float | None = 1.0,
     finish_reason: FinishReason = "stop",
     first_token: int = 0,
+    text: str = "21",
 ) -> Sample:
     """A sample with one sampled token per entry of ``versions``; NO_VERSION entries are tool output.
 
@@ -41,7 +42,7 @@ def make_sample(
         loss_mask=loss_mask,
         rollout_logprobs=(-0.25 * tokens * loss_mask).astype(np.float32),
         weight_versions=weight_versions,
-        text="21",
+        text=text,
         finish_reason=finish_reason,
         reward=reward,
     )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from arguments import StalenessArguments
 from miles_async.cli import main
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
-from miles_async.simulation.plan import DEFAULT_SWEEP, candidates, scaled
+from miles_async.simulation.plan import DEFAULT_SWEEP, Flags, Row, candidates, recommend, scaled
+from miles_async.simulation.result import SimulationResult
 
 QUICK = [
     "plan", "--latency", "lognormal:20:0.5", "--train-seconds", "60", "--publish-seconds", "1",
@@ -34,13 +38,42 @@ def test_candidates_are_every_combination() -> None:
 
 def test_it_recommends_the_smallest_age_that_is_fast_enough(capsys: pytest.CaptureFixture[str]) -> None:
     # covers: C3, C4
-    assert main([*QUICK, "--sweep", "max-weight-staleness=0,1,2,6"]) == 0
+    assert main([*QUICK, "--sweep", "max-weight-staleness=0,1,2,4,6"]) == 0
     printed = capsys.readouterr().out
-    # Age 0 alternates and is far slower; ages above 2 bring nothing here.
+    # Age 0 alternates and is far slower, 1 is slower, 2 throws tokens away; ages above 4 bring nothing here.
     recommended = next(line for line in printed.splitlines() if line.startswith("Recommended"))
-    assert "--max-weight-staleness 1" in recommended or "--max-weight-staleness 2" in recommended
+    assert "--max-weight-staleness 4" in recommended
     assert "T_rollout" in recommended
-    assert printed.count("max-weight-staleness") == 5
+    assert printed.count("max-weight-staleness") == 6
+
+
+def row(bound: int, lead: int, step_seconds: float, waste: float) -> Row:
+    """A candidate as far as a recommendation looks at it."""
+    flags = SimpleNamespace(staleness=StalenessArguments(max_weight_staleness=bound, max_rollout_lead=lead))
+    result = SimpleNamespace(step_seconds=step_seconds, wasted_fraction=waste)
+    return Row(label=f"{bound} {lead}", flags=cast(Flags, flags), result=cast(SimulationResult, result))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([row(1, 2, 1.2, 0.0), row(2, 3, 1.04, 0.0), row(4, 3, 1.0, 0.0)], "2 3"),  # younger data is worth 5 %
+        ([row(2, 3, 1.0, 0.03), row(4, 3, 1.0, 0.01), row(4, 2, 1.0, 0.019)], "4 2"),  # and 2 % waste is too much
+        ([row(0, 1, 2.5, 0.0), row(2, 3, 1.0, 0.03), row(4, 3, 1.0, 0.03)], "2 3"),  # but no reason to be slow
+    ],
+)
+def test_it_weighs_age_against_time_and_waste(rows: list[Row], expected: str) -> None:
+    # covers: C4
+    recommended = recommend(rows)
+    assert recommended is not None
+    assert recommended.label == expected
+
+
+def test_a_recommendation_that_throws_tokens_away_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    # covers: C5
+    uneven = ["--latency", "lognormal:20:1.5", "--train-seconds", "10", "--sweep", "max-weight-staleness=1"]
+    assert main([*QUICK, *uneven]) == 0
+    assert "of the tokens are thrown away: try a higher bound" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_what_cannot_work_is_refused_with_the_flag_to_change(capsys: pytest.CaptureFixture[str]) -> None:

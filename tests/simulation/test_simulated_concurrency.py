@@ -22,7 +22,7 @@ from tests.simulation.scenario import BASE, NO_LIMIT
 ENGINES, SLOTS = 2, 8
 ROLLOUT = RolloutArguments(
     num_rollout=40,
-    rollout_batch_size=16,
+    rollout_batch_size=8,
     n_samples_per_prompt=4,
     rollout_max_response_len=NO_LIMIT,
     rollout_concurrency_per_engine=SLOTS,
@@ -102,13 +102,13 @@ def test_an_engine_that_comes_back_brings_it_again() -> None:
             cap=2 * SLOTS,
             kv_target=1.0,
             engines=restarted,
-            start_seconds=1000.0,
-            faults=Faults(crashes=(Crash(at_seconds=2000.0, engine=1),)),
+            start_seconds=500.0,
+            faults=Faults(crashes=(Crash(at_seconds=1200.0, engine=1),)),
         )
     )
     whole, alone = (
-        fmean(step.concurrency_limit for step in result.steps if start < step.ended < start + 500)
-        for start in (1500, 2500)
+        fmean(step.concurrency_limit for step in result.steps if start < step.ended < start + 300)
+        for start in (900, 1400)
     )
     assert alone == pytest.approx(SLOTS, rel=0.25)
     assert whole == pytest.approx(ENGINES * SLOTS, rel=0.25)

@@ -1,4 +1,4 @@
-"""The run is killed at every turn of the event loop and resumed from its newest checkpoint: each prompt is trained once.
+"""The run is killed at every turn of the event loop and resumed from its newest checkpoint: prompts are trained once.
 
 What is killed is the whole run, so any one of its processes may stand for it: all that survives are the checkpoints.
 
@@ -89,6 +89,7 @@ def saved_step(directory: Path) -> tuple[int, int]:
     return position["step"], position["version"] + (position["unpublished"] > 0)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("action", ["recycle", "wait"])
 def test_killed_at_any_await_point_and_resumed_every_prompt_is_trained_once(tmp_path: Path, action: str) -> None:
     staleness = StalenessArguments(max_weight_staleness=1, stale_group_action=action)
@@ -98,7 +99,7 @@ def test_killed_at_any_await_point_and_resumed_every_prompt_is_trained_once(tmp_
     assert sorted(whole.trained) == expected
 
     resumed_from, restored = [], 0
-    for iteration in range(2, whole.iterations, 3):
+    for iteration in range(2, whole.iterations, 4):
         directory = tmp_path / str(iteration)
         saving = CheckpointArguments(save=directory, save_interval=1)
         first = live(replace(chosen, checkpoint=saving), kill_at=iteration)

@@ -170,6 +170,17 @@ class TestConfigFile:
         assert arguments.staleness.max_weight_staleness == 2
         assert arguments.engines.sglang_extra == ("--mem-fraction-static", "0.8", "--disable-cuda-graph")
 
+    def test_several_values_one_text_or_none(self, tmp_path: Path):
+        file = tmp_path / "run.toml"
+        for text, words, data in [
+            ('["aime", "a.jsonl"]', ["aime", "a.jsonl"], ("aime", "a.jsonl")),
+            ('"a.jsonl"', ["a.jsonl"], ("a.jsonl",)),
+            ('"none"', ["none"], None),
+        ]:
+            file.write_text(f"eval-prompt-data = {text}\n")
+            assert parse("--config", str(file)).evaluation.eval_prompt_data == data
+            assert parse("--eval-prompt-data", *words).evaluation.eval_prompt_data == data
+
     def test_command_line_wins_wherever_the_config_is_named(self, tmp_path: Path):
         file = tmp_path / "run.toml"
         file.write_text("lr = 1.0\nuse-wandb = true\nsglang-a = 1\n")
@@ -190,7 +201,7 @@ class TestConfigFile:
             ("num-rollout = true", "num-rollout: expected a whole number, found True"),
             ("use-wandb = 1", "use-wandb: expected true or false, found 1"),
             ("device = 'gpu'", "expected one of auto, cpu, cuda"),
-            ("rollout-stop = 'x'", "expected a list of texts"),
+            ("rollout-stop = 3", "expected a list of texts"),
             ("lr = 1.0\n[optimizer]\nlr = 2.0", "given twice"),
             ("sglang-x = {a = 1}", "expected true, a text, a number or a list"),
             ("lr = ", "cannot read"),

@@ -65,10 +65,22 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case(
             "eval prompts missing",
-            {"eval_prompt_data": Path("absent.jsonl")},
+            {"eval_prompt_data": ("aime", "absent.jsonl")},
             "--eval-prompt-data absent.jsonl",
         ),
         case("evaluation of nothing", {"eval_interval": 5}, "--eval-interval without --eval-prompt-data"),
+        case("name without a file", {"eval_prompt_data": ("aime",)}, "--eval-prompt-data", "after the name 'aime'"),
+        case("no prompt file", {"eval_prompt_data": ("data/aime.json",)}, "expected a .jsonl or .parquet file, found"),
+        case(
+            "two data sets of one name",
+            {"eval_prompt_data": ("a/test.jsonl", "b/test.parquet")},
+            "a/test.jsonl and b/test.parquet are both called test",
+        ),
+        case(
+            "greedy samples",
+            {"n_samples_per_eval_prompt": 4},
+            "--n-samples-per-eval-prompt 4 with --eval-temperature 0",
+        ),
         case(
             "group of one, grpo",
             {"n_samples_per_prompt": 1},
@@ -177,8 +189,22 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case("interval without directory", {"save_interval": 5}, "--save-interval without --save"),
         case("nothing to load", {"load": Path("absent")}, "--load absent", "no such directory"),
-        case("unknown reward", {"rm_type": "math"}, "--rm-type: expected one of exact_match, found math"),
+        case("unknown reward", {"rm_type": "maths"}, "--rm-type: expected one of exact_match", "did you mean math?"),
         case("no reward", {"rm_type": None}, "no reward", "--rm-type", "--custom-rm-path"),
+        case(
+            "two origins of trajectories",
+            {"environment_path": "a:b", "agent_command": "python agent.py"},
+            "--environment-path and --agent-command each make trajectories",
+        ),
+        case(
+            "turns without a template",
+            {"agent_path": "a:b", "apply_chat_template": False},
+            "--agent-path needs the chat template",
+        ),
+        case("empty agent", {"agent_command": " "}, "--agent-command is empty"),
+        case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
+        case("unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of qwen, llama3, glm"),
+        case("impatient watchdog of agents", {"agent_path": "a:b", "agent_timeout": 5000}, "--agent-timeout 5000"),
         case("two rewards", {"custom_rm_path": "a:b"}, "--rm-type exact_match and --custom-rm-path a:b"),
         case(
             "malformed hook",
@@ -186,6 +212,29 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "--custom-rm-path a.b: expected module:attr",
         ),
         case("reward without label", {"label_key": None}, "--rm-type exact_match", "--label-key none"),
+        case(
+            "sum without label",
+            {"rm_type": "math+format:0.1", "label_key": None},
+            "--rm-type math compares with a label",
+        ),
+        case("reward model without address", {"rm_type": "remote_rm"}, "--rm-type remote_rm", "give --rm-url"),
+        case("tasks without metadata", {"rm_type": "reasoning_gym"}, "--rm-type reasoning_gym", "--metadata-key"),
+        case("code without tests", {"rm_type": "code", "label_key": None}, "--rm-type code", "--metadata-key"),
+        case("no format", {"rm_format": "("}, "--rm-format (: expected a regular expression"),
+        case("unknown filter", {"group_filter": ("zero_std",)}, "--group-filter: expected one of zero_variance"),
+        case(
+            "filter that lets nothing pass",
+            {"group_filter": ("zero_variance",), "n_samples_per_prompt": 1, "advantage_estimator": "reinforce"},
+            "--group-filter zero_variance: with --n-samples-per-prompt 1",
+        ),
+        case("filter that lets no length pass", {"group_filter": ("max_length:0",)}, "--group-filter max_length:0"),
+        case(
+            "filter that lets every length pass",
+            {"group_filter": ("max_length:1024",)},
+            "--group-filter max_length:1024",
+            "less than --rollout-max-response-len 1024",
+        ),
+        case("no fraction", {"group_filter": ("truncated:1",)}, "--group-filter truncated:1: expected a fraction"),
         case("learning rates", {"min_lr": 1.0}, "--min-lr 1.0 is larger than --lr"),
         case(
             "choice",
@@ -315,3 +364,16 @@ def test_resuming_from_inside_the_run_directory_is_refused(valid: dict[str, Any]
     checkpoints.mkdir(parents=True)
     message = refusal({**valid, "run_dir": tmp_path / "run", "load": checkpoints})
     assert f"--load {checkpoints} is inside --run-dir" in message
+
+
+def test_environments_and_agents_may_bring_the_reward(valid: dict[str, Any]) -> None:
+    # covers: C4
+    for origin in ("environment_path", "agent_path"):
+        validate(assemble({**valid, "rm_type": None, origin: "a:b"}, {}))
+
+
+def test_tool_calls_are_read_by_the_names_that_flags_take() -> None:
+    from arguments.sessions import TOOL_CALL_PARSERS
+    from miles_async.trajectory.replies import PARSERS
+
+    assert tuple(PARSERS) == TOOL_CALL_PARSERS

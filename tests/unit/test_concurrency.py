@@ -63,10 +63,10 @@ async def test_a_lower_limit_leaves_alone_who_is_in_and_lets_in_nobody_until_it_
 
 # -------------------------------------------------------------------------------------------- controller
 def observe(adaptive: AdaptiveConcurrency, *loads: EngineLoad, rounds: float = 1.0, in_use: int = 100) -> float:
-    """One observation of engines e0, e1, ... at a limit of 100; the change."""
+    """The change by one observation of engines e0, e1, ... at a limit of 100; ``rounds`` times ``in_use`` finished."""
     before = adaptive.per_engine
     by_engine = {f"e{index}": load for index, load in enumerate(loads)}
-    return adaptive.observe(by_engine, limit=100, in_use=in_use, finished=round(100 * rounds)) - before
+    return adaptive.observe(by_engine, limit=100, in_use=in_use, finished=round(in_use * rounds)) - before
 
 
 @pytest.fixture
@@ -106,8 +106,9 @@ def test_a_full_engine_lowers_it_by_a_share_in_a_round(adaptive: AdaptiveConcurr
 
 
 def test_what_is_not_used_is_not_raised_but_lowered(adaptive: AdaptiveConcurrency) -> None:
-    assert observe(adaptive, IDLE, in_use=99) == 0
-    assert observe(adaptive, QUEUEING, in_use=99) < 0
+    assert observe(adaptive, IDLE, in_use=50) == 0
+    assert observe(adaptive, QUEUEING, in_use=50) == -64 * DECREASE
+    adaptive.observe({"e0": QUEUEING}, limit=100, in_use=0, finished=5)  # all at once: no round to divide by
 
 
 def test_a_queue_that_an_engine_is_taking_in_is_neither_full_nor_room(adaptive: AdaptiveConcurrency) -> None:

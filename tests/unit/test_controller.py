@@ -19,6 +19,7 @@ from arguments import (
 from miles_async.controller import Controller, Position
 from miles_async.errors import ContractViolation, EngineError, TrainerError, first_error
 from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.transports.choice import choose_transport
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
 
 
@@ -75,7 +76,9 @@ def bench(
     events: list[str] = []
     rollout, trainer, records = FakeRollout(events, age=age), FakeTrainer(events, buckets=1), Records()
     weights = WeightsArguments(update_weights_interval=interval)
-    publisher = WeightPublisher(trainer, FakeFleet([]), weights, tolerance=1e-3, backend="gloo")
+    fleet = FakeFleet([])
+    transport = choose_transport(weights, trainer, fleet, "cpu")
+    publisher = WeightPublisher(trainer, fleet, transport, weights, tolerance=1e-3)
     controller = Controller(
         rollout=rollout,  # type: ignore[arg-type]
         trainer=trainer,

@@ -51,7 +51,7 @@ SUFFIXES = (
 )
 MADE_LATER = {
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl"),  # by a run
-    *("ledger.sqlite", "readmit.json"),
+    *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt"),
     *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/"),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
     *("logs/router.0.log", "logs/trainer-0.log"),

@@ -214,6 +214,27 @@ async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> No
     assert setup.traffic.in_flight == 0
 
 
+async def test_a_thousand_cancelled_requests_are_not_a_thousand_aborts(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:  # covers: C10
+    monkeypatch.setattr("miles_async.engines.client._ABORT_CALLS", 2)
+    setup.engine.token_seconds = 10.0
+    tasks = [asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key=f"{i}")) for i in range(5)]
+    async with asyncio.timeout(5):
+        while len(setup.engine.requests) < 5:
+            await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(task.cancelled() for task in tasks)
+    assert len(setup.engine.aborted_ids) == 2
+    last = asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key="a"))
+    await asyncio.sleep(0.05)
+    last.cancel()
+    await asyncio.gather(last, return_exceptions=True)
+    assert len(setup.engine.aborted_ids) == 3  # those were over
+
+
 async def test_a_timed_out_request_is_aborted_and_retried(setup: Setup) -> None:  # covers: C3
     setup.engine.token_seconds = 10.0
     setup.client._request_timeout = 0.05

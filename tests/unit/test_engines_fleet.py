@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -161,6 +162,67 @@ async def test_abort_pause_ends_requests_before_it_pauses() -> None:
             assert setup.traffic.in_flight == 0
         assert engine.calls[0] == "/abort_request"
         assert engine.calls[-1] == "/pause_generation"
+
+
+async def test_engines_load_files_each_from_its_own_directory(tmp_path: Path) -> None:  # covers: C8, P4
+    async with started(2) as setup:
+        await setup.publish(("engine-0", "engine-1"), 0)
+        for index in range(2):
+            (tmp_path / str(index)).mkdir()
+            (tmp_path / str(index) / f"bucket-{index}.safetensors").touch()
+        await setup.fleet.pause(("engine-0", "engine-1"), "in_place")
+        errors = await setup.fleet.load_files({f"engine-{i}": str(tmp_path / str(i)) for i in range(2)}, 1, False)
+        assert errors == {"engine-0": None, "engine-1": None}
+        assert [servers[0].engine.loaded for servers in setup.servers] == [
+            ["bucket-0.safetensors"],
+            ["bucket-1.safetensors"],
+        ]
+        await setup.fleet.resume(("engine-0", "engine-1"))
+        assert not setup.registry.may_dispatch()  # new weights, not verified
+        await setup.fleet.admit(("engine-0", "engine-1"), 1)
+        assert setup.registry.may_dispatch()
+
+
+async def test_a_directory_that_an_engine_does_not_see_is_its_error() -> None:
+    async with started(1) as setup:
+        errors = await setup.fleet.load_files({"engine-0": "/nowhere"}, 1, True)
+        assert "/update_weights_from_disk: expected 200, found 400" in str(errors["engine-0"])
+
+
+async def test_functions_run_on_the_hosts_of_engines() -> None:
+    def work(directory: Path, argument: int) -> str:
+        return f"{directory.name} {argument}"
+
+    async with started(2, max_restarts=0) as setup:
+        for index, servers in enumerate(setup.servers):
+            servers[0].host_directory = Path(f"/host-{index}")
+        both = ("engine-0", "engine-1")
+        assert await setup.fleet.on_host(both, work, (7,)) == {"engine-0": "host-0 7", "engine-1": "host-1 7"}
+        await setup.servers[0][0].crash()
+        await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.GONE)
+        results = await setup.fleet.on_host(both, work, (7,))
+        assert isinstance(results["engine-0"], EngineError)
+        assert results["engine-1"] == "host-1 7"
+
+
+async def test_what_an_engine_holds_is_told_over_all_its_ranks() -> None:
+    async with started(1) as setup:
+        setup.servers[0][0].engine.held = [
+            {"w": '[[0,[2,4],[4,1],"float32","aa"]]', "norm": '[[0,[4],[1],"float32","cc"]]'},
+            {"w": '[[8,[2,4],[4,1],"float32","bb"]]', "norm": '[[0,[4],[1],"float32","cc"]]'},
+        ]
+        held = (await setup.fleet.held_weights(("engine-0",)))["engine-0"]
+        assert not isinstance(held, Exception)
+        first, second = held["w"]
+        assert (first.offset, first.shape, first.strides, first.dtype, first.digest) == (
+            0,
+            (2, 4),
+            (4, 1),
+            "float32",
+            "aa",
+        )
+        assert (second.offset, second.digest) == (8, "bb")
+        assert len(held["norm"]) == 2
 
 
 async def test_a_failing_engine_is_an_entry_not_an_exception() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -46,23 +47,26 @@ async def test_those_that_serve_and_run_are_asked_and_who_is_silent_is_left_out(
 ) -> None:
     # covers: C10
     monkeypatch.setattr(load, "LOAD_SECONDS", 0.2)
-    server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
-    async with FakeEngine() as busy, FakeEngine() as idle, FakeEngine() as paused, FakeEngine() as joining, server:
-        host, port = server.sockets[0].getsockname()
-        registry = registry_of(
-            busy.url, idle.url, paused.url, joining.url, f"http://{host}:{port}", "http://127.0.0.1:1"
-        )
-        registry.engines["engine-2"].paused = True
-        registry.engines["engine-3"].state = EngineState.JOINING
-        request = asyncio.ensure_future(_post(http, busy.url))
-        while not busy.running:
-            await asyncio.sleep(0.001)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody answers
+        silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with FakeEngine() as busy, FakeEngine() as idle, FakeEngine() as paused, FakeEngine() as joining:
+            urls = (busy.url, idle.url, paused.url, joining.url, silent_url, "http://127.0.0.1:1")
+            await _check_who_is_asked(http, busy, registry_of(*urls))
+
+
+async def _check_who_is_asked(http: Http, busy: FakeEngine, registry: EngineRegistry) -> None:
+    registry.engines["engine-2"].paused = True
+    registry.engines["engine-3"].state = EngineState.JOINING
+    request = asyncio.ensure_future(_post(http, busy.url))
+    while not busy.running:  # noqa: ASYNC110, the fake tells nobody
+        await asyncio.sleep(0.001)
+    async with asyncio.timeout(5):
         loads = await Loads(registry, http).loads()
-        assert set(loads) == {"engine-0", "engine-1"}
-        assert loads["engine-1"] == EngineLoad(running=0, waiting=0, kv_use=0.0)
-        assert (loads["engine-0"].running, loads["engine-0"].waiting) == (1, 0)
-        assert 4 / KV_TOKENS <= loads["engine-0"].kv_use < 0.5
-        request.cancel()
+    assert set(loads) == {"engine-0", "engine-1"}
+    assert loads["engine-1"] == EngineLoad(running=0, waiting=0, kv_use=0.0)
+    assert (loads["engine-0"].running, loads["engine-0"].waiting) == (1, 0)
+    assert 4 / KV_TOKENS <= loads["engine-0"].kv_use < 0.5
+    request.cancel()
 
 
 async def _post(http: Http, url: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from arguments import RolloutArguments
 from miles_async.errors import ContractViolation, LedgerError, RequestRejectedError, TransientEngineError
-from miles_async.rollout import ledger_writer
+from miles_async.rollout import queued_writer
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
@@ -124,7 +124,7 @@ class Run:
             batches=None,  # type: ignore[arg-type]  # this test cuts without making train data
             evaluator=None,
             put=lambda shard: shard,
-            ledger=self.ledger,
+            writers=(self.ledger,),
         )
 
     async def publish(self, version: int) -> None:
@@ -235,12 +235,12 @@ async def test_a_disk_error_ends_the_run_once_and_never_reaches_the_dispatcher(
     assert "disk is full" in str(error)
     assert "--run-dir" in str(error)
     run.ledger.issued(make_attempt(10**6))  # what comes later is not kept, and raises nothing
-    assert not run.ledger._events
+    assert not run.ledger._waiting
 
 
 async def test_a_disk_that_hangs_is_an_error_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C10
-    monkeypatch.setattr(ledger_writer, "WRITE_TIMEOUT", 0.05)
+    monkeypatch.setattr(queued_writer, "WRITE_TIMEOUT", 0.05)
     writer = LedgerWriter(tmp_path / "ledger.sqlite", flush_seconds=0.001)
     writer._writing.acquire()
     error = await _raises(writer.run(), LedgerError)

@@ -87,7 +87,7 @@ class TestRows:
     def test_blank_lines_are_counted_and_skipped(self, tmp_path: Path):
         path = tmp_path / "train.jsonl"
         path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "label": "1"}\r\n\n  \n{"prompt": "b", "label": "2"}')
-        prompts = source_of(path).all_prompts()
+        prompts = list(source_of(path).all_prompts())
         assert [(prompt.prompt_id, prompt.text) for prompt in prompts] == [
             ("train.jsonl:1", "a"),
             ("train.jsonl:4", "b"),
@@ -209,7 +209,7 @@ class TestTooLongPrompts:
 
     def test_a_prompt_of_exactly_the_limit_is_taken(self, tmp_path: Path):
         source = source_of(self.path(tmp_path), rollout_max_prompt_len=9)
-        assert len(source.all_prompts()) == 5
+        assert len(list(source.all_prompts())) == 5
         assert source.skipped_too_long == 0
 
     def test_an_epoch_without_any_usable_prompt_is_an_error(self, tmp_path: Path):
@@ -217,7 +217,7 @@ class TestTooLongPrompts:
         with pytest.raises(DataError, match=r"all 5 prompts have more than 2 tokens: raise --rollout-max-prompt-len"):
             source.take(1)
         with pytest.raises(DataError, match="raise --rollout-max-prompt-len"):
-            source.all_prompts()
+            list(source.all_prompts())
 
     def test_resuming_behind_the_last_usable_prompt_is_not_an_error(self, tmp_path: Path):
         flags: dict[str, Any] = {"rollout_max_prompt_len": 3, "rollout_shuffle": False}

@@ -9,17 +9,20 @@ import pytest
 
 from arguments import WeightsArguments
 from miles_async.errors import EngineError, PublicationError
+from miles_async.types import HeldPart
 from miles_async.weights.publisher import WeightPublisher
-from tests.fakes.fake_sides import FakeFleet, FakeTrainer
+from miles_async.weights.transports.choice import choose_transport
+from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer
 
 
-def make(fleet: FakeFleet, engines_timeout: float = 10.0, **arguments: object) -> WeightPublisher:
+def make(fleet: FakeFleet, engines_timeout: float = 10.0, **flags: object) -> WeightPublisher:
+    trainer, arguments = FakeTrainer(fleet.events), WeightsArguments(**flags)
     return WeightPublisher(
-        FakeTrainer(fleet.events),
+        trainer,
         fleet,
-        WeightsArguments(**arguments),
+        choose_transport(arguments, trainer, fleet, "cpu"),
+        arguments,
         tolerance=1e-3,
-        backend="gloo",
         engines_timeout=engines_timeout,
         poll_seconds=0.01,
     )
@@ -165,3 +168,60 @@ async def test_lag_sends_the_weights_of_earlier_versions_under_their_own_name() 
     publisher = make(fleet, debug_publication_lag=2)
     sent = [(await publisher.publish(version)).sent_version for version in range(5)]
     assert sent == [0, 0, 0, 1, 2]
+
+
+# ------------------------------------------------------------------------- transports of independent engines
+async def test_order_of_a_publication_by_files() -> None:
+    # covers: C8, P4
+    fleet = FakeFleet([])
+    publication = await make(fleet, weight_transport="disk").publish(0)
+    assert fleet.events == [
+        "stage 0", "probe", "host expect_staged", "pause retract", "flush", "load ['staged/0']", "resume", "score",
+        "admit 0",
+    ]  # fmt: skip
+    assert publication.engines == ("engine-0",)
+    assert (publication.total_bytes, publication.sent_fraction) == (16, 1.0)
+
+
+@pytest.mark.parametrize(
+    "step", ["probe", "host expect_staged", "pause retract", "flush", "load ['staged/3']", "resume"]
+)
+async def test_engine_that_fails_alone_is_fenced_alone(step: str) -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    fleet.faults[step] = {"engine-1"}
+    publication = await make(fleet, weight_transport="disk").publish(3)
+    assert fleet.serving == ["engine-0", "engine-2"]
+    assert publication.fenced == ("engine-1",)
+    assert not fleet.paused & {"engine-0", "engine-2"}
+    assert fleet.events.count("load ['staged/3']") == 1, "the others have everything already"
+
+
+# --------------------------------------------------------------------------------------- --verify-weights full
+async def test_digests_are_compared_before_anybody_goes_on() -> None:
+    # covers: C8
+    fleet = FakeFleet([])
+    await make(fleet, verify_weights="full").publish(0)
+    assert fleet.events[-5:] == ["end", "digests", "resume", "score", "admit 0"]
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+async def test_engine_that_holds_something_else_is_fenced_and_nothing_is_committed_for_it(transport: str) -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    wrong = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest="ff")
+    fleet.held["engine-0"] = {"t0": [wrong], "t1": [wrong]}
+    publisher = make(fleet, weight_transport=transport, verify_weights="full")
+    publication = await publisher.publish(1)
+    assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
+    assert fleet.serving == ["engine-1"]
+    assert "t0 has other elements than were sent (and 1 of 2 more tensors)" in publisher._last_loss
+
+
+async def test_tensors_that_are_skipped_may_differ() -> None:
+    # covers: M17
+    fleet = FakeFleet([])
+    right = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
+    fleet.held["engine-0"] = {"t1": [right]}
+    publication = await make(fleet, verify_weights="full", verify_weights_skip=("t0", "rotary")).publish(1)
+    assert publication.engines == ("engine-0",)

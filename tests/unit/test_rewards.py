@@ -6,17 +6,23 @@ import asyncio
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
+import psutil
 import pytest
+from msgspec import structs
 
-from arguments import RolloutArguments
-from arguments.specification import flag_specifications
+from arguments import RewardArguments
+from arguments.rewards import REWARD_NAMES, parse_rm_type
 from miles_async.errors import ConfigurationError, RewardError
 from miles_async.hooks import load_object
 from miles_async.protocols import Generate, GroupFilter, PromptSource, Reward
-from miles_async.rewards.hub import REWARDS, GuardedReward, exact_match, resolve_reward
+from miles_async.rewards.exact_match import exact_match
+from miles_async.rewards.hub import GuardedReward, RewardHub, resolve_reward
+from miles_async.rollout.manager import RolloutManager
 from miles_async.types import Prompt, Sample
 
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
@@ -55,23 +61,92 @@ class TestExactMatch:
             await exact_match(Prompt(prompt_id="t:1", token_ids=(1,), text="rev"), sample("21"))
 
 
-class TestHub:
-    def test_names_are_the_choices_of_the_flag(self):
-        assert set(REWARDS) == set(flag_specifications()["rm_type"].choices)
+def hub_with(rm_type: str | None, **rewards: Any) -> RewardHub:
+    """A hub where some rewards are constants, or errors."""
 
-    def test_every_reward_satisfies_the_protocol(self):
-        for name in REWARDS:
-            assert isinstance(resolve_reward(RolloutArguments(rm_type=name)), Reward)
+    def constant(value: Any) -> Reward:
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return reward
+
+    hub = RewardHub(RewardArguments(rm_type=rm_type))
+    hub.rewards |= {name: constant(value) for name, value in rewards.items()}
+    return hub
+
+
+class TestHub:
+    def test_names_are_those_that_flags_may_say(self):
+        assert set(RewardHub(RewardArguments()).rewards) == set(REWARD_NAMES)
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ("math", (("math", 1.0),)),
+            ("math:1.0+format:0.1", (("math", 1.0), ("format", 0.1))),
+            ("f1 + format:-0.5", (("f1", 1.0), ("format", -0.5))),
+            ("", ()),
+        ],
+    )
+    def test_notation_of_sums(self, text: str, parts: tuple[tuple[str, float], ...]):
+        assert parse_rm_type(text) == parts
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("maths", "--rm-type: expected one of exact_match, .* found 'maths'; did you mean math?"),
+            ("math+", "--rm-type: expected one of .* found ''"),
+            ("math:", "--rm-type math:: expected a number after math:, found ''"),
+            ("math:nan", "--rm-type math:nan: expected a number"),
+            ("math:1:2", "--rm-type math:1:2: expected a number"),
+        ],
+    )
+    def test_what_is_no_sum_is_refused(self, text: str, message: str):
+        with pytest.raises(ConfigurationError, match=message):
+            resolve_reward(RewardArguments(rm_type=text))
+
+    async def test_a_weighted_sum(self):
+        hub = hub_with("math:1.0+format:0.1+f1:-2", math=1.0, format=1.0, f1=0.25)
+        assert await hub(PROMPT, sample("21")) == pytest.approx(0.6)
+
+    async def test_a_part_that_fails_is_an_error_of_the_sum_not_a_zero_in_it(self):
+        hub = hub_with("math:1.0+format:0.1", math=RewardError("cannot tell"), format=1.0)
+        with pytest.raises(RewardError, match="math: cannot tell"):
+            await hub(PROMPT, sample("21"))
+
+    async def test_a_row_may_name_its_own_reward(self):
+        hub = hub_with("math", math=0.0, f1=0.5, format=1.0)
+        row = structs.replace(PROMPT, metadata={"rm_type": "f1:2+format"})
+        assert await hub(row, sample("21")) == 2.0
+        assert await hub(PROMPT, sample("21")) == 0.0
+
+    async def test_a_row_that_names_nothing_known_is_an_error_that_names_it(self):
+        row = structs.replace(PROMPT, metadata={"rm_type": "gpqa"})
+        with pytest.raises(RewardError, match=r"t:1, rm_type in its metadata: .* found 'gpqa'"):
+            await hub_with("math")(row, sample("21"))
+        with pytest.raises(RewardError, match="remote_rm: no server: give --rm-url"):
+            await hub_with("math")(structs.replace(PROMPT, metadata={"rm_type": "remote_rm"}), sample("21"))
 
     async def test_own_reward(self, hooks: types.ModuleType):
-        reward = resolve_reward(RolloutArguments(custom_rm_path="own_hooks:good"))
+        reward = resolve_reward(RewardArguments(custom_rm_path="own_hooks:good"))
         assert await reward(PROMPT, sample("21")) == await hooks.good(PROMPT, sample("21"))
 
-    def test_nothing_and_unknown_are_refused(self):
+    def test_nothing_is_refused(self):
         with pytest.raises(ConfigurationError, match="no reward: give --rm-type"):
-            resolve_reward(RolloutArguments())
-        with pytest.raises(ConfigurationError, match="--rm-type maths: expected one of exact_match"):
-            resolve_reward(RolloutArguments(rm_type="maths"))
+            resolve_reward(RewardArguments())
+
+    async def test_closing_ends_what_the_reward_started(self, hooks: types.ModuleType):
+        reward = resolve_reward(RewardArguments(rm_type="math"))
+        assert await reward(PROMPT, sample("21")) == 1.0
+        await reward.close()
+        assert not [child for child in psutil.Process().children() if "miles_async.rewards.worker" in child.cmdline()]
+
+        own = resolve_reward(RewardArguments(custom_rm_path="own_hooks:Closable"))
+        await own.close()
+        assert hooks.closed
+        await resolve_reward(RewardArguments(custom_rm_path="own_hooks:good")).close()  # it has nothing to close
 
 
 class TestGuardedReward:
@@ -113,6 +188,9 @@ async def extra(prompt, sample, *, scale=2.0): return scale
 def keep(group): return None
 class Good:
     async def __call__(self, prompt, sample): return 0.5
+closed = []
+class Closable(Good):
+    async def close(self): closed.append(True)
 class NeedsArguments:
     def __init__(self, path): pass
 class Source:
@@ -162,3 +240,32 @@ class TestHooks:
             load_object("broken_hooks:f", Reward, "--custom-rm-path")
         with pytest.raises(ConfigurationError, match="importing raising_hooks failed: ZeroDivisionError"):
             load_object("raising_hooks:f", Reward, "--custom-rm-path")
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a user's close")])
+async def test_the_manager_closes_the_reward_and_then_stops_engines_whatever_that_raises(error: Exception | None):
+    """# covers: C10"""
+    ended: list[str] = []
+
+    async def close_reward() -> None:
+        ended.append("reward")
+        if error is not None:
+            raise error
+
+    class Engines:
+        async def stop(self) -> None:
+            ended.append("engines")
+
+    manager = RolloutManager(
+        engines=Engines(),  # type: ignore[arg-type]
+        source=None,  # type: ignore[arg-type]
+        dispatcher=None,  # type: ignore[arg-type]
+        batches=None,  # type: ignore[arg-type]
+        evaluator=None,
+        close_reward=close_reward,
+        put=lambda shard: shard,
+    )
+    manager.last_stats = AsyncMock()  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) if error else nullcontext():
+        await manager.stop()
+    assert ended == ["reward", "engines"]

@@ -2,8 +2,9 @@
 
 - A strided split is scattered to tensor-parallel ranks: gloo ignores strides, so row-parallel weights
   come out permuted at TP > 1.
-- The expert number is parsed out of TEGroupedMLP's parameter names only; SequentialMLP's experts
-  (``local_experts.3.linear_fc1.weight``) are exported and numbered over expert-parallel ranks wrongly.
+- The number of an expert is looked for at the end of TEGroupedMLP's parameter names (``linear_fc1.weight3``) only.
+  SequentialMLP's (``local_experts.3.linear_fc1.weight``) are numbered and sorted wrongly over expert-parallel
+  ranks, and some families have no mapping for them at all. The bridge gets to see TEGroupedMLP's names instead.
 
 ``tests/integration/test_megatron_compat.py`` fails when upstream no longer needs one of them.
 """
@@ -31,8 +32,7 @@ def apply() -> bool:
     if not _applied:
         _applied = True
         _scatter_contiguous_splits()
-        _gather_sequential_experts()
-        _number_sequential_experts()
+        _name_experts_as_grouped()
     return True
 
 
@@ -47,33 +47,22 @@ def _scatter_contiguous_splits() -> None:
     MegatronParamMapping.scatter_to_tp_ranks = scatter_to_tp_ranks
 
 
-def _gather_sequential_experts() -> None:
-    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+def _name_experts_as_grouped() -> None:
+    from megatron.bridge.models.conversion import model_bridge, param_mapping
 
-    gather = MegatronParamMapping.gather_from_ep_ranks
+    unwrap = model_bridge.MegatronModelBridge._unwrap_name
+    find = model_bridge.get_module_and_param_from_name
 
-    def gather_from_ep_ranks(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = self.megatron_param
-        self.megatron_param = re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.(?:weight|bias))$", r"\2\1", name)
+    def _unwrap_name(self: Any, name: str) -> str:
+        return re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d\.(?:weight|bias))$", r".\2\1", unwrap(self, name))
+
+    def get_module_and_param_from_name(models: Any, param_name: str, vp_stage: int | None = None) -> Any:
+        sequential = re.sub(r"\.experts\.(linear_fc\d\.(?:weight|bias))(\d+)$", r".experts.local_experts.\2.\1", param_name)
         try:
-            return gather(self, *args, **kwargs)
-        finally:
-            self.megatron_param = name
+            return find(models, sequential, vp_stage)
+        except ValueError:  # TEGroupedMLP, if any
+            return find(models, param_name, vp_stage)
 
-    MegatronParamMapping.gather_from_ep_ranks = gather_from_ep_ranks
-
-
-def _number_sequential_experts() -> None:
-    from megatron.bridge.models.conversion import model_bridge
-
-    rename = model_bridge._megatron_local_name_to_global
-
-    def _megatron_local_name_to_global(models: Any, config: Any, param_name: str, vp_stage: Any = None) -> str:
-        name = rename(models, config, param_name, vp_stage)
-        if not config.num_moe_experts:
-            return name
-        group = model_bridge.parallel_state.get_expert_model_parallel_group()
-        first = config.num_moe_experts // group.size() * group.rank()
-        return re.sub(r"(\.local_experts\.)(\d+)\.", lambda match: f"{match[1]}{int(match[2]) + first}.", name)
-
-    model_bridge._megatron_local_name_to_global = _megatron_local_name_to_global
+    model_bridge.MegatronModelBridge._unwrap_name = _unwrap_name
+    for module in (model_bridge, param_mapping):
+        module.get_module_and_param_from_name = get_module_and_param_from_name

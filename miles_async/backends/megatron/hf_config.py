@@ -14,6 +14,9 @@ from typing import Any
 from arguments.model import ModelArguments
 from miles_async.errors import ConfigurationError
 
+# ``model_type`` of what tests/integration/test_megatron_families.py compares with transformers in every layout of ranks.
+VERIFIED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "glm4_moe", "deepseek_v3")
+
 # The constants of megatron-core's llama3 rope scaling (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -57,6 +60,42 @@ def check_layout(config: Mapping[str, Any], model: ModelArguments, world_size: i
         raise ConfigurationError(
             f"--pipeline-model-parallel-size {pipeline} does not divide num_hidden_layers {layers}"
         )
+    _check_expert_layout(config, model, world_size)
+
+
+def _check_expert_layout(config: Mapping[str, Any], model: ModelArguments, world_size: int) -> None:
+    expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_size
+    experts = num_experts(config)
+    if not experts:
+        if expert > 1 or model.expert_tensor_parallel_size is not None:
+            raise ConfigurationError(
+                "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixture-of-experts models, "
+                f"config.json (model_type {config.get('model_type')!r}) has no experts: leave them out"
+            )
+        return
+    if expert < 1 or experts % expert:
+        raise ConfigurationError(f"--expert-model-parallel-size {expert} does not divide {experts} experts")
+    size = config["moe_intermediate_size"]
+    if size % expert_tensor:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {expert_tensor} does not divide moe_intermediate_size {size}"
+        )
+    if world_size % (expert_tensor * expert * model.pipeline_model_parallel_size):
+        raise ConfigurationError(
+            f"{world_size} trainer ranks are not a multiple of --expert-tensor-parallel-size {expert_tensor} × "
+            f"--expert-model-parallel-size {expert} × --pipeline-model-parallel-size "
+            f"{model.pipeline_model_parallel_size}; change these or --actor-num-gpus-per-node"
+        )
+    if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
+        raise ConfigurationError(
+            "megatron trains experts under tensor parallelism only with --sequence-parallel: "
+            "remove --no-sequence-parallel or --tensor-model-parallel-size"
+        )
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Routed experts per layer, 0 for a dense model."""
+    return next((config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0)
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
@@ -67,43 +106,80 @@ def rope_theta(config: Mapping[str, Any]) -> float:
     return float(theta)
 
 
+def provider_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of megatron's config that the bridge (0.3) misses next to transformers 5; without them every logit is
+    wrong, though the export is clean. ``config``: with transformers' defaults filled in.
+    """
+    theta = rope_theta(config)
+    fields: dict[str, Any] = {
+        "rotary_base": int(theta) if theta.is_integer() else theta,
+        "rotary_percent": _rotary_share(config),
+    }
+    if _is_latent(config):
+        fields["q_lora_rank"] = config["q_lora_rank"]  # none at all is a choice too
+        if _rope_kind(config) == "default":
+            fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}  # megatron's default: yarn, 40 times longer
+    return fields
+
+
 def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     kind = config.get("model_type", "")
-    yield from _rope_problems(config)
+    if kind not in VERIFIED:
+        yield f"model_type {kind!r} is not among those whose logits were compared with transformers: {', '.join(VERIFIED)}"
+    yield from _rope_problems(config, kind)
     yield from _expert_problems(config, kind)
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     if windowed or "sliding_attention" in (config.get("layer_types") or ()):
         yield "sliding_window: attention would span the whole sequence"
-    if config.get("attention_bias"):
+    if config.get("attention_bias") and kind != "glm4_moe":
         yield "attention_bias true: biases would be dropped"
     if config.get("mlp_bias"):
         yield "mlp_bias true: biases would be dropped"
 
 
-def _rope_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _is_latent(config: Mapping[str, Any]) -> bool:
+    """Multi-head latent attention (DeepSeek)."""
+    return "kv_lora_rank" in config
+
+
+def _rope_kind(config: Mapping[str, Any]) -> str:
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return scaling.get("rope_type", scaling.get("type")) or "default"
+
+
+def _rotary_share(config: Mapping[str, Any]) -> float:
+    rope = config.get("rope_parameters") or {}
+    return config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+
+
+def _rope_problems(config: Mapping[str, Any], kind: str) -> Iterator[str]:
     rope = config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in rope.values()):
         yield "rope_parameters per layer type: one rotary base is used for all layers"
         return
-    scaling = config.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "llama3":
+    rope_kind, scaling = _rope_kind(config), config.get("rope_scaling") or rope
+    if rope_kind == "llama3":
         for name, expected in LLAMA3_ROPE.items():
             if scaling.get(name, expected) != expected:
                 yield f"rope scaling llama3 with {name} {scaling[name]}: only {expected} is implemented"
-    elif kind not in (None, "default"):
-        yield f"rope scaling {kind!r}: positions would be rotated wrongly"
-    if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
+    elif rope_kind != "default" and not (rope_kind == "yarn" and _is_latent(config)):
+        yield f"rope scaling {rope_kind!r}: positions would be rotated wrongly"
+    if _rotary_share(config) != 1.0 and kind != "glm4_moe":
         yield "partial_rotary_factor: not verified"
+    if _is_latent(config) and not config.get("rope_interleave", True):
+        yield "rope_interleave false: positions would be rotated wrongly"
 
 
 def _expert_problems(config: Mapping[str, Any], kind: str) -> Iterator[str]:
-    if not (config.get("num_experts") or config.get("num_local_experts")):
+    if not num_experts(config):
         return
     # transformers leaves norm_topk_prob out of config.json when it has its default: False for qwen*_moe.
-    if "moe" in kind and not config.get("norm_topk_prob", False):
+    if not config.get("norm_topk_prob", "moe" not in kind or kind == "glm4_moe"):
         yield "norm_topk_prob false: router weights would be normalised all the same"
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step other than 1: every layer would get experts"
     if config.get("mlp_only_layers"):
         yield "mlp_only_layers: every layer would get experts"
+    # transformers ranks groups by their 2 best experts, megatron by their num_experts_per_tok / topk_group best.
+    if (config.get("n_group") or 1) > 1 and config["num_experts_per_tok"] // config["topk_group"] != 2:
+        yield "n_group with num_experts_per_tok / topk_group other than 2: other groups of experts would be chosen"

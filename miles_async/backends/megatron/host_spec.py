@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -26,6 +25,13 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        # In fp32, as Transformer Engine and transformers do: 1 + w has few bits left for w in bfloat16.
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class SdpaAttention(MegatronModule):
@@ -51,7 +57,7 @@ class SdpaAttention(MegatronModule):
         if packed_seq_params is None:
             out = self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
             return out.reshape(*out.shape[:2], -1)
-        out = torch.zeros_like(query)
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for index, valid in padded_groups(packed_seq_params.cu_seqlens_q):
             group = self._attend(query[index], key[index], value[index])
             out = out.index_put((index[valid],), group[valid])
@@ -89,23 +95,19 @@ def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield start + position.minimum(length - 1), position < length
 
 
-def host_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
-    layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = SdpaAttention
-    return spec
-
-
 def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[host_layer_spec(config)] * layers, layer_norm=RMSNorm)
+    """The layers of this pipeline stage, dense and mixture, and the final norm."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    assert config.normalization == "RMSNorm", f"the host spec has no {config.normalization}"
+    block.layer_norm = RMSNorm
+    for spec in block.layer_specs:
+        layer: Any = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = SdpaAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.__dict__.update(dict.fromkeys({"k_layernorm", "kv_layernorm"} & vars(attention).keys(), RMSNorm))
+    return block

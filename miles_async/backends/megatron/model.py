@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_model_config
 
 from arguments.model import ModelArguments
 from arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron import adam_state, hf_config
+from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config
 from miles_async.backends.megatron.platform import Platform
 
 
@@ -40,10 +42,23 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
     ``trainable`` wraps it in DistributedDataParallel with a distributed optimizer's buffers; without, it is
     frozen, for use as a reference. Raises ConfigurationError for what would be trained wrongly.
     """
-    config = hf_config.read_config(directory)
-    hf_config.check_model(config, directory)
+    hf_config.check_model(hf_config.read_config(directory), directory)
     bridge = AutoBridge.from_hf_pretrained(str(directory))
-    provider = _provider(bridge, model, platform)
+    config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
+    hf_config.check_model(config, directory)
+    provider = _provider(bridge, config, model, platform)
+
+    def check(modules: list[Any]) -> list[Any]:
+        coverage.check(bridge, modules)
+        return modules
+
+    def enforce_dtype(modules: list[Any]) -> list[Any]:
+        for module in modules:
+            dtypes.enforce(module, provider.params_dtype)
+        return modules
+
+    provider.register_pre_wrap_hook(check, prepend=True)  # before the bridge's own, which loads the weights
+    provider.register_pre_wrap_hook(enforce_dtype)
     if not parallel_state.is_initialized():
         provider.initialize_model_parallel(seed=model.seed)
     ddp = DistributedDataParallelConfig(
@@ -56,6 +71,7 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
         data_parallel_random_init=False,
         use_cpu_initialization=platform.device == "cpu",
         bf16=model.bf16,
+        mixed_precision_wrapper=dtypes.MixedPrecision,
     )
     if trainable:
         get_model_config(modules[0]).finalize_model_grads_func = finalize_model_grads
@@ -109,28 +125,38 @@ def make_optimizer(
     return optimizer, scheduler
 
 
-def _provider(bridge: Any, model: ModelArguments, platform: Platform) -> Any:
+def _provider(bridge: Any, config: Mapping[str, Any], model: ModelArguments, platform: Platform) -> Any:
     provider = bridge.to_megatron_provider(load_weights=True)
-    theta = hf_config.rope_theta(bridge.hf_pretrained.config.to_dict())
-    # With transformers 5 the bridge (0.3) misses rope_parameters and keeps megatron's default: the export is
-    # clean all the same, and every logit is wrong.
-    provider.rotary_base = int(theta) if theta.is_integer() else theta
+    for name, value in hf_config.provider_fields(config).items():
+        setattr(provider, name, value)
     # The bridge (0.3) skips initialisation, as the weights are loaded anyway; but only initialisation marks
     # parameters as tensor-parallel, and without the marks the gradient norm counts tensor rank 0's shards alone.
     provider.perform_initialization = True
-    provider.transformer_layer_spec = platform.layer_spec()
+    provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
     provider.tensor_model_parallel_size = model.tensor_model_parallel_size
     provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size
+    provider.expert_model_parallel_size = model.expert_model_parallel_size
+    provider.expert_tensor_parallel_size = model.expert_tensor_size
     provider.sequence_parallel = model.sequence_parallel and model.tensor_model_parallel_size > 1
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
     provider.bf16, provider.fp16 = model.bf16, False
+    provider.attention_backend = AttnBackend.auto  # Gemma's choice suits an old Transformer Engine
     for name, enabled in platform.fusions.items():
         setattr(provider, name, enabled)
     # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = True  # packed micro-batches differ in length
     provider.moe_token_dispatcher_type = "alltoall"  # the only one that takes them
+    provider.moe_router_dtype = "fp32"  # engines route in fp32 too, and rounding would choose other experts
+    if provider.moe_router_enable_expert_bias:
+        provider.moe_router_score_function = "sigmoid"  # in transformers by definition, so config.json may omit it
+    # The policy gradient alone moves the weights: no balancing loss, no drift of router biases, no extra layers.
+    provider.moe_router_load_balancing_type = "none"
+    provider.moe_aux_loss_coeff = 0.0
+    provider.moe_z_loss_coeff = None
+    provider.moe_router_bias_update_rate = 0.0
+    provider.mtp_num_layers = None
     if model.recompute_granularity:
         provider.recompute_granularity = model.recompute_granularity
         if model.recompute_granularity == "full":

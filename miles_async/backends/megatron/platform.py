@@ -24,6 +24,7 @@ HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(
         "apply_rope_fusion",
         "moe_grouped_gemm",
         "moe_permute_fusion",
+        "moe_shared_expert_overlap",
         "cross_entropy_loss_fusion",
         "persist_layer_norm",
     ),
@@ -82,12 +83,10 @@ class Platform:
         bridge_fixes.apply()
         return device
 
-    def layer_spec(self) -> Callable[..., Any]:
-        """For ``GPTModelProvider.transformer_layer_spec``."""
+    def layer_spec(self, of_bridge: Callable[..., Any]) -> Callable[..., Any]:
+        """For ``GPTModelProvider.transformer_layer_spec``; ``of_bridge``: what the bridge takes, Transformer Engine's."""
         if self.transformer_engine:
-            from megatron.bridge.models.gpt_provider import transformer_engine_layer_spec
-
-            return transformer_engine_layer_spec
+            return of_bridge
         from miles_async.backends.megatron.host_spec import host_block_spec
 
         return host_block_spec

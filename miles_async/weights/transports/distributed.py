@@ -1,106 +1,102 @@
-"""Weights over a torch process group of their own: NCCL between GPUs, gloo between hosts.
+"""``distributed``: staged buckets are broadcast over one process group of the sending rank and the engines.
 
-Rank 0 is the trainer's sending rank, the others are the engines (SGLang joins with ``init_custom_process_group``). The
-group stands apart from the trainer's default group: own store, own name, own timeout.
+The other half, in the sending rank, is ``senders/distributed.py``.
 """
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import structlog
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
-
-log = structlog.get_logger(__name__)
-
-JOIN_SECONDS = 30.0  # an engine that is up joins in less than a second
+from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
+from miles_async.types import StagedWeights
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Group:
-    store: dist.TCPStore  # listens as long as the group lives
-    world_size: int
-    process_group: dist.ProcessGroup | None = None
+    name: str
+    engines: tuple[str, ...]
 
 
-class DistributedSender:
-    """Implements WeightSender. A member that fails or stays away breaks the group, not the trainer:
+class DistributedTransport:
+    """Implements WeightTransport. The group is kept as long as engines stay the same and nobody fails."""
 
-    it is logged here and reported by the receivers; sending to a broken group does nothing.
-    """
+    shares_fate = True  # a member that fails breaks the group for all, and whose fault it was can't be told
+    sent_fraction = 1.0
 
-    def __init__(self, *, address: str, backend: str, device: torch.device, timeout_seconds: float) -> None:
-        """``address``: where engines reach this process. ``timeout_seconds``: of one tensor and, at most, of a join."""
-        self._address = address
+    def __init__(self, trainer: TrainerSide, fleet: EngineFleet, *, backend: str, flush_cache: bool) -> None:
+        """``backend``: "gloo" or "nccl". ``flush_cache``: after every bucket, see ``EngineFleet.receive_bucket``."""
+        self._trainer = trainer
+        self._fleet = fleet
         self._backend = backend
-        self._device = device
-        self._timeout = datetime.timedelta(seconds=timeout_seconds)
-        self._join_timeout = datetime.timedelta(seconds=min(timeout_seconds, JOIN_SECONDS))
-        self._groups: dict[str, _Group] = {}
+        self._flush_cache = flush_cache
+        self._group: _Group | None = None
+        self._groups_made = 0
 
-    def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
-        """Listen; the port is the system's choice. Returns (address, port) for the engines to join at."""
-        assert group_name not in self._groups, f"process group {group_name} is open already"
-        store = dist.TCPStore(
-            self._address, 0, world_size, is_master=True, timeout=self._join_timeout, wait_for_workers=False
+    async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+        """One process group of the sending rank and exactly these engines."""
+        if self._group is not None and set(self._group.engines) == set(engines):
+            return dict.fromkeys(engines)
+        await self.close()
+        ranks = (await self._fleet.members()).ranks
+        world_size = 1 + sum(ranks.get(engine, 1) for engine in engines)
+        self._groups_made += 1
+        name = f"weights-{self._groups_made}"
+        address, port = await self._trainer.call_sender("open_group", (name, world_size))
+        self._group = _Group(name, tuple(engines))
+        errors = await self._together(
+            self._trainer.call_sender("join_group", (name,)),
+            self._fleet.connect(engines, name, address, port, world_size, self._backend),
         )
-        self._groups[group_name] = _Group(store, world_size)
-        return self._address, store.port
+        if _failed(errors):
+            await self.close()
+        return errors
 
-    def join_group(self, group_name: str) -> None:
-        """Returns when all members are there, or when they were not within the timeout."""
-        group = self._groups[group_name]
-        try:
-            group.process_group = self._new_process_group(group_name, group)
-        except RuntimeError as error:  # supervision point: engines fail, the trainer goes on
-            log.warning("process group incomplete", group=group_name, world_size=group.world_size, error=str(error))
+    async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+        """All buckets to all engines, or, as soon as one of them fails, nothing more to anybody."""
+        errors = await self.prepare(staged, engines)
+        if _failed(errors):
+            return errors
+        errors = await self._fleet.begin_update(engines)
+        for index in range(len(staged.buckets)):
+            if not _failed(errors):
+                errors = await self._send_bucket(staged, index, engines)
+        if not _failed(errors):
+            errors = await self._fleet.end_update(engines)
+        if _failed(errors):
+            await self.close()
+            await self._fleet.end_update(engines)  # of those that had begun; a session must not stay open
+        return errors
 
-    def send(self, group_name: str, tensors: Sequence[Any]) -> None:
-        """Broadcast in order; returns when the last has left."""
-        group = self._groups.get(group_name)
-        if group is None or group.process_group is None:
+    async def close(self) -> None:
+        """Leave the process group."""
+        if self._group is None:
             return
-        try:
-            for tensor in tensors:
-                dist.broadcast(tensor.to(self._device), src=0, group=group.process_group)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        except RuntimeError as error:  # supervision point: as in join_group
-            log.warning("process group broke while sending", group=group_name, error=str(error))
-            self._destroy(group)
+        group, self._group = self._group, None
+        await self._trainer.call_sender("leave_group", (group.name,))
+        # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
+        await self._fleet.disconnect(group.engines, group.name)
 
-    def leave_group(self, group_name: str) -> None:
-        """No-op if there is no such group."""
-        if group := self._groups.pop(group_name, None):
-            self._destroy(group)
-
-    def _new_process_group(self, name: str, group: _Group) -> dist.ProcessGroup:
-        """What SGLang does on its side (init_custom_process_group), as rank 0.
-
-        ``dist.new_group`` can't: its members would have to be ranks of the trainer's own world.
-        """
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # the current device is per thread, and this is not the trainer's
-        process_group, _ = _new_process_group_helper(
-            group.world_size,
-            0,
-            [],
-            Backend(self._backend),
-            PrefixStore(name, group.store),
-            group_name=name,
-            timeout=self._join_timeout,
+    async def _send_bucket(self, staged: StagedWeights, index: int, engines: Sequence[str]) -> EngineErrors:
+        """Both ends at once: the trainer broadcasts while the engines receive."""
+        assert self._group is not None
+        name, tensors = self._group.name, staged.buckets[index]
+        return await self._together(
+            self._trainer.call_sender("send_bucket", (name, staged.version, index)),
+            self._fleet.receive_bucket(engines, name, tensors, staged.version, self._flush_cache),
         )
-        _world.pg_group_ranks[process_group] = {rank: rank for rank in range(group.world_size)}
-        _set_pg_timeout(self._timeout, process_group)  # of sending; joining has to be quick
-        return process_group
 
     @staticmethod
-    def _destroy(group: _Group) -> None:
-        process_group, group.process_group = group.process_group, None
-        if process_group is not None:
-            dist.destroy_process_group(process_group)
+    async def _together(
+        sending: Coroutine[Any, Any, None], receiving: Coroutine[Any, Any, EngineErrors]
+    ) -> EngineErrors:
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(sending)
+            received = scope.create_task(receiving)
+        return received.result()
+
+
+def _failed(errors: EngineErrors) -> bool:
+    return any(errors.values())

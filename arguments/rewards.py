@@ -1,0 +1,99 @@
+"""How samples are rewarded, and which groups are not trained on. docs/rewards.md says what each name does."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from arguments.flag import flag
+from miles_async.errors import ConfigurationError
+
+COMPARING_REWARDS = ("exact_match", "math", "f1", "multiple_choice")
+"""Rewards that compare with the label and work without anything else."""
+
+REWARD_NAMES = (*COMPARING_REWARDS, "code", "format", "reasoning_gym", "remote_rm")
+"""What ``--rm-type`` and the rows' ``rm_type`` may name."""
+
+FILTER_NAMES = ("zero_variance", "aborted", "max_length", "truncated")
+
+Named = tuple[str, float | None]
+"""A name of a hub, and the number behind its colon."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardArguments:
+    """Rewards"""
+
+    rm_type: str | None = flag(
+        None,
+        f"reward from the hub ({', '.join(REWARD_NAMES)}), or a weighted sum such as math:1.0+format:0.1; a row whose "
+        "metadata has rm_type is rewarded by that instead",
+        metavar="NAME[:WEIGHT][+...]",
+    )
+    custom_rm_path: str | None = flag(None, "module:attr of your own Reward", metavar="MODULE:ATTR")
+    reward_timeout: float = flag(60.0, "seconds one reward may take, once it has its turn", metavar="SECONDS")
+    rm_workers: int = flag(8, "processes that verify answers or run code at once, at most")
+    rm_url: str | None = flag(
+        None, "where remote_rm posts prompt, response, label and metadata as JSON, and gets the reward", metavar="URL"
+    )
+    rm_format: str = flag(
+        r"(?:<think>)?+\s*+(?!</think>).*?</think>\s*+\S.*",
+        "what format wants: a regular expression for the whole response (default: thoughts, </think>, an answer)",
+        metavar="REGEX",
+    )
+    rm_code_timeout: float = flag(10.0, "seconds a program may take for one test", metavar="SECONDS")
+    rm_code_memory: int = flag(1024, "MiB of address space a program may have", metavar="MIB")
+    group_filter: tuple[str, ...] = flag(
+        (),
+        "groups that are replaced instead of trained: zero_variance (all rewards equal), aborted, max_length:TOKENS (a "
+        "response is longer), truncated:FRACTION (more of the responses than that met the length limit)",
+        metavar="NAME[:NUMBER]",
+    )
+    group_filter_path: str | None = flag(
+        None, "module:attr of your own GroupFilter, asked after --group-filter", metavar="MODULE:ATTR"
+    )
+
+
+def parse_rm_type(text: str) -> tuple[tuple[str, float], ...]:
+    """Names and weights of a reward; none of an empty text. Raises ConfigurationError.
+
+    >>> parse_rm_type("math+format:0.1")
+    (('math', 1.0), ('format', 0.1))
+    """
+    parts = [_named(part.strip(), "--rm-type", REWARD_NAMES) for part in text.split("+")] if text else []
+    return tuple((name, 1.0 if weight is None else weight) for name, weight in parts)
+
+
+def parse_group_filters(words: Sequence[str]) -> tuple[Named, ...]:
+    """Names and numbers of filters. Raises ConfigurationError.
+
+    >>> parse_group_filters(["zero_variance", "max_length:512"])
+    (('zero_variance', None), ('max_length', 512.0))
+    """
+    filters = tuple(_named(word, "--group-filter", FILTER_NAMES) for word in words)
+    for name, number in filters:
+        if number is None and name in ("max_length", "truncated"):
+            raise ConfigurationError(f"--group-filter {name}: expected a number after it, such as {name}:0.5")
+        if number is not None and name in ("zero_variance", "aborted"):
+            raise ConfigurationError(f"--group-filter {name}:{number:g}: {name} takes no number")
+    return filters
+
+
+def _named(text: str, flag_name: str, names: Collection[str]) -> Named:
+    """``name`` or ``name:number``."""
+    name, colon, number_text = text.partition(":")
+    if name not in names:
+        nearest = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigurationError(f"{flag_name}: expected one of {', '.join(names)}; found {name!r}{hint}")
+    if not colon:
+        return name, None
+    try:
+        number = float(number_text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigurationError(f"{flag_name} {text}: expected a number after {name}:, found {number_text!r}")
+    return name, number

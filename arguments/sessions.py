@@ -1,0 +1,55 @@
+"""Trajectories of several turns: an environment of yours, or an agent that talks to the session server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arguments.flag import flag
+
+TOOL_CALL_PARSERS = ("qwen", "llama3", "glm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionsArguments:
+    """Trajectories"""
+
+    environment_path: str | None = flag(
+        None,
+        "module:attr of your Environment: a class, or a function that makes one, of a prompt",
+        metavar="MODULE:ATTR",
+    )
+    environment_timeout: float = flag(60.0, "seconds one step of an environment may take", metavar="SECONDS")
+    agent_path: str | None = flag(
+        None, "module:attr of your Agent, a coroutine that is given the URL of its session", metavar="MODULE:ATTR"
+    )
+    agent_command: str | None = flag(
+        None, "command that is an agent: OPENAI_BASE_URL is its session, the prompt is on its standard input"
+    )
+    agent_timeout: float = flag(600.0, "seconds one agent may run", metavar="SECONDS")
+    session_timeout: float = flag(
+        300.0, "seconds without a request or heartbeat after which a session expires", metavar="SECONDS"
+    )
+    max_turns: int = flag(16, "turns of the model in one trajectory")
+    max_tokens_per_turn: int | None = flag(
+        None,
+        "tokens the model may say in one turn (default: what --rollout-max-response-len, which counts all turns and "
+        "what is between them, leaves)",
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "how tool calls are written: qwen, llama3, glm, or module:attr of your own (default: calls stay text)",
+        metavar="NAME",
+    )
+    reasoning_parser: str | None = flag(
+        None, "how reasoning is marked (default: it stays in the content)", choices=("think",)
+    )
+
+    @property
+    def runs_agent(self) -> bool:
+        """Whether trajectories come from an agent, through the session server."""
+        return self.agent_path is not None or self.agent_command is not None
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether trajectories may have several turns."""
+        return self.environment_path is not None or self.runs_agent

@@ -1,0 +1,1 @@
+"""A tiny model that can use tools, sometimes: what the multi-turn examples start from."""

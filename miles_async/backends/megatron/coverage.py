@@ -1,0 +1,70 @@
+"""Every tensor of the checkpoint has a place in the model, and the other way round: else nothing is loaded.
+
+megatron-bridge 0.3 warns about what it cannot place, or says nothing, and goes on with random or missing weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import torch.distributed as dist
+
+from miles_async.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 5  # names in one error
+DERIVED = (".rotary_emb.inv_freq",)  # constants that old checkpoints hold, computed anew by everybody
+
+
+def check(bridge: Any, modules: list[Any]) -> None:
+    """Raises ConfigurationError naming tensors that would be left out. Collective."""
+    config = bridge.hf_pretrained.config
+    placed, homeless = _local_names(bridge._model_bridge, modules)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (placed, homeless))
+    in_model = set().union(*(placed for placed, _ in gathered))
+    in_files = set(bridge.hf_pretrained.state.source.get_all_keys())
+    left_out = {name for name in in_files - in_model if not name.endswith(DERIVED)}
+    if modules[0].share_embeddings_and_output_weights:
+        left_out.discard("lm_head.weight")
+    extra_layers = {name for name in left_out if _layer(name) >= config.num_hidden_layers}
+    if extra_layers:  # transformers ignores them too
+        logger.warning("layers for multi-token prediction are neither trained nor exported: %s", _some(extra_layers))
+    problems = {
+        "tensors of the checkpoint that the model has no place for": left_out - extra_layers,
+        "tensors of the model that the checkpoint lacks": in_model - in_files,
+        "parameters of the model that megatron-bridge does not know": set().union(*(names for _, names in gathered)),
+    }
+    found = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+    if found:
+        raise ConfigurationError(
+            f"--hf-checkpoint {bridge.hf_pretrained.model_name_or_path} cannot be trained correctly: {'; '.join(found)}"
+        )
+
+
+def _local_names(model_bridge: Any, modules: list[Any]) -> tuple[set[str], set[str]]:
+    """(Hugging Face names of this rank's experts and of everything else, megatron names without one)."""
+    registry = model_bridge.mapping_registry()
+    names, unknown = set(), set()
+    for name in model_bridge._megatron_global_param_names_all_pp_ranks(modules):
+        if "output_layer" in name and modules[0].share_embeddings_and_output_weights:
+            continue
+        mapping = registry.megatron_to_hf_lookup(name)
+        if mapping is None:
+            unknown.add(name)
+        else:
+            names |= {mapping.hf_param} if isinstance(mapping.hf_param, str) else set(mapping.hf_param.values())
+    return names, unknown
+
+
+def _layer(name: str) -> int:
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:SHOWN]
+    return ", ".join(first) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,18 @@
+"""argparse for the commands that read a run directory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from miles_async.errors import ConfigurationError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports errors as exceptions; ``miles_async.cli`` alone turns them into an exit code."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see {self.prog} --help")

@@ -1,0 +1,202 @@
+"""How this run makes trajectories: in one turn, with an environment, by an agent, or as the user's own Generate does.
+
+A part of the composition root, for the rollout actor's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import getpid
+from pathlib import Path
+from typing import Any
+
+from arguments import Arguments
+from miles_async.engines import child
+from miles_async.engines.addresses import node_host
+from miles_async.engines.process import ChildProcess
+from miles_async.engines.stack import EngineStack
+from miles_async.errors import first_error
+from miles_async.hooks import load_factory, load_object
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.protocols import Agent, Environment, Generate, MakeEnvironment, Reward
+from miles_async.rewards.hub import resolve_reward
+from miles_async.rollout.agent import AgentGenerate, RunAgent
+from miles_async.rollout.agent_command import CommandAgent
+from miles_async.rollout.generate import SingleTurnGenerate
+from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
+from miles_async.session_process import ServerSettings
+from miles_async.sessions.records import Collected, OpenSession, SessionSettings
+from miles_async.sessions.service import SessionService
+from miles_async.trajectory.factory import named_parser, trajectory_factory
+from miles_async.trajectory.taker import Limits
+
+Sampling = Mapping[str, Any]
+
+
+class Episodes:
+    """Generates for training and evaluation, and the session server where agents need one."""
+
+    def __init__(self, arguments: Arguments, engines: EngineStack, template: ChatTemplate, run_dir: Path) -> None:
+        """Starts nothing. Raises ConfigurationError for hooks that cannot be used."""
+        self._arguments = arguments
+        self._template = template
+        self._log_dir = run_dir / "logs"
+        sessions = arguments.sessions
+        self._make_trajectory = (
+            trajectory_factory(template, sessions.tool_call_parser, sessions.reasoning_parser)
+            if sessions.is_multi_turn
+            else None
+        )
+        self._service = self._session_service(engines) if sessions.runs_agent else None
+        self.engines = EnginesAndSessions(engines, self._service) if self._service else engines
+
+    def generate(self, sampling: Sampling) -> Generate:
+        """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together."""
+        sessions = self._arguments.sessions
+        path = self._arguments.rollout.custom_generate_function_path
+        if path is not None:
+            generate: Generate = load_object(path, Generate, "--custom-generate-function-path")
+            return generate
+        if self._service is not None:
+            opened = SessionsOfRun(self._service, dict(sampling), self._limits(sampling))
+            return AgentGenerate(sessions=opened, run_agent=self._agent(), timeout=sessions.agent_timeout)
+        if self._make_trajectory is not None:
+            assert sessions.environment_path is not None
+            return MultiTurnGenerate(
+                make_environment=_environment_factory(sessions.environment_path),
+                make_trajectory=self._make_trajectory,
+                sampling=sampling,
+                limits=self._limits(sampling),
+                max_turns=sessions.max_turns,
+                step_timeout=sessions.environment_timeout,
+            )
+        return SingleTurnGenerate(sampling, self._template.decode)
+
+    def _limits(self, sampling: Sampling) -> Limits:
+        return Limits(
+            response=sampling["max_new_tokens"],
+            total=self._arguments.optimizer.max_tokens_per_gpu,
+            turn=self._arguments.sessions.max_tokens_per_turn,
+        )
+
+    def _agent(self) -> RunAgent:
+        sessions = self._arguments.sessions
+        if sessions.agent_path is not None:
+            return _loaded_agent(sessions.agent_path)
+        assert sessions.agent_command is not None
+        wrapper = (sys.executable, "-I", "-S", child.__file__, str(getpid()))
+        return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log", wrapper=wrapper)
+
+    def _session_service(self, engines: EngineStack) -> SessionService:
+        arguments = self._arguments
+        settings = ServerSettings(
+            hf_checkpoint=str(arguments.model.hf_checkpoint),
+            host=node_host(single_node=arguments.cluster.ray_address is None),
+            session_timeout=arguments.sessions.session_timeout,
+            tool_call_parser=arguments.sessions.tool_call_parser,
+            reasoning_parser=arguments.sessions.reasoning_parser,
+        )
+
+        def launch(command: Sequence[str], starts: int) -> ChildProcess:
+            log_path = self._log_dir / f"sessions.{starts}.log"
+            return ChildProcess("session server", command, log_path=log_path, environment={})
+
+        return SessionService(engines.client, settings.command(), launch)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsOfRun:
+    """Sessions with the settings of training, or of evaluation."""
+
+    service: SessionService
+    sampling: dict[str, Any]
+    limits: Limits
+
+    async def open(self, routing_key: str) -> OpenSession:
+        """See ``rollout.agent.Sessions``."""
+        return await self.service.open(
+            SessionSettings(
+                routing_key=routing_key,
+                sampling=self.sampling,
+                max_response=self.limits.response,
+                max_total=self.limits.total,
+                max_turn=self.limits.turn,
+            )
+        )
+
+    async def collect(self, session: OpenSession) -> Collected:
+        """See ``rollout.agent.Sessions``."""
+        return await self.service.collect(session)
+
+    async def abandon(self, session: OpenSession) -> None:
+        """See ``rollout.agent.Sessions``."""
+        await self.service.abandon(session)
+
+
+class EnginesAndSessions:
+    """What the rollout manager supervises and stops: the session server beside the engines."""
+
+    def __init__(self, engines: EngineStack, sessions: SessionService) -> None:
+        self._engines = engines
+        self._sessions = sessions
+        self.wait_for_joining = engines.wait_for_joining
+        self.stats = engines.stats
+
+    async def start(self) -> None:
+        """Both up. Raises what either raises, having stopped everything."""
+        try:
+            await self._together(self._engines.start(), self._sessions.start())
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def supervise(self) -> None:
+        """Keeps both alive until cancelled; raises the first error of either."""
+        await self._together(self._engines.supervise(), self._sessions.supervise())
+
+    async def stop(self) -> None:
+        """End all processes."""
+        try:
+            await self._sessions.stop()
+        finally:
+            await self._engines.stop()
+
+    async def _together(self, *work: Any) -> None:
+        try:
+            async with asyncio.TaskGroup() as scope:
+                for part in work:
+                    scope.create_task(part)
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+
+
+def _environment_factory(path: str) -> MakeEnvironment:
+    factory: MakeEnvironment = load_factory(path, MakeEnvironment, Environment, "--environment-path")
+    return factory
+
+
+def _loaded_agent(path: str) -> RunAgent:
+    agent: RunAgent = load_object(path, Agent, "--agent-path")
+    return agent
+
+
+def check_hooks(arguments: Arguments) -> None:
+    """Import what a run would; it loads them again. Raises ConfigurationError."""
+    sessions = arguments.sessions
+    if sessions.environment_path is not None:
+        _environment_factory(sessions.environment_path)
+    if sessions.agent_path is not None:
+        _loaded_agent(sessions.agent_path)
+    named_parser(sessions.tool_call_parser)
+    resolve_run_reward(arguments)
+
+
+def resolve_run_reward(arguments: Arguments) -> GivenReward:
+    """The reward of this run; what an environment or agent gives comes first. Raises ConfigurationError."""
+    rewards, multi_turn = arguments.rewards, arguments.sessions.is_multi_turn
+    none = multi_turn and rewards.rm_type is None and rewards.custom_rm_path is None
+    otherwise: Reward | None = None if none else resolve_reward(rewards)
+    return GivenReward(otherwise)

@@ -1,0 +1,66 @@
+"""``miles-async replay``: takes the decisions of a run with ``--record`` again, and compares. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from miles_async.command_parser import CommandParser
+from miles_async.errors import ConfigurationError
+from miles_async.replay import Replay, ReplayedBatch
+from miles_async.run_directory import check_directory
+
+
+def replay(words: Sequence[str]) -> Iterator[str]:
+    """What ``miles-async replay`` prints, as it goes on.
+
+    Raises:
+        ConfigurationError: there is no such directory, or no schedule in it.
+        ScheduleError: the schedule is damaged.
+        ReplayDifference: a decision or a batch is not what it was.
+    """
+    parser = CommandParser(
+        prog="miles-async replay",
+        description="Take every decision of a run with --record again, without engines and trainer, and compare: the "
+        "same attempts, the same groups in the same order, the same batches to the last bit.",
+    )
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write each step's batch there, as step-000000.npz")
+    parsed = parser.parse_args(words)
+    check_directory(parsed.directory)
+    run = Replay.of_run(parsed.directory)
+    steps: list[int] = []
+    for batch in run:
+        steps.append(batch.step)
+        if parsed.output:
+            write_batch(parsed.output, batch)
+        yield (
+            f"step {batch.step}: {len(batch.groups)} groups, {batch.batch.num_samples} samples, "
+            f"{len(batch.batch.tokens)} tokens for version {batch.target_version}: identical\n"
+        )
+    replayed = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+    yield f"{replayed}, {run.finished_groups} finished groups, {run.frames} frames: all identical\n"
+    if not run.complete:
+        yield f"the schedule ends with frame {run.frames}, in step {run.step}: the run was killed, or goes on\n"
+
+
+def write_batch(directory: Path, batch: ReplayedBatch) -> Path:
+    """All arrays of the batch, in the order of its groups, before the split over ranks (``types.TrainBatch``), and
+    ``attempt_ids`` int64 [S] and ``target_version``. Returns the file. Raises ConfigurationError.
+    """
+    path = directory / f"step-{batch.step:06}.npz"
+    ids = [group.attempt.attempt_id for group in batch.groups for _ in group.samples]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(
+            path,
+            **msgspec.structs.asdict(batch.batch),
+            attempt_ids=np.array(ids, np.int64),
+            target_version=np.array(batch.target_version),
+        )
+    except OSError as error:
+        raise ConfigurationError(f"--output {directory}: {error}") from error
+    return path

@@ -1,0 +1,35 @@
+"""``multiple_choice``: the response chooses the label's letter."""
+
+from __future__ import annotations
+
+import re
+
+from miles_async.errors import RewardError
+from miles_async.rewards.answers import answer_part, label_of
+from miles_async.types import Prompt, Sample
+
+_CHOICES = (  # what says it most clearly first; the last match of the first pattern that matches counts
+    re.compile(r"\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\W?([A-Z])\W*\}"),
+    re.compile(r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}([A-Z])\b"),
+    re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
+)
+
+
+async def multiple_choice(prompt: Prompt, sample: Sample) -> float:
+    """1 if the letter that the response chooses is the label's, else 0. Raises RewardError for another label."""
+    label = label_of(prompt).strip().strip("().").upper()
+    if not re.fullmatch("[A-Z]", label):
+        raise RewardError(f"prompt {prompt.prompt_id}: multiple_choice compares letters, the label is {label!r}")
+    return float(chosen_letter(answer_part(sample.text)) == label)
+
+
+def chosen_letter(answer: str) -> str | None:
+    r"""The choice as a letter, None if there is none.
+
+    >>> chosen_letter("Not (A), since ... The answer is **(C)**.")
+    'C'
+    """
+    for pattern in _CHOICES:
+        if found := pattern.findall(answer):
+            return str(found[-1])
+    return None

@@ -1,0 +1,47 @@
+"""``reasoning_gym``: the task of reasoning-gym that made the row scores the answer (arXiv:2505.24760)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from miles_async.errors import ConfigurationError, RewardError
+from miles_async.rewards.answers import answer_part
+from miles_async.rewards.workers import WorkerPool
+from miles_async.types import Prompt, Sample
+
+
+class ReasoningGymReward:
+    """The task's own score, 0 to 1. Its name is ``source_dataset`` in the metadata, as reasoning-gym writes it."""
+
+    def __init__(self, workers: WorkerPool) -> None:
+        self._workers = workers
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        task = prompt.metadata.get("source_dataset")
+        if not isinstance(task, str):
+            raise RewardError(f"prompt {prompt.prompt_id}: its metadata names no task (source_dataset)")
+        entry = {"question": prompt.text, "answer": prompt.label, "metadata": prompt.metadata}
+        answer = final_answer(sample.text)
+        return float(await self._workers.call(score, task, answer, entry, needs=["reasoning_gym"]))
+
+
+def require_reasoning_gym() -> None:
+    """Raises ConfigurationError if the package is not installed."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigurationError("--rm-type reasoning_gym: install its package first: pip install reasoning-gym")
+
+
+def final_answer(response: str) -> str:
+    """What stands in the last ``<answer>`` tags; else the answer as a whole."""
+    tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, re.DOTALL)
+    return str(tagged[-1] if tagged else answer_part(response)).strip()
+
+
+def score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
+    """In the worker: tasks run code of their own, such as solvers."""
+    import reasoning_gym
+
+    return float(reasoning_gym.get_score_answer_fn(task)(answer, entry))

@@ -1,0 +1,56 @@
+"""The process at the other end of ``workers.WorkerPool``: calls functions by name until its stdin ends.
+
+A message is 4 bytes of length and JSON. For a request ``[modules, module, function, arguments]`` it answers with an
+empty message when all modules are imported and the function starts, then with ``[true, result]`` or ``[false, error]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from miles_async.rewards.sandbox import die_with_parent
+
+MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not take the machine along
+
+
+def main() -> None:
+    """Serve the parent whose process id is the one argument."""
+    die_with_parent(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))  # programs it starts have their own
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not get between the replies
+    while request := _read(requests):
+        _serve(request, replies)
+
+
+def _serve(request: bytes, replies: BinaryIO) -> None:
+    needs, module, name, arguments = msgspec.json.decode(request)
+    try:
+        for needed in needs:
+            importlib.import_module(needed)
+        function = getattr(importlib.import_module(module), name)
+        _write(replies, b"")
+        reply = [True, function(*arguments)]
+    except Exception as error:  # supervision point: whatever it raises is the reply
+        reply = [False, f"{type(error).__name__}: {error}"]
+    _write(replies, msgspec.json.encode(reply))
+
+
+def _read(stream: BinaryIO) -> bytes:
+    """The next message, b"" at the end."""
+    return stream.read(int.from_bytes(stream.read(4), "big"))
+
+
+def _write(stream: BinaryIO, message: bytes) -> None:
+    stream.write(len(message).to_bytes(4, "big") + message)
+    stream.flush()
+
+
+if __name__ == "__main__":
+    main()

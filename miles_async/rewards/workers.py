@@ -1,0 +1,102 @@
+"""Functions that may hang, die, or need a main thread of their own run in worker processes.
+
+A worker that is late, dies, or whose caller gives up is killed; the next call gets another one. Workers start when
+they are needed, and die with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import RewardError
+
+_ROOT = str(Path(__file__).resolve().parents[2])  # where this package can be imported from, installed or not
+_START_SECONDS = 120.0  # to start Python and import what the function needs, from a slow disk too
+
+
+class WorkerPool:
+    """To be used on one event loop."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        """``size``: processes at most. ``timeout``: seconds a call may take from when it has a worker."""
+        self._timeout = timeout
+        self._turns = asyncio.Semaphore(size)
+        self._idle: list[Process] = []
+        self._all: set[Process] = set()
+
+    async def call(self, function: Callable[..., Any], *arguments: Any, needs: Sequence[str] = ()) -> Any:
+        """What ``function(*arguments)`` returns in a worker: a function of a module, JSON in and out.
+
+        ``needs``: modules to import before its time runs. Raises RewardError if it raises, takes too long, or dies.
+        """
+        request = msgspec.json.encode([needs, function.__module__, function.__qualname__, arguments])
+        async with self._turns:
+            worker = await self._take()
+            try:
+                succeeded, result = await self._ask(worker, request)
+            except BaseException as error:  # a worker in the middle of something is of no use, whoever ended it
+                _kill(worker)
+                if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+                    status = await worker.wait()
+                    raise RewardError(f"the process that verifies died (exit status {status})") from None
+                raise
+            self._idle.append(worker)
+        if not succeeded:
+            raise RewardError(result)
+        return result
+
+    async def close(self) -> None:
+        """End all workers. Calls under way fail."""
+        for worker in list(self._all):
+            _kill(worker)
+            await worker.wait()
+
+    async def _take(self) -> Process:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.returncode is None:  # else it died while nobody used it
+                return worker
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "miles_async.rewards.worker", str(os.getpid())),
+            stdin=PIPE,
+            stdout=PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))},
+            start_new_session=True,  # Ctrl-C is for us, who end it
+        )
+        self._all = {known for known in self._all if known.returncode is None} | {worker}
+        return worker
+
+    async def _ask(self, worker: Process, request: bytes) -> tuple[bool, Any]:
+        assert worker.stdin is not None
+        try:
+            async with asyncio.timeout(_START_SECONDS) as deadline:
+                worker.stdin.write(len(request).to_bytes(4, "big") + request)
+                await worker.stdin.drain()
+                message = await _read(worker)
+                if not message:  # the function runs
+                    deadline.reschedule(asyncio.get_running_loop().time() + self._timeout)
+                    message = await _read(worker)
+        except TimeoutError:
+            raise RewardError(f"took longer than --reward-timeout {self._timeout:g} s") from None
+        succeeded, result = msgspec.json.decode(message)
+        return succeeded, result
+
+
+def _kill(worker: Process) -> None:
+    with suppress(ProcessLookupError):
+        worker.kill()
+
+
+async def _read(worker: Process) -> bytes:
+    assert worker.stdout is not None
+    length = int.from_bytes(await worker.stdout.readexactly(4), "big")
+    return await worker.stdout.readexactly(length)

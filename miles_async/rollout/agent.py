@@ -1,0 +1,139 @@
+"""Black-box generation: an agent that only knows chat completions makes the trajectory, in a session of its own.
+
+Whose fault a failure is decides what becomes of the prompt (C6), and is told by the session: engines that failed the
+agent's last request, a session that is lost, a connection that could not be made are infrastructure; anything else that
+an agent raises is its own. Running into the length limit is no failure, whatever the agent makes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from miles_async.errors import RequestRejectedError, TransientEngineError
+from miles_async.protocols import EngineClient
+from miles_async.rollout.generate import routing_key
+from miles_async.types import Attempt, Prompt, Sample
+
+log = structlog.get_logger(__name__)
+
+RunAgent = Callable[[str, Prompt], Awaitable[Any]]
+"""(base URL, prompt) → what the agent returns: see ``protocols.Agent``."""
+
+
+class Collected(Protocol):
+    """What became of a session (``sessions.records.Collected``)."""
+
+    @property
+    def ending(self) -> str: ...
+    @property
+    def samples(self) -> tuple[Sample, ...]: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def cut(self) -> bool: ...
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def waiting(self) -> bool: ...
+
+
+class Sessions(Protocol):
+    """Where sessions come from (``sessions.service.SessionService`` with the run's settings)."""
+
+    async def open(self, routing_key: str) -> Any:
+        """A session; its ``base_url`` is for the agent. Raises TransientEngineError."""
+        ...
+
+    async def collect(self, session: Any) -> Collected:
+        """What became of it. Raises TransientEngineError if it is lost."""
+        ...
+
+    async def abandon(self, session: Any) -> None:
+        """Nobody wants it any more."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentGenerate:
+    """A Generate whose samples come from an agent."""
+
+    sessions: Sessions
+    run_agent: RunAgent
+    timeout: float  # seconds
+
+    async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
+        """Raises TransientEngineError for infrastructure, RequestRejectedError for the agent's own failures.
+
+        The client is not used: the session server has its own way to the engines.
+        """
+        session = await self.sessions.open(routing_key(attempt, sample_index))
+        try:
+            returned, error = await self._run(session.base_url, attempt.prompt)
+        except BaseException:  # cancelled: the run ends, or the group did
+            await self.sessions.abandon(session)
+            raise
+        collected = await self.sessions.collect(session)
+        if error is not None and not collected.cut:
+            raise _failure(error, collected)
+        if collected.failure is not None:
+            raise TransientEngineError(f"the agent's last request failed: {collected.failure}")
+        if collected.ending in ("aborted", "expired"):
+            raise TransientEngineError(f"the session of the agent ended as {collected.ending}")
+        if not collected.samples:
+            raise RequestRejectedError("the agent ended without a turn of the model")
+        turns, reward = _turns_and_reward(returned)
+        longest = collected.samples[0]
+        return msgspec.structs.replace(
+            longest,
+            reward=collected.reward if reward is None else reward,
+            metadata={**longest.metadata, "agent_turns": turns, "branches": len(collected.samples)},
+        )
+
+    async def _run(self, base_url: str, prompt: Prompt) -> tuple[Any, Exception | None]:
+        """(what it returned, what it raised)."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await self.run_agent(base_url, prompt), None
+        except TimeoutError as error:
+            return None, TimeoutError(f"{error} (--agent-timeout {self.timeout:g} s)".strip())
+        except Exception as error:  # supervision point: a user's agent costs its attempt, not the run
+            return None, error
+
+
+def _failure(error: Exception, collected: Collected) -> Exception:
+    if collected.failure is not None:
+        return TransientEngineError(f"a request of the agent failed: {collected.failure}")
+    if collected.ending in ("aborted", "expired"):
+        return TransientEngineError(f"the session of the agent ended as {collected.ending}")
+    if isinstance(error, TimeoutError) and collected.waiting:
+        return TransientEngineError("engines kept the agent waiting until its time (--agent-timeout) was up")
+    if any(isinstance(cause, ConnectionError) for cause in _causes(error)):
+        return TransientEngineError(f"the agent could not connect: {error!r}")
+    return RequestRejectedError(f"the agent raised {error!r}")
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """The error and what led to it; clients of chat completions wrap the connection's error several times."""
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__
+    return causes
+
+
+def _turns_and_reward(returned: Any) -> tuple[Any, float | None]:
+    """Raises RequestRejectedError for a reward that is no number."""
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
+        return returned, None
+    turns, reward = returned
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        raise RequestRejectedError(f"expected an agent to return turns or (turns, reward), found {returned!r}")
+    return turns, None if reward is None else float(reward)

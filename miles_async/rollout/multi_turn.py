@@ -1,0 +1,109 @@
+"""Multi-turn generation: the model acts on an environment until one of them ends the episode (``--environment-path``).
+
+Every turn is sampled as single-turn generation is: over any number of publications, each token with its version. What
+the environment answers is tokenized and appended, and carries no loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import NoRoomError, RewardError
+from miles_async.protocols import EngineClient, Environment, MakeEnvironment, Reward
+from miles_async.rollout.generate import routing_key
+from miles_async.trajectory.taker import Limits, TurnTaker
+from miles_async.trajectory.tree import Trajectory, Turn
+from miles_async.types import AssistantTurn, Attempt, Observation, Prompt, Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultiTurnGenerate:
+    """A Generate whose samples come from episodes with an environment."""
+
+    make_environment: MakeEnvironment
+    make_trajectory: Callable[[], Trajectory]
+    sampling: Mapping[str, Any]
+    limits: Limits
+    max_turns: int
+    step_timeout: float  # seconds
+
+    async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
+        """Raises what the client and the environment raise; TrajectoryError for messages that have no tokens."""
+        taker = TurnTaker(
+            trajectory=self.make_trajectory(),
+            client=client,
+            sampling=self.sampling,
+            limits=self.limits,
+            routing_key=routing_key(attempt, sample_index),
+            in_thread=asyncio.to_thread,
+        )
+        environment = self.make_environment(attempt.prompt)
+        try:
+            end = await self._episode(taker, environment, attempt.prompt)
+        finally:
+            await environment.close()
+        samples = await asyncio.to_thread(taker.trajectory.samples, None if end.done else "length")
+        (sample,) = samples
+        return msgspec.structs.replace(sample, reward=end.reward)
+
+    async def _episode(self, taker: TurnTaker, environment: Environment, prompt: Prompt) -> Observation:
+        """The last observation; it is not ``done`` if the episode was cut."""
+        messages, tools = list(conversation(prompt)), environment.tools()
+        end = Observation()
+        for index in range(self.max_turns):
+            try:
+                turn = await taker.take(messages, tools)
+            except NoRoomError:
+                if index == 0:
+                    raise
+                break
+            end = await self._step(environment, index, turn)
+            if end.done:
+                break
+            messages += [turn.reply, *end.messages]
+        return end
+
+    async def _step(self, environment: Environment, index: int, turn: Turn) -> Observation:
+        said = AssistantTurn(index=index, message=turn.reply, text=turn.text, finish_reason=turn.sampled.finish_reason)
+        try:
+            async with asyncio.timeout(self.step_timeout):
+                return await environment.step(said)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"a step of the environment took longer than --environment-timeout {self.step_timeout:g} s"
+            ) from error
+
+
+def conversation(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
+    """The messages of a prompt; a source that only has its text means a message of the user."""
+    return prompt.messages or ({"role": "user", "content": prompt.text},)
+
+
+class GivenReward:
+    """A Reward that leaves the reward which an environment or an agent gave as it is."""
+
+    def __init__(self, otherwise: Reward | None) -> None:
+        """``otherwise``: for a sample that came without."""
+        self._otherwise = otherwise
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        """Raises RewardError if nobody gives one, or one that is no number."""
+        if sample.reward is None and self._otherwise is not None:
+            return await self._otherwise(prompt, sample)
+        if sample.reward is None or not math.isfinite(sample.reward):
+            raise RewardError(
+                f"prompt {prompt.prompt_id}: expected a reward of the environment or agent, found {sample.reward} "
+                "(--rm-type or --custom-rm-path rewards what comes without)"
+            )
+        return sample.reward
+
+    async def close(self) -> None:
+        """Close the other reward, if it can be."""
+        if close := getattr(self._otherwise, "close", None):
+            await close()

@@ -1,0 +1,108 @@
+"""Brings what happens on the event loop to disk, in batches, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import structlog
+
+from miles_async.errors import MilesAsyncError
+from miles_async.staleness.ledger import Balance
+
+log = structlog.get_logger(__name__)
+
+FLUSH_SECONDS = 0.25  # what a killed run lacks in its files
+WRITE_TIMEOUT = 60.0  # for one flush; a disk that hangs must not fill the memory with what waits
+
+T = TypeVar("T")
+
+
+class QueuedWriter(Generic[T]):
+    """:meth:`add` never waits and never fails; :meth:`run` writes what was added.
+
+    A failing write is an error of :meth:`run`, once, and with it of the run; what comes after it is not recorded.
+    Whoever derives from this says how to write (:meth:`_put`), and to close (:meth:`_close`), and what of their
+    ``failures`` is which error of ours (:meth:`_error`).
+    """
+
+    failures: type[Exception] | tuple[type[Exception], ...] = OSError
+
+    def __init__(self, path: Path, *, flush_seconds: float = FLUSH_SECONDS) -> None:
+        self._path = path
+        self._flush_seconds = flush_seconds
+        self._waiting: deque[T] = deque()
+        self._writing = threading.Lock()  # a flush that was cancelled goes on in its thread
+        self._is_open = True
+
+    def add(self, item: T) -> None:
+        """To be written, in order. From any thread."""
+        if self._is_open:
+            self._waiting.append(item)
+
+    async def run(self) -> None:
+        """Write what has come, a few times a second, until cancelled. Raises what :meth:`_put` and the disk do."""
+        while True:
+            await asyncio.sleep(self._flush_seconds)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Everything up to now is on disk when this returns. Raises as :meth:`run` does."""
+        await self._in_thread(self._write)
+
+    async def settle(self, balance: Balance) -> None:
+        """The end of a run that did not fail, with the pool's last ``balance``. Raises as :meth:`run` does."""
+        await self.flush()
+
+    async def close(self) -> None:
+        """Write what can be written, and close the file; raises nothing, for there may be an error already."""
+        try:
+            if self._is_open:
+                await self.flush()
+        except MilesAsyncError as error:
+            log.error("the end of a file is lost", path=str(self._path), error=str(error))
+        finally:
+            self._is_open = False
+            if self._writing.acquire(blocking=False):  # else its thread hangs at the disk and has the file for ever
+                self._close()
+                self._writing.release()
+
+    # ------------------------------------------------------------------------------------- what a file has to say
+    def _put(self, items: Sequence[T]) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+    def _error(self, problem: object) -> MilesAsyncError:
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------------------------- in the thread
+    async def _in_thread(self, work: Callable[[], object]) -> None:
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT):
+                await asyncio.to_thread(self._locked, work)
+        except TimeoutError as error:
+            self._is_open = False
+            raise self._error(f"writing took longer than {WRITE_TIMEOUT:g} s") from error
+        except self.failures as error:
+            raise self._error(error) from error
+
+    def _locked(self, work: Callable[[], object]) -> None:
+        with self._writing:
+            if not self._is_open:
+                return
+            try:
+                work()
+            except BaseException:
+                self._is_open = False
+                raise
+
+    def _write(self) -> None:
+        # In a thread, while the loop goes on: what is added meanwhile is for the next time.
+        if items := [self._waiting.popleft() for _ in range(len(self._waiting))]:
+            self._put(items)

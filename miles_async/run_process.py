@@ -1,0 +1,70 @@
+"""The processes of a run: who drives it, and how all of them are found.
+
+Every process of a run inherits an environment variable with the run's mark, wherever it hangs in the process tree and
+whatever session it belongs to. ``run.json`` in the run directory has the mark and the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from miles_async.errors import ConfigurationError
+
+RUN_FILE = "run.json"
+MARK = "MILES_ASYNC_RUN"
+
+
+class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """Who drives a run."""
+
+    pid: int
+    started: float  # seconds since 1970: pids are used again
+    host: str
+    mark: str
+
+
+def note_run_process(run_dir: Path) -> None:
+    """This process drives the run in ``run_dir``; the processes that it starts from now on are marked."""
+    os.environ[MARK] = uuid.uuid4().hex
+    this = psutil.Process()
+    record = RunProcess(pid=this.pid, started=this.create_time(), host=socket.gethostname(), mark=os.environ[MARK])
+    (run_dir / RUN_FILE).write_bytes(msgspec.json.encode(record) + b"\n")
+
+
+def read_run_process(run_dir: Path) -> RunProcess:
+    """Raises ConfigurationError unless ``run_dir`` is a run directory."""
+    path = run_dir / RUN_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunProcess)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(
+            f"expected a run directory with a {RUN_FILE}, found none in {run_dir}: {error}"
+        ) from None
+
+
+def find_driver(run: RunProcess) -> psutil.Process | None:
+    """The driver, if it is alive."""
+    try:
+        process = psutil.Process(run.pid)
+        same = abs(process.create_time() - run.started) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        return process if same else None
+    except psutil.Error:
+        return None
+
+
+def find_marked(run: RunProcess) -> list[psutil.Process]:
+    """The living processes of the run, this one not."""
+    return [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_marked(process, run)]
+
+
+def _is_marked(process: psutil.Process, run: RunProcess) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == run.mark
+    except (psutil.Error, OSError):  # gone, or somebody else's
+        return False

@@ -1,0 +1,59 @@
+"""What the rollout process and the session server's process tell each other: msgpack, arrays included."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from miles_async.types import Int32, Sample
+
+Ending = Literal["open", "finished", "aborted", "expired"]
+"""How a session ended: by a word of its agent or of the run, or by nobody's using it."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Session server → rollout process: ``EngineClient.generate``."""
+
+    input_ids: Int32
+    sampling: dict[str, Any]
+    routing_key: str
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True):
+    """Session server → rollout process, once it listens and every second from then on."""
+
+    instance_id: str  # another one after every start
+    url: str  # where agents reach it
+    sessions: int
+
+
+class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollout process → session server: what a session samples with."""
+
+    routing_key: str
+    sampling: dict[str, Any]  # SGLang's parameters
+    max_response: int  # tokens
+    max_total: int
+    max_turn: int | None = None
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that was created."""
+
+    session_id: str
+    instance_id: str
+    url: str
+    base_url: str  # for clients of chat completions
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a session."""
+
+    ending: Ending
+    samples: tuple[Sample, ...]  # as ``Trajectory.samples``
+    reward: float | None  # that its agent gave
+    requests: int  # for chat completions, failed ones too
+    cut: bool  # the last request found no room
+    failure: str | None  # what engines or network did to the last request
+    waiting: bool  # the last request was given up, or is under way

@@ -1,0 +1,344 @@
+"""The session server: chat completions for agents, token-in-token-out trajectories for the trainer.
+
+::
+
+    POST /sessions                             create (the run does; msgpack)
+    POST /sessions/{id}/v1/chat/completions    what agents use, with any client of that API
+    POST /sessions/{id}/heartbeat              an agent that thinks for long is still there
+    POST /sessions/{id}/finish                 {"reward": 1.0} or {}: the agent's last word
+    POST /sessions/{id}/abort                  {"reason": "..."}: what there is is not to be trained
+    POST /sessions/{id}/collect                its samples, once (the run does; msgpack)
+    GET  /sessions/{id}, GET /health           where it stands
+
+A process of its own on one event loop; all that takes as long as there are tokens runs in threads. It keeps nothing:
+when it dies, its open sessions are over, and their samples are generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from miles_async.clock import now
+from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedError, TrajectoryError, first_error
+from miles_async.protocols import EngineClient
+from miles_async.serialization import decode, encode
+from miles_async.sessions import chat
+from miles_async.sessions.records import Collected, Ending, OpenSession, SessionSettings
+from miles_async.trajectory.factory import MakeTrajectory
+from miles_async.trajectory.taker import Limits, TurnTaker
+from miles_async.trajectory.tree import Turn
+
+_MAX_BODY = 1 << 30
+_BACKLOG = 4096  # agents of a whole batch may connect at once
+_KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet
+
+
+class Session:
+    """One trajectory that an agent makes."""
+
+    def __init__(self, session_id: str, taker: TurnTaker) -> None:
+        self.session_id = session_id
+        self.taker = taker
+        self.ending: Ending = "open"
+        self.reason = ""
+        self.reward: float | None = None
+        self.requests = 0
+        self.cut = False
+        self.failure: str | None = None
+        self.waiting = False
+        self.last_used = now()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Around a request for a completion: counts it, and remembers what became of it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.requests += 1
+        self.cut, self.failure, self.waiting = False, None, True
+        try:
+            yield
+            self.waiting = False
+        except MilesAsyncError as error:
+            self.waiting = False
+            self.cut = isinstance(error, NoRoomError)
+            if not isinstance(error, RequestRejectedError):  # which is the agent's own fault
+                self.failure = str(error)
+            raise
+        finally:
+            self._tasks.discard(task)
+            self.last_used = now()
+
+    def idle_seconds(self) -> float:
+        """Since anybody used it; 0 while a request is under way."""
+        return 0.0 if self._tasks else now() - self.last_used
+
+    def end(self, ending: Ending, reason: str = "") -> None:
+        """No more turns; requests under way end, and nothing of theirs is kept."""
+        if self.ending == "open":
+            self.ending, self.reason = ending, reason
+        for task in self._tasks:
+            task.cancel()
+
+
+class SessionServer:
+    """All sessions, and the application that serves them."""
+
+    def __init__(
+        self, client: EngineClient, make_trajectory: MakeTrajectory, *, session_timeout: float, threads: int = 4
+    ) -> None:
+        """``session_timeout``: seconds without a request or heartbeat after which a session expires."""
+        self.instance_id = uuid.uuid4().hex
+        self.url = ""
+        self._client = client
+        self._make_trajectory = make_trajectory
+        self._session_timeout = session_timeout
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self._sessions: dict[str, Session] = {}
+        self._counts: Counter[str] = Counter()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def open_sessions(self) -> int:
+        return sum(session.ending == "open" for session in self._sessions.values())
+
+    # -------------------------------------------------------------------------------------------- life
+    async def start(self, host: str) -> None:
+        """Listen on a free port. ``host``: the name or IP that agents are told."""
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.post("/sessions", self._create),
+                web.get("/sessions/{id}", self._status),
+                web.post("/sessions/{id}/heartbeat", self._heartbeat),
+                web.post("/sessions/{id}/finish", self._finish),
+                web.post("/sessions/{id}/abort", self._abort),
+                web.post("/sessions/{id}/collect", self._collect),
+                web.get("/sessions/{id}/v1/models", self._models),
+                web.post("/sessions/{id}/v1/chat/completions", self._chat),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        # Other machines reach it by the name that we give them; on one node nobody else should.
+        everywhere = "127.0.0.1" if host == "127.0.0.1" else "0.0.0.0"
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((everywhere, 0))
+            self.url = f"http://{host}:{listener.getsockname()[1]}"
+            await web.SockSite(self._runner, listener.dup(), backlog=_BACKLOG).start()
+
+    async def expire(self) -> None:
+        """Ends sessions that nobody uses, for ever."""
+        while True:
+            await asyncio.sleep(min(1.0, self._session_timeout / 4))
+            for session_id, session in list(self._sessions.items()):
+                idle = session.idle_seconds()
+                if session.ending == "open" and idle > self._session_timeout:
+                    session.end("expired", f"no request or heartbeat for {idle:.0f} s (--session-timeout)")
+                    self._counts["expired"] += 1
+                elif idle > 3 * self._session_timeout:  # nobody will ask for it any more
+                    del self._sessions[session_id]
+
+    async def stop(self) -> None:
+        """Close the socket and all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+
+    # ---------------------------------------------------------------------------------------- sessions
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "instance_id": self.instance_id,
+                "pid": os.getpid(),
+                "open_sessions": self.open_sessions,
+                **{name: self._counts[name] for name in _COUNTED},
+            }
+        )
+
+    async def _create(self, request: web.Request) -> web.Response:
+        settings = decode(await request.read(), SessionSettings)
+        session_id = uuid.uuid4().hex
+        taker = TurnTaker(
+            trajectory=self._make_trajectory(),
+            client=self._client,
+            sampling=settings.sampling,
+            limits=Limits(response=settings.max_response, total=settings.max_total, turn=settings.max_turn),
+            routing_key=settings.routing_key,
+            in_thread=self._in_thread,
+        )
+        self._sessions[session_id] = Session(session_id, taker)
+        self._counts["created"] += 1
+        url = f"{self.url}/sessions/{session_id}"
+        opened = OpenSession(session_id=session_id, instance_id=self.instance_id, url=url, base_url=f"{url}/v1")
+        return web.Response(body=encode(opened))
+
+    def _session(self, request: web.Request, *, must_be_open: bool = True) -> Session:
+        session_id = request.match_info["id"]
+        session = self._sessions.get(session_id)
+        if session is None:
+            what = f"no session {session_id} at server {self.instance_id}: it is over, or the server was restarted"
+            raise web.HTTPNotFound(**_json(chat.problem(what, "unknown_session")))
+        if must_be_open and session.ending != "open":
+            what = f"session {session_id} is over: {session.ending} {session.reason}".strip()
+            raise web.HTTPGone(**_json(chat.problem(what, f"session_{session.ending}")))
+        return session
+
+    async def _status(self, request: web.Request) -> web.Response:
+        session = self._session(request, must_be_open=False)
+        turns = session.taker.trajectory.turns
+        return web.json_response(
+            {
+                "session_id": session.session_id,
+                "instance_id": self.instance_id,
+                "ending": session.ending,
+                "reason": session.reason,
+                "turns": len(turns),
+                "prompt_tokens": sum(turn.sampled.prompt_tokens for turn in turns),
+                "cached_tokens": sum(turn.sampled.cached_tokens for turn in turns),
+                "sampled_tokens": sum(len(turn.sampled.output_ids) for turn in turns),
+                "idle_seconds": session.idle_seconds(),
+            }
+        )
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        self._session(request).last_used = now()
+        return web.json_response({"instance_id": self.instance_id})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        session.reward = _reward(await request.read())
+        session.end("finished")
+        self._counts["finished"] += 1
+        return web.json_response({"session_id": session.session_id, "reward": session.reward})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        body = await request.read()
+        session.end("aborted", str((msgspec.json.decode(body) or {}).get("reason", "")) if body else "")
+        self._counts["aborted"] += 1
+        return web.json_response({"session_id": session.session_id})
+
+    async def _collect(self, request: web.Request) -> web.Response:
+        session = self._session(request, must_be_open=False)
+        session.end("finished")
+        del self._sessions[session.session_id]  # and no late request revives it
+        samples = await self._in_thread(session.taker.trajectory.samples, "length" if session.cut else None)
+        collected = Collected(
+            ending=session.ending,
+            samples=samples,
+            reward=session.reward,
+            requests=session.requests,
+            cut=session.cut,
+            failure=session.failure,
+            waiting=session.waiting,
+        )
+        return web.Response(body=await self._in_thread(encode, collected))
+
+    # --------------------------------------------------------------------------------- chat completions
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked: chat.ChatRequest = await self._in_thread(chat.read_request, await request.read())
+        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+        if asked.stream:
+            return await self._stream(request, session, asked, completion_id)
+        turn = await self._take(session, asked)
+        return web.json_response(body=msgspec.json.encode(chat.completion(turn, asked, completion_id)))
+
+    async def _take(self, session: Session, asked: chat.ChatRequest) -> Turn:
+        with session.request():
+            turn = await session.taker.take(
+                asked.messages,
+                asked.offered_tools,
+                asked.chat_template_kwargs,
+                max_tokens=asked.max_completion_tokens or asked.max_tokens,
+                stop=asked.stops,
+            )
+        self._counts["turns"] += 1
+        self._counts["prompt_tokens"] += turn.sampled.prompt_tokens
+        self._counts["cached_tokens"] += turn.sampled.cached_tokens
+        self._counts["sampled_tokens"] += len(turn.sampled.output_ids)
+        return turn
+
+    async def _stream(
+        self, request: web.Request, session: Session, asked: chat.ChatRequest, completion_id: str
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            turn = await _with_comments(response, self._take(session, asked))
+        except MilesAsyncError as error:  # the status has been sent already
+            await response.write(chat.event(chat.failure(error)[1]))
+            return response
+        for part in chat.stream(turn, asked, completion_id):
+            await response.write(part)
+        return response
+
+
+_COUNTED = (
+    *("created", "finished", "aborted", "expired"),
+    *("turns", "prompt_tokens", "cached_tokens", "sampled_tokens"),
+)
+
+
+async def _with_comments(response: web.StreamResponse, answer: Awaitable[Turn]) -> Turn:
+    """Await the answer; meanwhile send comments, so that nobody on the way takes the connection for dead."""
+
+    async def comment() -> None:
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_SECONDS)
+            await response.write(b": generating\n\n")
+
+    try:
+        async with asyncio.TaskGroup() as scope:
+            comments = scope.create_task(comment())
+            turn = await answer
+            comments.cancel()
+        return turn
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+    try:
+        return await handler(request)
+    except MilesAsyncError as error:
+        status, body = chat.failure(error)
+        return web.json_response(body, status=status)
+
+
+def _json(body: dict[str, Any]) -> dict[str, Any]:
+    return {"text": msgspec.json.encode(body).decode(), "content_type": "application/json"}
+
+
+class _Finish(msgspec.Struct):
+    reward: float | None = None
+
+
+def _reward(body: bytes) -> float | None:
+    try:
+        return msgspec.json.decode(body, type=_Finish).reward if body else None
+    except msgspec.DecodeError as error:
+        raise TrajectoryError(f'expected {{"reward": a number}} or {{}}: {error}') from error

@@ -1,0 +1,250 @@
+"""What a pool was told, in order, and what it made of it: enough to take every decision again (``replay.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from miles_async.staleness.attempts import DeadLetter, RetryPolicy
+from miles_async.staleness.ledger import Balance, Outcome, Stage
+from miles_async.staleness.observer import PoolObserver
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool, PoolSnapshot
+from miles_async.types import Attempt, Group, Prompt
+
+
+# ------------------------------------------------------------------------------------------------ what it was told
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One method of the pool with its arguments; what is a group there and known already is an attempt id here."""
+
+
+class Offered(Call, frozen=True, kw_only=True):
+    epoch: int
+    prompt: Prompt
+
+
+class Issued(Call, frozen=True, kw_only=True):
+    visible_version: int
+
+
+class Finished(Call, frozen=True, kw_only=True):
+    group: Group
+
+
+class Failed(Call, frozen=True, kw_only=True):
+    attempt: Attempt
+    reason: str
+    infrastructure: bool
+
+
+class Filtered(Call, frozen=True, kw_only=True):
+    attempt: Attempt
+    reason: str
+    group: Group | None
+
+
+class Cut(Call, frozen=True, kw_only=True):
+    target_version: int
+
+
+class Trained(Call, frozen=True, kw_only=True):
+    attempt_ids: tuple[int, ...]  # one batch, as it was cut
+    target_version: int
+
+
+class Committed(Call, frozen=True, kw_only=True):
+    version: int
+
+
+class Restored(Call, frozen=True, kw_only=True):
+    snapshot: PoolSnapshot
+    version: int
+    total_groups: int | None
+    readmissions: Mapping[str, tuple[str, ...]]
+
+
+class Cancelled(Call, frozen=True, kw_only=True):
+    pass
+
+
+AnyCall = Offered | Issued | Finished | Failed | Filtered | Cut | Trained | Committed | Restored | Cancelled
+
+
+# ----------------------------------------------------------------------------------------------- what it made of it
+class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An attempt, for ever."""
+
+    attempt_id: int
+    outcome: Outcome
+    reason: str = ""
+    step: int | None = None
+
+
+class Trimmed(msgspec.Struct, frozen=True):
+    """A group that went on with its fresh samples."""
+
+    attempt_id: int
+    left_out: int
+
+
+class Decisions(msgspec.Struct, kw_only=True):
+    """All that followed from one call."""
+
+    restored: Balance | None = None
+    admitted: list[Attempt] = []
+    trimmed: list[Trimmed] = []
+    ended: list[Ended] = []
+    batch: tuple[int, ...] = ()  # attempts, in batch order
+    error: str = ""  # what it raised; the run ends with it
+    room: int = 0  # attempts that may be issued then
+
+
+# ---------------------------------------------------------------------------------------------------- what is kept
+class PoolFrame(msgspec.Struct, frozen=True, kw_only=True, tag="pool"):
+    """One thing that the pool was told."""
+
+    at: float  # seconds since 1970
+    call: AnyCall
+    decisions: Decisions
+
+
+class BatchFrame(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
+    """What the trainer got of one cut."""
+
+    at: float
+    attempt_ids: tuple[int, ...]
+    digests: Mapping[str, str]
+
+
+Frame = PoolFrame | BatchFrame
+
+
+# ------------------------------------------------------------------------------------------------------ who tells it
+Record = Callable[[AnyCall, Decisions], None]
+
+
+class RecordedPool(Pool):
+    """Tells ``record`` of every call, right after it; which must not wait."""
+
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        retries: RetryPolicy,
+        *,
+        record: Record,
+        total_groups: int | None = None,
+        observer: PoolObserver | None = None,
+    ) -> None:
+        self._record = record
+        self._decisions = DecisionObserver(observer or PoolObserver())
+        super().__init__(policy, retries, total_groups=total_groups, observer=self._decisions)
+
+    def offer(self, epoch: int, prompt: Prompt) -> None:
+        with self._recorded(Offered(epoch=epoch, prompt=prompt)):
+            super().offer(epoch, prompt)
+
+    def issue(self, visible_version: int) -> Attempt:
+        with self._recorded(Issued(visible_version=visible_version)):
+            return super().issue(visible_version)
+
+    def finished(self, group: Group) -> None:
+        with self._recorded(Finished(group=group)):
+            super().finished(group)
+
+    def failed(self, attempt: Attempt, reason: str, *, infrastructure: bool) -> None:
+        with self._recorded(Failed(attempt=attempt, reason=reason, infrastructure=infrastructure)):
+            super().failed(attempt, reason, infrastructure=infrastructure)
+
+    def filtered(self, attempt: Attempt, reason: str, group: Group | None = None) -> None:
+        with self._recorded(Filtered(attempt=attempt, reason=reason, group=group)):
+            super().filtered(attempt, reason, group)
+
+    def cut(self, target_version: int) -> tuple[Group, ...] | None:
+        with self._recorded(Cut(target_version=target_version)):
+            return super().cut(target_version)
+
+    def trained(self, groups: tuple[Group, ...], target_version: int) -> None:
+        with self._recorded(Trained(attempt_ids=attempt_ids(groups), target_version=target_version)):
+            super().trained(groups, target_version)
+
+    def commit(self, version: int) -> None:
+        with self._recorded(Committed(version=version)):
+            super().commit(version)
+
+    def cancel_all(self) -> None:
+        with self._recorded(Cancelled()):
+            super().cancel_all()
+
+    def restore(
+        self,
+        snapshot: PoolSnapshot,
+        *,
+        version: int = 0,
+        total_groups: int | None = None,
+        readmissions: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        granted = {request_id: tuple(prompt_ids) for request_id, prompt_ids in (readmissions or {}).items()}
+        call = Restored(snapshot=snapshot, version=version, total_groups=total_groups, readmissions=granted)
+        with self._recorded(call):
+            super().restore(snapshot, version=version, total_groups=total_groups, readmissions=readmissions)
+
+    @contextmanager
+    def _recorded(self, call: AnyCall) -> Iterator[None]:
+        self._decisions.taken = decisions = Decisions()
+        try:
+            yield
+        except Exception as error:
+            decisions.error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            decisions.room = self.room()
+            self._record(call, decisions)
+
+
+class DecisionObserver(PoolObserver):
+    """Collects what the pool decides, and passes everything on."""
+
+    def __init__(self, observer: PoolObserver) -> None:
+        self.taken = Decisions()
+        self._next = observer
+
+    def restored(self, balance: Balance, quarantined: Sequence[DeadLetter]) -> None:
+        self.taken.restored = balance
+        self._next.restored(balance, quarantined)
+
+    def issued(self, attempt: Attempt) -> None:
+        self.taken.admitted.append(attempt)
+        self._next.issued(attempt)
+
+    def finished(self, group: Group) -> None:
+        self._next.finished(group)
+
+    def trimmed(self, group: Group, left_out: int) -> None:
+        self.taken.trimmed.append(Trimmed(group.attempt.attempt_id, left_out))
+        self._next.trimmed(group, left_out)
+
+    def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
+        self.taken.batch = tuple(attempt_ids)
+        self._next.cut(attempt_ids, target_version)
+
+    def ended(
+        self,
+        attempt_id: int,
+        outcome: Outcome,
+        reason: str = "",
+        *,
+        target_version: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        self.taken.ended.append(Ended(attempt_id, outcome, reason, step))
+        self._next.ended(attempt_id, outcome, reason, target_version=target_version, step=step)
+
+    def checked(self, issued: int, live: Mapping[int, Stage]) -> None:
+        self._next.checked(issued, live)
+
+
+def attempt_ids(groups: Sequence[Group]) -> tuple[int, ...]:
+    """In the same order."""
+    return tuple(group.attempt.attempt_id for group in groups)

@@ -1,0 +1,35 @@
+"""What a run that came to a stop leaves behind: ``stall.txt``, who waits for whom in driver and manager (C10)."""
+
+from __future__ import annotations
+
+import asyncio
+
+MAX_TASKS = 50
+
+
+def waiting_tasks() -> list[str]:
+    """One line per task of the running loop: its name, and the call of ours that it waits in; most frequent first."""
+    counts: dict[str, int] = {}
+    for task in asyncio.all_tasks():
+        if task is not asyncio.current_task():
+            line = f"{_name(task)}: {_where(task)}"
+            counts[line] = counts.get(line, 0) + 1
+    lines = [f"{count} × {line}" for line, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    return lines if len(lines) <= MAX_TASKS else [*lines[:MAX_TASKS], f"and {len(lines) - MAX_TASKS} more"]
+
+
+def _name(task: asyncio.Task[object]) -> str:
+    name = task.get_name()
+    return "task" if name.startswith("Task-") else name  # asyncio numbers what nobody named
+
+
+def _where(task: asyncio.Task[object]) -> str:
+    """The innermost frame of this project, through coroutines that await each other."""
+    found = "nothing of ours"
+    waiting: object = task.get_coro()
+    while waiting is not None:
+        frame = getattr(waiting, "cr_frame", None)
+        if frame is not None and "miles_async" in frame.f_code.co_filename:
+            found = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+        waiting = getattr(waiting, "cr_await", None)
+    return found

@@ -1,0 +1,71 @@
+"""``miles-async stop``: a run ends in order if it can, and nothing of it is left either way."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from miles_async.command_parser import CommandParser
+from miles_async.errors import ConfigurationError, StalledError
+from miles_async.run_process import RunProcess, find_driver, find_marked, read_run_process
+
+STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
+LEFTOVER_SECONDS = 10.0  # for what outlives the driver by a moment
+POLL_SECONDS = 0.1
+
+
+def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
+    """``miles-async stop``; the exit code.
+
+    Raises:
+        ConfigurationError: no such run, or it is on another machine.
+        StalledError: a process cannot be ended.
+    """
+    parser = CommandParser(
+        prog="miles-async stop",
+        description="End a run as Ctrl-C would: in order, with its summary; then whatever is left of it.",
+    )
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="the run directory")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=STOP_SECONDS,
+        metavar="SECONDS",
+        help="what the run gets to end by itself before its processes are killed (default: %(default)g)",
+    )
+    parsed = parser.parse_args(words)
+    run = read_run_process(parsed.directory)
+    if run.host != socket.gethostname():
+        raise ConfigurationError(f"{parsed.directory}: the run was started on {run.host}; stop it there")
+    driver = find_driver(run)
+    if driver is None:
+        say(f"the run in {parsed.directory} is over")
+    else:
+        say(f"stopping the run in {parsed.directory} (process {driver.pid})")
+        driver.send_signal(signal.SIGTERM)
+        if not _until(lambda: find_driver(run) is None, parsed.timeout):
+            say(f"it did not end within {parsed.timeout:g} s; killing its processes")
+            driver.kill()
+    _end_leftovers(run, say)
+    return 0
+
+
+def _end_leftovers(run: RunProcess, say: Callable[[str], None]) -> None:
+    if _until(lambda: not find_marked(run), LEFTOVER_SECONDS):
+        return
+    left = find_marked(run)
+    say(f"killing what is left: {', '.join(f'{p.pid} {p.name()}' for p in left)}")
+    for process in left:
+        process.kill()
+    if not _until(lambda: not find_marked(run), LEFTOVER_SECONDS):
+        raise StalledError(f"processes that cannot be killed: {[process.pid for process in find_marked(run)]}")
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return holds

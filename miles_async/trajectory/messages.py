@@ -1,0 +1,73 @@
+"""Messages in the one form in which they are compared and rendered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from miles_async.errors import TrajectoryError
+
+Message = dict[str, Any]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def canonical(message: Any) -> Message:
+    """Role, content as text, and what else a chat template may render; all else is dropped.
+
+    Arguments of tool calls, which clients send as JSON texts, become objects: that is what templates expect.
+    Raises TrajectoryError.
+
+    >>> canonical({"role": "user", "content": [{"type": "text", "text": "rev 12"}], "refusal": None})
+    {'role': 'user', 'content': 'rev 12'}
+    """
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        raise TrajectoryError(f"expected a message with a role ({', '.join(_ROLES)}), found {_shown(message)}")
+    result: Message = {"role": message["role"], "content": _text(message)}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning:
+        result["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    result.update({key: message[key] for key in ("tool_call_id", "name") if message.get(key) is not None})
+    return result
+
+
+def is_echo(sent: Message, reply: Message) -> bool:
+    """Whether an agent gave back what it was told. Agents leave reasoning out, and white space around the content."""
+    return _echoed(sent, sent) == _echoed(reply, sent)
+
+
+def _echoed(message: Message, sent: Message) -> Message:
+    kept = {key: value for key, value in message.items() if key != "reasoning_content" or key in sent}
+    return {**kept, "content": message["content"].strip()}
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    raise TrajectoryError(f"expected a text, or parts of type text, as content; found {_shown(content)}")
+
+
+def _tool_call(call: Any) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TrajectoryError(f"expected a tool call with a function and its name, found {_shown(call)}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            pass  # what a model wrote need not be JSON
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,153 @@
+"""What a chat template writes between the turns of the model, as text.
+
+The whole conversation is rendered with a mark in place of each turn that the model sampled, and cut at the marks. So
+a piece is what the template makes of the messages *in their place*, whatever it looks at before or after them, and
+nothing that the model said is ever rendered. Rendering again at the next turn also shows whether the template still
+writes what it wrote before; if not, the tokens are no longer what the template would make, which is an error (M14).
+What a template does inside of a turn, such as leaving out earlier reasoning, doesn't matter: the sampled tokens stay.
+"""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from miles_async.errors import TrajectoryError
+from miles_async.trajectory.messages import Message
+
+_MARK = secrets.token_hex(8)  # in no conversation
+
+
+class ChatFormat(Protocol):
+    """A tokenizer and its chat template (``prompts.templates.ChatTemplate``)."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        generation_prompt: bool,
+    ) -> str:
+        """The text of a conversation. Raises TrajectoryError when the template refuses it."""
+        ...
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        """Of rendered text: nothing is added to it."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text without special tokens."""
+        ...
+
+    def without_special(self, text: str) -> str:
+        """Text that a user may see: the texts of special tokens taken out."""
+        ...
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text with them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Renders conversations in pieces."""
+
+    chat: ChatFormat
+    _stops: Mapping[str, int] = field(init=False)  # text of each stop token
+    _keeps_calls: bool = field(init=False)  # whether tool messages need the calls that they answer
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_stops", {self.chat.decode_all([token]): token for token in self.chat.stop_ids})
+        object.__setattr__(self, "_keeps_calls", not self._renders_without_calls())
+
+    def _renders_without_calls(self) -> bool:
+        turn = {"role": "assistant", "content": "a"}
+        messages = [{"role": "user", "content": "b"}, turn, {"role": "tool", "content": "c"}, turn]
+        try:
+            self.chat.render(messages, (), {}, generation_prompt=False)
+        except TrajectoryError:
+            return False
+        return True
+
+    def pieces(
+        self,
+        messages: Sequence[Message],
+        sampled: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> list[str]:
+        """What stands in front of each turn in ``messages``, and in front of the turn to come.
+
+        Args:
+            messages: the conversation so far.
+            sampled: ascending positions in it of the turns of the model.
+            tools: as the template takes them.
+            options: more for the template, such as ``enable_thinking``.
+
+        Raises:
+            TrajectoryError: the template refuses the conversation, or hides a turn.
+        """
+        marks = {position: f"{_MARK}{number:06d}" for number, position in enumerate(sampled)}
+        masked = [self._masked(message, marks[i]) if i in marks else message for i, message in enumerate(messages)]
+        pieces, rest = [], self.chat.render(masked, tools, options, generation_prompt=True)
+        for position, mark in marks.items():
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise TrajectoryError(
+                    f"the chat template leaves out turn {position} of the assistant: {messages[position]}"
+                )
+            pieces.append(before)
+        return [*pieces, rest]
+
+    def _masked(self, message: Message, mark: str) -> Message:
+        calls = message.get("tool_calls")
+        if not (calls and self._keeps_calls):
+            return {"role": "assistant", "content": mark}
+        function = {"name": calls[-1]["function"]["name"], "arguments": {"mark": mark}}
+        return {"role": "assistant", "content": "", "tool_calls": [{**calls[-1], "function": function}]}
+
+    def after_turn(self, text: str) -> tuple[str, int | None, str]:
+        r"""A piece that follows a turn → (what closes the turn, its stop token, what comes then).
+
+        The first is empty and the second None where the template writes no stop token after a turn.
+
+        >>> renderer.after_turn("<|im_end|>\n<|im_start|>user\n ...")
+        ('<|im_end|>', 151645, '\n<|im_start|>user\n ...')
+        """
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if not found:
+            return "", None, text
+        at, stop = min(found)
+        begin = 0
+        if text[:at].strip():
+            if not self._keeps_calls:  # a later message holds it
+                return "", None, text
+            begin = at  # the end of a masked call
+        end = at + len(stop)
+        return text[begin:end], self._stops[stop], text[end:]
+
+
+def check_unchanged(before: str, now: str) -> None:
+    """Raises TrajectoryError if a piece that is in the tokens already is rendered differently ``now``."""
+    # They end with the opening of a turn, which may differ between one that is past and one to come: by a think block.
+    if now.startswith(before) or before.startswith(now):
+        return
+    raise TrajectoryError(
+        "the chat template renders earlier messages differently now, so that appended tokens would not be what it "
+        f"makes of the whole conversation:\n{text_diff(before, now)}"
+    )
+
+
+def text_diff(expected: str, found: str) -> str:
+    """Where two texts differ, line by line."""
+    lines = difflib.ndiff(expected.splitlines(keepends=True), found.splitlines(keepends=True))
+    return "\n".join(repr(line) for line in lines if not line.startswith("  "))

@@ -1,0 +1,149 @@
+"""What a model said → reasoning, content and tool calls, as chat completions have them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from miles_async.trajectory.messages import Message
+from miles_async.trajectory.rendering import ChatFormat
+
+Call = tuple[str, Any]
+"""Name and arguments; these are an object, or the model's text where it isn't one."""
+
+
+class ParseCalls(Protocol):
+    """``--tool-call-parser``."""
+
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+        """(text without the calls, calls). What cannot be read as a call stays in the text."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplyParser:
+    """Reads replies. Both steps are optional."""
+
+    chat: ChatFormat
+    parse_calls: ParseCalls | None = None
+    splits_reasoning: bool = False
+
+    def reply(
+        self, output_ids: Sequence[int], before: str, tools: Sequence[Mapping[str, Any]], call_ids: str
+    ) -> Message:
+        """The assistant's message.
+
+        Args:
+            output_ids: what was sampled, stop token included.
+            before: what the template wrote in front of it, which may begin the reasoning.
+            tools: that were offered; nothing is read as a call without them.
+            call_ids: what the ids of tool calls begin with.
+        """
+        ids = [int(token) for token in output_ids]
+        if ids and ids[-1] in self.chat.stop_ids:
+            ids.pop()
+        text, reasoning = self.chat.decode_all(ids), None
+        if self.splits_reasoning:
+            reasoning, text = split_reasoning(text, begun=before.rstrip().endswith("<think>"))
+        calls: list[Call] = []
+        if tools and self.parse_calls is not None:
+            text, calls = self.parse_calls(text, tools)
+        message: Message = {"role": "assistant", "content": self.chat.without_special(text)}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [
+                {"id": f"{call_ids}{n:02d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for n, (name, arguments) in enumerate(calls)
+            ]
+        return message
+
+
+def split_reasoning(text: str, *, begun: bool) -> tuple[str | None, str]:
+    """(reasoning, rest). ``begun``: the template wrote the opening tag. What never ends is all reasoning."""
+    stripped = text.lstrip()
+    if not begun and not stripped.startswith("<think>"):
+        return None, text
+    reasoning, _, rest = stripped.removeprefix("<think>").partition("</think>")
+    return reasoning.strip("\n"), rest.lstrip("\n")
+
+
+def parse_qwen(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes write it."""
+    calls: list[Call] = []
+
+    def take(match: re.Match[str]) -> str:
+        call = _json_call(match[1])
+        if call is None:
+            return match[0]
+        calls.append(call)
+        return ""
+
+    rest = re.sub(r"<tool_call>\s*(.*?)\s*</tool_call>", take, text, flags=re.DOTALL)
+    return (rest.rstrip() if calls else rest), calls
+
+
+def parse_llama3(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    """``{"name": ..., "parameters": {...}}``, the whole reply, several separated by semicolons."""
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    calls: list[Call] = []
+    decoder = json.JSONDecoder()
+    while body:
+        try:
+            _, end = decoder.raw_decode(body)
+        except ValueError:
+            return text, []
+        call = _json_call(body[:end])
+        if call is None:
+            return text, []
+        calls.append(call)
+        body = body[end:].lstrip("; \n")
+    return ("", calls) if calls else (text, [])
+
+
+def parse_glm(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    """``<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``, as GLM 4.5 and later write it."""
+    types = {tool["function"]["name"]: _parameter_types(tool["function"]) for tool in tools if "function" in tool}
+    calls: list[Call] = []
+
+    def take(match: re.Match[str]) -> str:
+        name = match[1].strip()
+        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", match[2], flags=re.DOTALL)
+        arguments = {key.strip(): _value(value, types.get(name, {}).get(key.strip())) for key, value in pairs}
+        calls.append((name, arguments))
+        return ""
+
+    rest = re.sub(r"<tool_call>([^<]*)(.*?)</tool_call>", take, text, flags=re.DOTALL)
+    return (rest.rstrip() if calls else rest), calls
+
+
+PARSERS: Mapping[str, ParseCalls] = {"qwen": parse_qwen, "llama3": parse_llama3, "glm": parse_glm}
+"""By the names of ``--tool-call-parser``."""
+
+
+def _json_call(text: str) -> Call | None:
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    return call["name"], call.get("arguments", call.get("parameters", {}))
+
+
+def _parameter_types(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    return {name: schema.get("type") for name, schema in properties.items() if isinstance(schema, Mapping)}
+
+
+def _value(text: str, declared_type: Any) -> Any:
+    """A value that isn't declared as a text is JSON, if it can be read as such."""
+    if declared_type == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

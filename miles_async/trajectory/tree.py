@@ -1,0 +1,245 @@
+"""A trajectory: the turns of one episode as a tree over tokens, and the samples that it becomes.
+
+A turn continues the turn whose messages and reply the agent gave back; what is new is tokenized and appended (M14).
+An agent that edits or truncates its history forks the tree at the last turn that it left alone::
+
+    user ── turn ── tool ── turn ── tool ── turn        the path of one sample: appended tokens have loss mask 0,
+                     └───── user ── turn                sampled ones 1, each with its log-prob and weight version (R3)
+
+Every sampled token carries loss in one sample. The one exception is a stop token that the template doesn't write after
+the turn, or with which it opens another message: whoever continues that turn continues it as the template has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from miles_async.errors import TrajectoryError
+from miles_async.trajectory.messages import Message, canonical, is_echo
+from miles_async.trajectory.rendering import Renderer, check_unchanged
+from miles_async.trajectory.replies import ReplyParser
+from miles_async.trajectory.turn import SampledTurn
+from miles_async.types import NO_VERSION, FinishReason, Float32, Int32, Sample, UInt8
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Context:
+    """What a turn to come stands on: the request of an agent, as tokens."""
+
+    parent: Turn | None
+    messages: tuple[Message, ...]  # new after the parent's reply
+    tools: Tools
+    options: Mapping[str, Any]  # for the template
+    text: str  # of the messages, as the template writes them
+    kept: int  # tokens of the parent's output that stay: all, or all but a stop token
+    appended: Int32  # tokens after these
+    length: int  # tokens in all
+    prompt_length: int  # of these, before the first turn of the branch
+
+    def input_ids(self) -> Int32:
+        """[length] what the engine is asked to continue. Put together anew: keeping it would be quadratic."""
+        pieces: list[Int32] = []
+        context = self
+        while context.parent is not None:
+            pieces += [context.appended, context.parent.sampled.output_ids[: context.kept]]
+            context = context.parent.context
+        return np.concatenate([context.appended, *pieces[::-1]])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turn:
+    """One turn of the model, and what it was told."""
+
+    context: Context
+    sampled: SampledTurn
+    reply: Message
+    text: str  # all that was said, without special tokens
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """All turns of one episode. Methods may be called from several threads; turns are only ever added."""
+
+    renderer: Renderer
+    parser: ReplyParser
+    turns: list[Turn] = field(default_factory=list)  # in order of completion
+
+    def extend(self, messages: Sequence[Any], tools: Tools = (), options: Mapping[str, Any] | None = None) -> Context:
+        """The tokens of a conversation whose next turn is the model's.
+
+        Args:
+            messages: all of it, as chat completions have them.
+            tools: offered to the model.
+            options: more for the chat template, such as ``enable_thinking``.
+
+        Raises:
+            TrajectoryError: messages that cannot be read or rendered, or a template that changed what is in the
+                tokens already (with the difference).
+        """
+        conversation = [canonical(message) for message in messages]
+        if not conversation or conversation[-1]["role"] == "assistant":
+            raise TrajectoryError("expected messages that end before a turn of the assistant")
+        tools, options = list(tools), dict(options or {})
+        parent, length = self._last_common_turn(conversation, tools, options)
+        path = [*_path(parent)]
+        sampled = _positions(path)
+        *earlier, text = self.renderer.pieces(conversation, sampled, tools, options)
+        for turn, now in zip(path, earlier, strict=True):
+            check_unchanged(turn.context.text, now)
+        kept, appended = self._continue(parent, text)
+        before = 0 if parent is None else parent.context.length + kept
+        return Context(
+            parent=parent,
+            messages=tuple(conversation[length:]),
+            tools=tools,
+            options=options,
+            text=text,
+            kept=kept,
+            appended=appended,
+            length=before + len(appended),
+            prompt_length=len(appended) if parent is None else parent.context.prompt_length,
+        )
+
+    def add(self, context: Context, sampled: SampledTurn) -> Turn:
+        """The turn is over: keep it."""
+        ids = sampled.output_ids.tolist()
+        reply = self.parser.reply(ids, context.text, context.tools, call_ids=f"call{len(self.turns):03d}")
+        turn = Turn(context=context, sampled=sampled, reply=reply, text=self.parser.chat.decode(ids))
+        self.turns.append(turn)
+        return turn
+
+    def _last_common_turn(
+        self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any]
+    ) -> tuple[Turn | None, int]:
+        """The deepest turn that ``conversation`` went through, and how many of its messages lie before the next."""
+        best: tuple[Turn | None, int] = (None, 0)
+        ends: dict[Turn | None, int] = {None: 0}  # turns that match so far → messages up to their reply, inclusive
+        for turn in self.turns:  # parents come before their children
+            context = turn.context
+            start = ends.get(context.parent)
+            if start is None or context.tools != tools or context.options != options:
+                continue
+            end = start + len(context.messages)
+            if (
+                end < len(conversation)
+                and tuple(conversation[start:end]) == context.messages
+                and is_echo(conversation[end], turn.reply)
+            ):
+                ends[turn] = end + 1
+                if end + 1 >= best[1]:
+                    best = (turn, end + 1)
+        return best
+
+    def _continue(self, parent: Turn | None, text: str) -> tuple[int, Int32]:
+        """(tokens of the parent's output to keep, tokens to append) for a piece of the template's."""
+        chat = self.renderer.chat
+        if parent is None:
+            return 0, np.array(chat.tokenize(text), np.int32)
+        output_ids = parent.sampled.output_ids
+        kept = len(output_ids)
+        closing, stop, rest = self.renderer.after_turn(text)
+        stopped = kept > 0 and int(output_ids[-1]) in chat.stop_ids
+        if stopped and stop == output_ids[-1]:
+            return kept, np.array(chat.tokenize(rest), np.int32)
+        if stopped:
+            kept -= 1
+        return kept, np.array(chat.tokenize(closing + rest), np.int32)
+
+    # ------------------------------------------------------------------------------------------- samples
+    def samples(self, finish_reason: FinishReason | None = None) -> tuple[Sample, ...]:
+        """One sample per leaf, the one with most sampled tokens first; they share text and reward.
+
+        Turns that several leaves share carry loss in the first of them. ``text`` is the last turn's, so that the
+        reward is that of the end of the episode. ``finish_reason``: None: the last turn's.
+        """
+        inner = {turn.context.parent for turn in self.turns}
+        leaves = sorted((turn for turn in self.turns if turn not in inner), key=lambda leaf: -_sampled_tokens(leaf))
+        counted: set[Turn] = set()
+        samples = []
+        for leaf in leaves:
+            samples.append(self._sample(leaf, counted, finish_reason))
+            counted.update(_path(leaf))
+        return tuple(samples)
+
+    def _sample(self, leaf: Turn, counted: set[Turn], finish_reason: FinishReason | None) -> Sample:
+        path = [*_path(leaf)]
+        arrays = _Arrays()
+        for turn, following in zip(path, [*path[1:], None], strict=True):
+            arrays.append(turn.context.appended)
+            kept = len(turn.sampled.output_ids) if following is None else following.context.kept
+            arrays.append_sampled(turn.sampled, kept, carries_loss=turn not in counted)
+        last = self.turns[-1]
+        total = sum(len(turn.sampled.output_ids) for turn in self.turns)
+        return Sample(
+            tokens=np.concatenate(arrays.tokens),
+            prompt_length=leaf.context.prompt_length,
+            loss_mask=np.concatenate(arrays.loss_mask),
+            rollout_logprobs=np.concatenate(arrays.logprobs),
+            weight_versions=np.concatenate(arrays.versions),
+            text=last.text,
+            finish_reason=finish_reason or last.sampled.finish_reason,
+            metadata={
+                "messages": [message for turn in path for message in (*turn.context.messages, turn.reply)],
+                "turns": len(path),
+                "all_turns": len(self.turns),
+                "other_sampled_tokens": total - _sampled_tokens(leaf),
+                "engines": list(dict.fromkeys(engine for turn in path for engine in turn.sampled.engines)),
+                "chunks": sum(turn.sampled.chunks for turn in path),
+                "prompt_tokens": sum(turn.sampled.prompt_tokens for turn in path),
+                "cached_tokens": sum(turn.sampled.cached_tokens for turn in path),
+            },
+        )
+
+
+class _Arrays:
+    """The per-token arrays of a sample, in pieces."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Int32] = []
+        self.loss_mask: list[UInt8] = []
+        self.logprobs: list[Float32] = []
+        self.versions: list[Int32] = []
+
+    def append(self, tokens: Int32) -> None:
+        """Tokens that no engine sampled."""
+        self._append(tokens, 0, np.zeros(len(tokens), np.float32), np.full(len(tokens), NO_VERSION, np.int32))
+
+    def append_sampled(self, sampled: SampledTurn, count: int, *, carries_loss: bool) -> None:
+        """The first ``count`` tokens of a turn."""
+        tokens, versions = sampled.output_ids[:count], sampled.weight_versions[:count]
+        if carries_loss:
+            self._append(tokens, 1, sampled.logprobs[:count], versions)
+        else:  # they do in another sample
+            self.append(tokens)
+
+    def _append(self, tokens: Int32, mask: int, logprobs: Float32, versions: Int32) -> None:
+        self.tokens.append(tokens)
+        self.loss_mask.append(np.full(len(tokens), mask, np.uint8))
+        self.logprobs.append(logprobs)
+        self.versions.append(versions)
+
+
+def _path(turn: Turn | None) -> Sequence[Turn]:
+    """From the first turn to this one."""
+
+    def upwards(turn: Turn | None) -> Iterator[Turn]:
+        while turn is not None:
+            yield turn
+            turn = turn.context.parent
+
+    return [*upwards(turn)][::-1]
+
+
+def _positions(path: Sequence[Turn]) -> list[int]:
+    """Where in the conversation the replies of the turns of a path stand."""
+    return [int(end) for end in np.cumsum([len(turn.context.messages) + 1 for turn in path]) - 1]
+
+
+def _sampled_tokens(leaf: Turn) -> int:
+    return sum(len(turn.sampled.output_ids) for turn in _path(leaf))

@@ -1,0 +1,69 @@
+"""One turn of the model: a generation call that goes on when a publication aborts it (partial rollouts).
+
+What was sampled is kept and the request goes on under the new version; every chunk brings its own version spans, so
+each token still knows which weights produced it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from miles_async.errors import TransientEngineError
+from miles_async.protocols import EngineClient
+from miles_async.staleness.versions import versions_per_token
+from miles_async.types import FinishReason, Float32, Generation, Int32
+
+MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token before we say that the engine does not work
+
+
+class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model said in one turn."""
+
+    output_ids: Int32  # [T]
+    logprobs: Float32  # [T]
+    weight_versions: Int32  # [T]
+    finish_reason: FinishReason  # "stop" or "length"
+    engines: tuple[str, ...]  # that took part, in the order in which they first did
+    chunks: int  # generation calls: 1 + aborts survived
+    prompt_tokens: int  # over all chunks
+    cached_tokens: int  # of these, served from the prefix cache
+
+
+async def take_turn(
+    client: EngineClient, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str
+) -> SampledTurn:
+    """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
+
+    Raises what the client raises, and TransientEngineError for an engine that only aborts.
+    """
+    budget: int = sampling["max_new_tokens"]
+    chunks: list[Generation] = []
+    empty = 0
+    while True:
+        chunk = await client.generate(input_ids, {**sampling, "max_new_tokens": budget}, routing_key=routing_key)
+        chunks.append(chunk)
+        budget -= len(chunk.output_ids)
+        if chunk.finish_reason != "abort" or budget <= 0:
+            return _joined(chunks)
+        input_ids = [*input_ids, *chunk.output_ids.tolist()]
+        empty = 0 if len(chunk.output_ids) else empty + 1
+        if empty >= MAX_EMPTY_CHUNKS:
+            raise TransientEngineError(f"{chunk.engine_id} aborted {empty} times without a token")
+
+
+def _joined(chunks: Sequence[Generation]) -> SampledTurn:
+    finish_reason = chunks[-1].finish_reason
+    return SampledTurn(
+        output_ids=np.concatenate([chunk.output_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        weight_versions=np.concatenate([versions_per_token(chunk.spans, len(chunk.output_ids)) for chunk in chunks]),
+        finish_reason="length" if finish_reason == "abort" else finish_reason,
+        engines=tuple(dict.fromkeys(chunk.engine_id for chunk in chunks)),
+        chunks=len(chunks),
+        prompt_tokens=sum(chunk.prompt_tokens for chunk in chunks),
+        cached_tokens=sum(chunk.cached_tokens for chunk in chunks),
+    )

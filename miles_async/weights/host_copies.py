@@ -1,0 +1,108 @@
+"""On an engine's host: its own copy of the staged files, brought up to date by a few functions.
+
+They run in the engine's actor (``EngineFleet.on_host``) with its directory as the first argument, and hold nothing
+between calls; what is there is what a directory's name says. Bytes come as a path that the host shares with the sending
+rank, or as an array from an object store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from miles_async.errors import EngineError
+from miles_async.tensor_digest import digest
+from miles_async.types import TensorMeta
+from miles_async.weights.delta import Bytes, ChangedTensor, decode
+from miles_async.weights.files import bucket_file, version_directory
+
+Source = str | Bytes
+
+CHANGED = "changed"  # of a version's directory: the buckets that are not as in the version before
+
+
+def held_version(directory: Path) -> int | None:
+    """The version that is there, whole; None if there is none."""
+    versions = [int(path.name[1:]) for path in directory.glob("v*") if path.suffix != ".partial"]
+    return max(versions, default=None)
+
+
+def store_bucket(directory: Path, version: int, index: int, source: Source) -> None:
+    """A bucket's file, as staged."""
+    _write(_partial(directory, version) / bucket_file(index), source)
+
+
+def change_bucket(
+    directory: Path, version: int, index: int, source: Source | None, base: int, tensors: Sequence[TensorMeta]
+) -> None:
+    """A bucket from that of the version ``base`` and what changed since; ``source`` is None if nothing did.
+
+    Raises EngineError if a changed tensor is then not what was staged.
+    """
+    old = directory / version_directory(base) / bucket_file(index)
+    new = _partial(directory, version) / bucket_file(index)
+    if source is None:
+        os.link(old, new)
+        return
+    data = Path(source).read_bytes() if isinstance(source, str) else source.data
+    shutil.copyfile(old, new)
+    contents = _tensors(new)
+    expected = {tensor.name: tensor.digest for tensor in tensors}
+    for changed in msgspec.msgpack.decode(data, type=list[ChangedTensor]):
+        content = contents[changed.name]
+        content[:] = decode(changed, content)
+        if (found := digest(content, changed.itemsize)) != expected[changed.name]:
+            raise EngineError(
+                f"{changed.name} of version {version}, made from version {base} and what changed: expected digest "
+                f"{expected[changed.name]}, found {found}"
+            )
+    ahead = _partial(directory, version) / CHANGED
+    ahead.mkdir(exist_ok=True)
+    os.link(new, ahead / bucket_file(index))
+
+
+def complete(directory: Path, version: int) -> str:
+    """All buckets are there; older versions go. Returns the directory that an engine has to load."""
+    target = directory / version_directory(version)
+    shutil.rmtree(target, ignore_errors=True)
+    _partial(directory, version).rename(target)
+    for other in directory.glob("v*"):
+        if other != target:
+            shutil.rmtree(other, ignore_errors=True)
+    changed = target / CHANGED
+    return str(changed if changed.exists() else target)
+
+
+def discard(directory: Path) -> None:
+    """All versions."""
+    for version in directory.glob("v*"):
+        shutil.rmtree(version, ignore_errors=True)
+
+
+def _partial(directory: Path, version: int) -> Path:
+    partial = directory / f"{version_directory(version)}.partial"
+    partial.mkdir(exist_ok=True)
+    return partial
+
+
+def _write(path: Path, source: Source) -> None:
+    if isinstance(source, str):
+        shutil.copyfile(source, path)
+    else:
+        source.tofile(path)
+
+
+def _tensors(path: Path) -> dict[str, Bytes]:
+    """The bytes of each tensor of a safetensors file, mapped for writing."""
+    content = np.memmap(path, np.uint8, mode="r+")
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")  # a length, a JSON header of that length, the data
+    header = msgspec.json.decode(content[8:start].tobytes())
+    return {
+        name: content[start + first : start + end]
+        for name, (first, end) in ((name, entry["data_offsets"]) for name, entry in header.items())
+    }

@@ -1,0 +1,172 @@
+"""Exported weights as files: one format, written once per version, that every transport sends from.
+
+The sending rank writes bucket after bucket as they are exported, so it never holds more than two of them beside the
+model; what was staged lies in the page cache or on disk, not in its memory, and does not follow the trainer. Reading is
+mapping. Nothing is synced to the device: this is no checkpoint, and a machine that crashes loses its engines too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from miles_async.errors import TrainerError
+from miles_async.owned_directory import OwnedDirectory
+from miles_async.tensor_digest import digest
+from miles_async.types import StagedWeights, TensorMeta, WeightDelta
+from miles_async.weights.delta import Bytes, Encoding, encode
+from miles_async.weights.export import Bucket, into_buckets, on_host
+from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
+
+KEPT_VERSIONS = 2  # an engine may still be reading the version before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagingOptions:
+    """Where and how weights are staged."""
+
+    parent: Path  # files go to a directory of the sending process in it
+    bucket_bytes: int
+    keep: int = KEPT_VERSIONS  # this many of the newest versions
+    digests: bool = True
+    delta: Encoding | None = None  # also write what changed since the version before
+
+
+class Staging:
+    """Implements WeightSender, for transports that need nothing but files of the sending rank."""
+
+    def __init__(self, options: StagingOptions) -> None:
+        self._options = options
+        self._directory = OwnedDirectory(options.parent)
+        self._staged: dict[int, StagedWeights] = {}  # in the order in which they were staged
+
+    def stage(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> StagedWeights:
+        """Write all of ``tensors``. Raises TrainerError when that fails."""
+        directory = self._directory.path / version_directory(version)
+        try:
+            staged = self._write(version, directory, tensors)
+        except (OSError, SafetensorError) as error:
+            raise TrainerError(
+                f"the weights of version {version} cannot be staged in {directory}: {error} (--weight-staging-dir)"
+            ) from error
+        self._staged.pop(version, None)
+        self._staged[version] = staged
+        while len(self._staged) > self._options.keep:
+            shutil.rmtree(self._staged.pop(next(iter(self._staged))).directory, ignore_errors=True)
+        return staged
+
+    def file(self, version: int, name: str) -> Path:
+        """A file of a staged version. Raises TrainerError if that is not there any more."""
+        if version not in self._staged:
+            raise TrainerError(f"weights of version {version} are not staged, only {list(self._staged)}")
+        return Path(self._staged[version].directory) / name
+
+    def bucket(self, version: int, index: int) -> Tensor:
+        """uint8 [bytes]: all tensors of a bucket, one after another; mapped, not read."""
+        path = self.file(version, bucket_file(index))
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")  # safetensors: length, JSON header, data
+        # "c": a private mapping; torch warns about memory that it may not write to.
+        return torch.from_numpy(np.memmap(path, np.uint8, mode="c", offset=8 + header_bytes))
+
+    def metas(self, version: int, index: int) -> tuple[TensorMeta, ...]:
+        """Of a bucket's tensors, in their order."""
+        return self._staged[version].buckets[index]
+
+    def close(self) -> None:
+        """Remove all files; idempotent."""
+        self._staged.clear()
+        self._directory.remove()
+
+    def _write(self, version: int, directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> StagedWeights:
+        partial = directory.with_name(directory.name + ".partial")
+        for leftover in (partial, directory):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir()
+        base, encoding = self._staged.get(version - 1), self._options.delta
+        delta = _DeltaWriter(base, encoding) if encoding and base else None
+        buckets, total_bytes = [], 0
+        for index, bucket in enumerate(into_buckets(on_host(tensors), self._options.bucket_bytes)):
+            path = partial / bucket_file(index)
+            save_file(bucket, path)
+            buckets.append(tuple(self._describe(name, bucket[name]) for name in _file_order(path)))
+            total_bytes += sum(tensor.nbytes for tensor in bucket.values())
+            if delta is not None:
+                delta.write(partial / delta_file(index), bucket)
+            bucket.clear()  # before the next one fills up
+        staged = StagedWeights(
+            version=version,
+            directory=str(directory),
+            buckets=tuple(buckets),
+            total_bytes=total_bytes,
+            delta=delta.result if delta else None,
+        )
+        (partial / MANIFEST).write_bytes(msgspec.json.encode(staged))
+        partial.rename(directory)
+        return staged
+
+    def _describe(self, name: str, tensor: Tensor) -> TensorMeta:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found = digest(_raw(tensor), tensor.itemsize) if self._options.digests else ""
+        return TensorMeta(name, dtype, tuple(tensor.shape), found)
+
+
+class _DeltaWriter:
+    """Writes what changed since ``base``, bucket by bucket."""
+
+    def __init__(self, base: StagedWeights, encoding: Encoding) -> None:
+        self._base = base
+        self._encoding = encoding
+        self._bucket_of = {meta.name: index for index, metas in enumerate(base.buckets) for meta in metas}
+        self._bytes: list[int] = []
+        self._same_tensors = True
+        self._open_index = -1
+        self._file: Any = None
+
+    @property
+    def result(self) -> WeightDelta | None:
+        """None if tensors came, went or changed their shape: then there is no telling what changed in them."""
+        if not self._same_tensors or len(self._bytes) != len(self._base.buckets):
+            return None
+        return WeightDelta(base_version=self._base.version, bucket_bytes=tuple(self._bytes))
+
+    def write(self, path: Path, bucket: Bucket) -> None:
+        changes = []
+        for name, tensor in bucket.items():
+            if (old := self._old(name)) is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                self._same_tensors = False
+                return
+            if changed := encode(name, _raw(old), _raw(tensor), tensor.itemsize, self._encoding):
+                changes.append(changed)
+        data = msgspec.msgpack.encode(changes) if changes else b""
+        if data:
+            path.write_bytes(data)
+        self._bytes.append(len(data))
+
+    def _old(self, name: str) -> Tensor | None:
+        index = self._bucket_of.get(name)
+        if index is None:
+            return None
+        if index != self._open_index:  # buckets are the same in every version: each file is opened once
+            self._file = safe_open(Path(self._base.directory) / bucket_file(index), "pt")
+            self._open_index = index
+        return self._file.get_tensor(name)
+
+
+def _file_order(path: Path) -> list[str]:
+    """Of its tensors: safetensors puts wide dtypes first, so that all are aligned."""
+    return safe_open(path, "pt").offset_keys()
+
+
+def _raw(tensor: Tensor) -> Bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,47 @@
+"""``ipc``: engines on the sending rank's own device copy each bucket from its memory.
+
+The other half, in the sending rank, is ``senders/ipc.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
+from miles_async.types import StagedWeights
+from miles_async.weights.transports.attempt import Attempt
+
+
+class IpcTransport:
+    """Implements WeightTransport."""
+
+    shares_fate = False
+    sent_fraction = 1.0
+
+    def __init__(self, trainer: TrainerSide, fleet: EngineFleet, *, flush_cache: bool) -> None:
+        self._trainer = trainer
+        self._fleet = fleet
+        self._flush_cache = flush_cache
+
+    async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+        """Nothing: a bucket is put on the device when it is its turn."""
+        return dict.fromkeys(engines)
+
+    async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+        """Bucket by bucket; the device holds one of them at a time."""
+        attempt, fleet = Attempt(engines), self._fleet
+        await attempt.each(fleet.begin_update)
+        try:
+            for index in range(len(staged.buckets)):
+                handles = await self._trainer.call_sender("share_bucket", (staged.version, index))
+                await attempt.each(partial(self._receive, handles, staged.version))
+        finally:
+            await self._trainer.call_sender("release")
+        await attempt.each(fleet.end_update)
+        return attempt.errors
+
+    async def _receive(self, handles: str, version: int, engines: Sequence[str]) -> EngineErrors:
+        return await self._fleet.receive_handles(engines, handles, version, self._flush_cache)
+
+    async def close(self) -> None: ...

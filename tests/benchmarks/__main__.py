@@ -1,0 +1,38 @@
+"""``make bench``: all benchmarks, or those that are named. ``runs/bench/NAME.json`` has what each measured.
+
+Figures of times are of this machine and of what else runs on it; ratios within one table are worth more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.benchmarks import buffer_cost, ledger_store, loop_lag, quickstart_overlap, simulated_scale
+from tests.benchmarks.report import report
+
+PARTS = {
+    "quickstart_overlap": quickstart_overlap.rows,
+    "schedule": simulated_scale.schedule,
+    "routers": simulated_scale.routers,
+    "cpu": simulated_scale.cpu,
+    "buffer_cost": buffer_cost.rows,
+    "ledger_store": ledger_store.rows,
+    "loop_lag": loop_lag.rows,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)} (default: all)")
+    parts = parser.parse_args().parts or list(PARTS)
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"unknown {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    for number, part in enumerate(parts, start=1):
+        print(f"[{number}/{len(parts)}] {part} ({time.strftime('%H:%M:%S')})", file=sys.stderr, flush=True)
+        report(part, PARTS[part]())
+
+
+if __name__ == "__main__":
+    main()

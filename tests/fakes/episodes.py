@@ -1,0 +1,147 @@
+"""Random conversations between an agent and a model, to test trajectories with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.replies import PARSERS, ReplyParser
+from miles_async.trajectory.tree import Context, Trajectory, Turn
+from miles_async.trajectory.turn import SampledTurn
+from tests.fakes.chat_formats import ORDINARY_TOKENS, STOPS, TOOLS, chat_format
+
+PARSER_OF = {"qwen3": "qwen", "llama3": "llama3", "glm": "glm"}
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=30)
+words = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9 .,;é]{0,20}", fullmatch=True).map(str.strip)
+
+
+def questions() -> st.SearchStrategy[list[dict[str, Any]]]:
+    """What opens a conversation."""
+    return st.builds(
+        lambda system, user: [*([{"role": "system", "content": system}] if system else []), user],
+        st.one_of(st.none(), texts.filter(bool)),
+        texts.map(lambda content: {"role": "user", "content": content}),
+    )
+
+
+def follow_ups() -> st.SearchStrategy[list[dict[str, Any]]]:
+    """What an agent or an environment appends: results of one or several tools, a question, a hint of the system."""
+    tool = texts.map(lambda content: {"role": "tool", "content": content, "tool_call_id": "call00000"})
+    user = texts.map(lambda content: {"role": "user", "content": content})
+    system = texts.map(lambda content: {"role": "system", "content": content})
+    return st.one_of(
+        st.lists(tool, min_size=1, max_size=3),
+        st.tuples(user).map(list),
+        st.tuples(system, user).map(list),
+        st.tuples(tool, user).map(list),
+    )
+
+
+@dataclass(frozen=True)
+class Say:
+    """What the model samples in a turn."""
+
+    ids: tuple[int, ...] = ()  # any tokens at all
+    text: str = ""  # or what the template would make of it
+    calls: tuple[tuple[str, str], ...] = ()  # (tool, query)
+    stop: int | None = 0  # which of the stop tokens ends it; None: it was cut
+
+
+def anything() -> st.SearchStrategy[Say]:
+    """Tokens that no tokenizer would make of their text, ended or cut anywhere."""
+    ids = st.lists(st.integers(0, ORDINARY_TOKENS - 1), min_size=1, max_size=12).map(tuple)
+    return st.builds(Say, ids=ids, stop=st.sampled_from([0, 1, None]))
+
+
+def canonical_answers(calls: int) -> st.SearchStrategy[Say]:
+    """A text or tool calls, exactly as the template writes them."""
+    call = st.tuples(st.sampled_from([tool["function"]["name"] for tool in TOOLS]), words)
+    spoken = st.builds(Say, text=words)
+    called = st.builds(Say, calls=st.lists(call, min_size=1, max_size=calls).map(tuple)) if calls else st.nothing()
+    return spoken | called
+
+
+@dataclass
+class Episode:
+    """A trajectory that grows, beside what an agent would hold."""
+
+    style: str
+    tools: Sequence[Any] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.chat: ChatTemplate = chat_format(self.style)
+        parser = PARSERS[PARSER_OF[self.style]] if self.style in PARSER_OF else None
+        self.trajectory = Trajectory(
+            Renderer(self.chat), ReplyParser(chat=self.chat, parse_calls=parser, splits_reasoning=True)
+        )
+        self.histories: dict[Turn, list[dict[str, Any]]] = {}  # the messages up to each turn's reply
+        self.said = 0
+
+    def turn(self, appended: Sequence[dict[str, Any]], say: Say) -> Turn:
+        """The agent appends messages, the model answers."""
+        self.messages += appended
+        context = self.trajectory.extend(self.messages, self.tools, self.options)
+        turn = self.trajectory.add(context, self.sampled(context, self.output_ids(say, appended)))
+        self.messages.append(as_client_sends(turn.reply))
+        self.histories[turn] = list(self.messages)
+        return turn
+
+    def output_ids(self, say: Say, appended: Sequence[dict[str, Any]]) -> list[int]:
+        stops = self.chat._tokenizer.convert_tokens_to_ids(list(STOPS[self.style]))
+        ids = list(say.ids) or self.chat.tokenize(self.written(say))
+        return ids if say.stop is None else [*ids, stops[say.stop]]
+
+    def written(self, say: Say) -> str:
+        """As the template writes it in a turn that is past."""
+        if self.style == "qwen3":
+            calls = [
+                '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+                % (name, json.dumps({"query": query}, ensure_ascii=False))
+                for name, query in say.calls
+            ]
+            return "\n".join([*([say.text] if say.text else []), *calls])
+        if self.style == "glm":
+            calls = [
+                f"\n<tool_call>{name}\n<arg_key>query</arg_key>\n<arg_value>{query}</arg_value>\n</tool_call>"
+                for name, query in say.calls
+            ]
+            return "\n<think></think>" + (f"\n{say.text}" if say.text else "") + "".join(calls)
+        if say.calls:
+            (name, query), *_ = say.calls
+            return '{"name": "%s", "parameters": %s}' % (name, json.dumps({"query": query}, ensure_ascii=False))
+        return say.text
+
+    def sampled(self, context: Context, output_ids: Sequence[int]) -> SampledTurn:
+        self.said += 1
+        length = len(output_ids)
+        return SampledTurn(
+            output_ids=np.array(output_ids, np.int32),
+            logprobs=np.linspace(-1, -0.5, length).astype(np.float32) - self.said,
+            weight_versions=np.full(length, self.said, np.int32),
+            finish_reason="stop" if output_ids[-1] in self.chat.stop_ids else "length",
+            engines=("engine-0",),
+            chunks=1,
+            prompt_tokens=context.length,
+            cached_tokens=0,
+        )
+
+
+def as_client_sends(reply: dict[str, Any]) -> dict[str, Any]:
+    """With arguments as JSON texts, and what an openai client adds."""
+    sent = {"content": None, "refusal": None, "audio": None, **{k: v for k, v in reply.items() if v != ""}}
+    if "tool_calls" in sent:
+        sent["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in sent["tool_calls"]
+        ]
+    return sent

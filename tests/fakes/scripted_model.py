@@ -1,0 +1,51 @@
+"""An EngineClient that says what it is told to, token by token, and remembers what it was asked to continue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from miles_async.types import Generation, VersionSpan
+
+Script = Callable[[int, list[int]], Sequence[int] | Exception]
+"""(number of the call, input ids) → what is said."""
+
+
+class ScriptedModel:
+    """Log-prob of the n-th token of a call: -(n + 1) / 10. ``aborts``: calls that end after that many tokens."""
+
+    def __init__(self, script: Script, *, version: int = 0, seconds: float = 0.0) -> None:
+        self.script = script
+        self.version = version
+        self.seconds = seconds
+        self.aborts: dict[int, int] = {}
+        self.requests: list[list[int]] = []
+        self.sampling: list[dict[str, Any]] = []
+        self.routing_keys: list[str] = []
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
+        call = len(self.requests)
+        self.requests.append(list(input_ids))
+        self.sampling.append(dict(sampling))
+        self.routing_keys.append(routing_key)
+        await asyncio.sleep(self.seconds)
+        said = self.script(call, self.requests[-1])
+        if isinstance(said, Exception):
+            raise said
+        room = sampling["max_new_tokens"]
+        finish = "stop" if len(said) <= room else "length"
+        output = np.array(said[:room], np.int32)
+        if call in self.aborts:
+            output, finish = output[: self.aborts[call]], "abort"
+        return Generation(
+            output_ids=output,
+            logprobs=-(np.arange(len(output), dtype=np.float32) + 1) / 10,
+            spans=(VersionSpan(self.version, 0, len(output)),) if len(output) else (),
+            finish_reason=finish,  # type: ignore[arg-type]
+            engine_id="engine-0",
+            cached_tokens=len(input_ids) // 2,
+            prompt_tokens=len(input_ids),
+        )

@@ -1,0 +1,47 @@
+"""What the tests of the worker pool have workers do. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def hang() -> None:
+    while True:
+        pass
+
+
+def hang_in_c() -> int:
+    return len(str(10 ** (10**9)))  # no signal handler gets a turn
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shout() -> str:
+    print("x" * 100_000, flush=True)
+    os.write(1, b"y")
+    return "done"
+
+
+def explode() -> int:
+    return len(bytearray(1 << 40))
+
+
+def sleep(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def fail() -> None:
+    raise ZeroDivisionError("by nothing")

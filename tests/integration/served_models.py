@@ -1,0 +1,40 @@
+"""Tiny models that SGLang serves, and what they should answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from tests.integration.tiny_models import VOCAB, save_tiny
+
+MAX_LENGTH = 512
+
+
+def save_served(family: str, directory: Path, *, seed: int) -> Path:
+    """A model of ``tiny_models.FAMILIES`` with a tokenizer of the words t0 .. t63."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_tiny(family, directory, seed=seed, max_position_embeddings=MAX_LENGTH)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2", pad_token="t0").save_pretrained(directory)
+    return directory
+
+
+def reference_logprobs(model: Path, tokens: Sequence[int]) -> np.ndarray:
+    """float32 [T - 1], of tokens[1:], by transformers."""
+    return _logprobs(model, tuple(tokens))
+
+
+@cache
+def _logprobs(model: Path, tokens: tuple[int, ...]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([tokens])).logits
+    return torch.log_softmax(logits[0, :-1], -1)[range(len(tokens) - 1), list(tokens[1:])].numpy()

@@ -1,0 +1,134 @@
+"""The session server's own process: agents in it, engines behind the rollout process, and what its death costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from miles_async.engines.process import ChildProcess
+from miles_async.errors import EngineStartError, RequestRejectedError, TransientEngineError
+from miles_async.session_process import ServerSettings
+from miles_async.sessions.records import OpenSession, SessionSettings
+from miles_async.sessions.service import SessionService
+from tests.fakes.scripted_model import ScriptedModel
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
+QUESTION = {"role": "user", "content": "rev 12"}
+SETTINGS = SessionSettings(routing_key="7-1", sampling={"temperature": 1.0}, max_response=50, max_total=100)
+ANSWER = [14, 13, 2]  # "21" and <eos>
+
+
+@asynccontextmanager
+async def service_of(model: ScriptedModel, log_dir: Path, **options: Any) -> AsyncIterator[SessionService]:
+    settings = ServerSettings(
+        hf_checkpoint=str(MODEL), host="127.0.0.1", session_timeout=60.0, tool_call_parser=None, reasoning_parser=None
+    )
+    children: list[ChildProcess] = []
+
+    def launch(command: Sequence[str], starts: int) -> ChildProcess:
+        path = log_dir / f"sessions.{starts}.log"
+        children.append(ChildProcess("session server", command, log_path=path, environment={}))
+        return children[-1]
+
+    service = SessionService(model, settings.command(), launch, **options)
+    await service.start()
+    supervision = asyncio.ensure_future(service.supervise())
+    try:
+        yield service
+    finally:
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+        await service.stop()
+    assert not [child.pid for child in children if psutil.pid_exists(child.pid)]
+
+
+async def chat(session: OpenSession) -> str:
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none", max_retries=0) as client:
+        answer = await client.chat.completions.create(model="policy", messages=[QUESTION])
+        return answer.choices[0].message.content or ""
+
+
+def server_pid(log_dir: Path, starts: int) -> int:
+    path = str(log_dir / f"sessions.{starts}.log")
+    (process,) = [
+        process
+        for process in psutil.Process().children()
+        if any(file.path == path for file in process.open_files())
+        or path in str(os.readlink(f"/proc/{process.pid}/fd/1"))
+    ]
+    return process.pid
+
+
+async def test_a_session_samples_through_the_rollout_process(tmp_path: Path) -> None:
+    # covers: M13, C7
+    model = ScriptedModel(lambda call, input_ids: ANSWER, version=5)
+    async with service_of(model, tmp_path) as service:
+        session = await service.open(SETTINGS)
+        assert await chat(session) == "21"
+        collected = await service.collect(session)
+        with pytest.raises(TransientEngineError, match="session lost: HTTP 404"):
+            await service.collect(session)
+
+        model.script = lambda call, input_ids: RequestRejectedError("HTTP 413: too long for the engine")
+        session = await service.open(SETTINGS)
+        with pytest.raises(openai.APIStatusError, match="too long for the engine") as caught:
+            await chat(session)
+        assert caught.value.status_code == 413
+        model.script = lambda call, input_ids: TransientEngineError("engines are gone")
+        with pytest.raises(openai.InternalServerError, match="engines are gone"):
+            await chat(session)
+        assert (await service.collect(session)).failure == "engines are gone"
+    (sample,) = collected.samples
+    assert sample.tokens[sample.loss_mask == 1].tolist() == ANSWER
+    assert set(sample.weight_versions[sample.loss_mask == 1]) == {5}
+    assert model.routing_keys[0] == "7-1"
+
+
+async def test_a_server_that_dies_or_hangs_costs_its_open_sessions_and_nothing_else(tmp_path: Path) -> None:
+    # covers: M13
+    model = ScriptedModel(lambda call, input_ids: ANSWER)
+    async with service_of(model, tmp_path, silence_timeout=4.0) as service:
+        first = await service.open(SETTINGS)
+        for starts, number in enumerate([signal.SIGKILL, signal.SIGSTOP]):
+            session = await service.open(SETTINGS)
+            assert await chat(session) == "21"
+            os.kill(server_pid(tmp_path, starts), number)
+            while service.instance_id == session.instance_id:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            for lost in (first, session):
+                with pytest.raises(TransientEngineError, match=r"does not answer|session lost"):
+                    await service.collect(lost)
+        again = await service.open(SETTINGS)
+        assert again.instance_id not in (first.instance_id, session.instance_id)
+        assert await chat(again) == "21"
+        assert len((await service.collect(again)).samples) == 1
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async def failing() -> None:
+        settings = ServerSettings(
+            hf_checkpoint="/nowhere", host="127.0.0.1", session_timeout=1, tool_call_parser=None, reasoning_parser=None
+        )
+        service = SessionService(
+            ScriptedModel(lambda call, input_ids: ANSWER),
+            settings.command(),
+            lambda command, starts: ChildProcess("s", command, log_path=tmp_path / "sessions.log", environment={}),
+        )
+        try:
+            await service.start()
+        finally:
+            await service.stop()
+
+    with pytest.raises(EngineStartError, match="--hf-checkpoint /nowhere: there is no such directory"):
+        await failing()

@@ -1,0 +1,146 @@
+"""A run with ``--record`` in miniature: a pool, random events, a trainer; its run directory is as a real one's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from arguments import (
+    Arguments,
+    ClusterArguments,
+    ObservabilityArguments,
+    OptimizerArguments,
+    RolloutArguments,
+    StalenessArguments,
+)
+from arguments.config_file import to_toml
+from miles_async.decisions import make_batches, make_pool
+from miles_async.errors import DataError
+from miles_async.rollout.recording import ScheduleWriter
+from miles_async.run_directory import CONFIG_FILE, SCHEDULE_FILE
+from miles_async.serialization import read_frames, write_frames
+from miles_async.staleness.pool import PoolSnapshot
+from miles_async.staleness.schedule import Frame
+from miles_async.staleness.versions import group_of
+from miles_async.types import Attempt, Group, TrainShard
+from tests.property.builders import make_prompt, make_sample
+
+BASE = Arguments(
+    cluster=ClusterArguments(actor_num_gpus_per_node=2),
+    rollout=RolloutArguments(num_rollout=10**6, rollout_batch_size=2, n_samples_per_prompt=3, max_prompt_attempts=2),
+    staleness=StalenessArguments(max_weight_staleness=1),
+    optimizer=OptimizerArguments(max_tokens_per_gpu=16),
+    observability=ObservabilityArguments(record=True),
+)
+
+
+def random_arguments(chance: random.Random) -> Arguments:
+    """BASE with any policy."""
+    return replace(
+        BASE,
+        rollout=replace(BASE.rollout, max_quarantined_prompts=chance.choice([2, 10**6])),
+        staleness=StalenessArguments(
+            max_weight_staleness=chance.choice([None, 0, 1, 2]),
+            stale_group_action=chance.choice(["recycle", "drop", "wait"]),
+            min_group_fraction=chance.choice([1.0, 0.5]),
+            batch_order=chance.choice(["oldest_first", "completion"]),
+        ),
+    )
+
+
+class RecordedRun:
+    """Every method is one thing that can happen."""
+
+    def __init__(
+        self, run_dir: Path, arguments: Arguments, chance: random.Random, resumed: RecordedRun | None = None
+    ) -> None:
+        run_dir.mkdir(parents=True)
+        (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
+        self.run_dir, self.arguments, self.chance = run_dir, arguments, chance
+        self.writer = ScheduleWriter(run_dir / SCHEDULE_FILE)
+        self.pool = make_pool(arguments.rollout, arguments.staleness, record=self.writer.pool)
+        self.batches = make_batches(arguments, record=self.writer.batch)
+        self.prompts, self.version, self.over = 0, 0, False
+        self.flying: list[Attempt] = []
+        self.cut: list[tuple[tuple[Group, ...], int]] = []
+        self.made: list[tuple[TrainShard, ...]] = []
+        if resumed is not None:
+            self.prompts, self.version = resumed.prompts, resumed.version
+            self._restore(resumed.pool.snapshot())
+        self.pool.commit(self.version)
+
+    def _restore(self, snapshot: PoolSnapshot) -> None:
+        quarantined = [retry["prompt"]["prompt_id"] for retry in snapshot.state["book"]["quarantined"]]
+        readmissions = {"request": quarantined[:1]} if quarantined else None
+        self.pool.restore(snapshot, version=self.version, total_groups=10**6, readmissions=readmissions)
+
+    def issue(self) -> None:
+        for _ in range(self.pool.room()):
+            if self.pool.needs_prompt():
+                self.pool.offer(0, make_prompt(f"p{self.prompts}"))
+                self.prompts += 1
+            self.flying.append(self.pool.issue(self.version))
+
+    def end_one(self) -> None:
+        if not self.flying:
+            return
+        chance = self.chance
+        attempt = self.flying.pop(chance.randrange(len(self.flying)))
+        possible = range(attempt.issued_version, self.version + 1)
+        group = group_of(
+            attempt,
+            [
+                make_sample(
+                    sorted(chance.choices(possible, k=chance.randint(1, 6))),
+                    reward=chance.random(),
+                    first_token=chance.randrange(1000),
+                )
+                for _ in range(3)
+            ],
+        )
+        match chance.randrange(6):
+            case 0:
+                try:
+                    self.pool.failed(attempt, "boom", infrastructure=chance.random() < 0.5)
+                except DataError:  # --max-quarantined-prompts
+                    self.over = True
+            case 1:
+                self.pool.filtered(attempt, "zero spread", group if chance.random() < 0.5 else None)
+            case _:
+                self.pool.finished(group)
+
+    def step(self) -> None:
+        if not self.cut:
+            if groups := self.pool.cut(self.version):
+                self.cut.append((groups, self.version))
+                self.made.append(self.batches.make(groups, self.version).shards)
+            return
+        self.pool.trained(*self.cut.pop())
+        waits = self.arguments.staleness.stale_group_action == "wait"
+        following = self.version + (1 if waits else self.chance.randint(1, 2))
+        if not (waits and self.pool.count_stale(following)):
+            self.version = following
+        self.pool.commit(self.version)
+
+    def live(self, events: int) -> None:
+        for _ in range(events):
+            if not self.over:
+                self.chance.choice([self.issue, self.end_one, self.end_one, self.end_one, self.step])()
+
+    def end(self) -> None:
+        self.pool.cancel_all()
+        self.die()
+
+    def die(self) -> None:
+        self.writer._locked(self.writer._write)
+        self.writer._close()
+
+    def frames(self) -> list[Frame]:
+        with (self.run_dir / SCHEDULE_FILE).open("rb") as file:
+            return list(read_frames(file, Frame))
+
+    def overwrite(self, frames: Iterable[Frame]) -> None:
+        with (self.run_dir / SCHEDULE_FILE).open("wb") as file:
+            write_frames(file, frames)

@@ -1,0 +1,147 @@
+"""Token-in-token-out over random conversations, for templates in the styles of Qwen3, Llama 3, GLM and Mistral.
+
+# covers: M14, R3
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles_async.trajectory.messages import canonical
+from miles_async.trajectory.tree import Turn
+from miles_async.types import NO_VERSION
+from tests.fakes.chat_formats import TOOLS
+from tests.fakes.episodes import Episode, anything, canonical_answers, follow_ups, questions
+
+STYLES = ("qwen3", "llama3", "glm")
+each_style = pytest.mark.parametrize("style", STYLES)
+
+
+def rounds(answers: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(st.tuples(follow_ups(), answers), max_size=4)
+
+
+tools = st.sampled_from([(), TOOLS])
+options = st.sampled_from([{}, {"enable_thinking": False}])
+
+
+@each_style
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), tools=tools, options=options)
+def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
+    style: str, data: st.DataObject, tools: Any, options: Any
+) -> None:
+    """Whatever the model samples, however it ends: each sampled token is there, once, with its log-prob and version;
+    all others are the template's text of the same conversation with something else said in each turn.
+    """
+    episode = Episode(style, tools, options)
+    turns = [episode.turn(data.draw(questions()), data.draw(anything()))]
+    for appended, say in data.draw(rounds(anything())):
+        turns.append(episode.turn(appended, say))
+    (sample,) = episode.trajectory.samples()
+
+    mask = sample.loss_mask.astype(bool)
+    kept = [following.context.kept for following in turns[1:]] + [len(turns[-1].sampled.output_ids)]
+    for name, array in (("output_ids", sample.tokens), ("logprobs", sample.rollout_logprobs)):
+        said = [getattr(turn.sampled, name)[:count] for turn, count in zip(turns, kept, strict=True)]
+        assert array[mask].tolist() == np.concatenate(said).tolist()
+    versions = np.repeat(np.arange(1, len(turns) + 1), kept)
+    assert sample.weight_versions[mask].tolist() == versions.tolist()
+    assert (sample.weight_versions[~mask] == NO_VERSION).all()
+    assert (sample.rollout_logprobs[~mask] == 0).all()
+    for turn, count in zip(turns, kept, strict=True):  # what is left out is a stop token that the template replaces
+        left_out = turn.sampled.output_ids[count:].tolist()
+        assert not left_out or (len(left_out) == 1 and left_out[0] in episode.chat.stop_ids)
+
+    assert as_text(episode, sample) == reference_text(episode, int(turns[-1].sampled.output_ids[-1]))
+
+
+def as_text(episode: Episode, sample: Any) -> str:
+    """The tokens of a sample as text, with § for what was sampled; a stop token that ends a turn is shown."""
+    edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))
+    text, position = "", 0
+    for start, end in edges.reshape(-1, 2):
+        text += episode.chat.decode_all(sample.tokens[position:start]) + "§"
+        text += ending(episode, int(sample.tokens[end - 1]))
+        position = end
+    return without_think_blocks(text + episode.chat.decode_all(sample.tokens[position:]))
+
+
+def reference_text(episode: Episode, last_token: int) -> str:
+    """What the template writes, with § for each turn; the last one ends as it was sampled."""
+    *history, _ = (canonical(message) for message in episode.messages)
+    masked = [{"role": "assistant", "content": "§"} if m["role"] == "assistant" else m for m in history]
+    text = episode.chat.render(masked, episode.tools, episode.options, generation_prompt=True) + "§"
+    return without_think_blocks(text + ending(episode, last_token))
+
+
+def ending(episode: Episode, last_token: int) -> str:
+    return episode.chat.decode_all([last_token]) if last_token in episode.chat.stop_ids else ""
+
+
+def without_think_blocks(text: str) -> str:
+    """Templates open turns that are past and the one to come differently."""
+    for block in ("<think>\n\n</think>\n\n", "\n<think></think>\n", "\n<think></think>"):
+        text = text.replace(block + "§", "§")
+    return text
+
+
+@each_style
+@settings(max_examples=30)
+@given(data=st.data(), tools=tools)
+def test_a_model_that_writes_as_the_template_does_gives_the_templates_own_tokens(
+    style: str, data: st.DataObject, tools: Any
+) -> None:
+    """Then tokens in, tokens out is the same as rendering and tokenizing the whole conversation."""
+    episode = Episode(style, tools)
+    answers = canonical_answers(calls=1 if style == "llama3" else 3) if tools else canonical_answers(calls=0)
+    appended = data.draw(questions())
+    for following, _ in [*data.draw(rounds(st.none())), ([], None)]:
+        say = data.draw(answers)
+        if style == "glm":  # it stops by opening the next message
+            kinds = [message["role"] for message in following[:1]]
+            say = replace(say, stop=2 if kinds == ["tool"] else 1)
+            if kinds == ["system"]:
+                return
+        turn = episode.turn(appended, say)
+        assert turn.context.parent is (None if len(episode.trajectory.turns) == 1 else episode.trajectory.turns[-2])
+        appended = following
+    (sample,) = episode.trajectory.samples()
+    *history, _ = (canonical(message) for message in episode.messages)
+    prompt = episode.chat.render(history, tools, {}, generation_prompt=True)
+    assert sample.tokens.tolist() == [*episode.chat.tokenize(prompt), *turn.sampled.output_ids.tolist()]
+
+
+@each_style
+@settings(max_examples=30)
+@given(data=st.data())
+def test_an_agent_that_goes_back_forks_and_each_sampled_token_carries_loss_once(
+    style: str, data: st.DataObject
+) -> None:
+    """Back to any turn before, or to a new beginning."""
+    episode = Episode(style)
+    turns: list[Turn] = []
+    for number, (appended, say) in enumerate([(None, data.draw(anything())), *data.draw(rounds(anything()))]):
+        parent = data.draw(st.sampled_from([None, *turns]))
+        messages = data.draw(questions()) if parent is None or appended is None else appended
+        messages[0]["content"] = f"{number}: {messages[0]['content']}"  # no two requests are the same
+        episode.messages = [] if parent is None else list(episode.histories[parent])
+        turns.append(episode.turn(messages, say))
+        assert turns[-1].context.parent is parent
+    samples = episode.trajectory.samples()
+
+    parents = {turn.context.parent for turn in turns}
+    assert len(samples) == len(turns) - len(parents - {None})
+    carrying = np.concatenate([sample.weight_versions[sample.loss_mask == 1] for sample in samples]).tolist()
+    for number, turn in enumerate(turns, start=1):  # which is its version, too
+        said = len(turn.sampled.output_ids)
+        assert carrying.count(number) in ({said, said - 1} if turn in parents else {said})
+    for sample in samples:
+        assert ((sample.weight_versions != NO_VERSION) == (sample.loss_mask == 1)).all()
+    assert {sample.text for sample in samples} == {episode.chat.decode(turns[-1].sampled.output_ids)}

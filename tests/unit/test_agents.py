@@ -1,0 +1,249 @@
+"""Black-box agents: what they return, whose fault their failures are, and commands as agents.
+
+# covers: C3, C4
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+
+from miles_async.engines import child
+from miles_async.errors import RequestRejectedError, TransientEngineError
+from miles_async.hooks import load_object
+from miles_async.protocols import Agent
+from miles_async.rollout.agent import AgentGenerate
+from miles_async.rollout.agent_command import CommandAgent
+from miles_async.sessions.records import Collected, OpenSession
+from miles_async.types import Attempt, Prompt, Sample
+from tests.fakes.scripted_model import ScriptedModel
+
+PROMPT = Prompt(
+    prompt_id="p0",
+    token_ids=(1,),
+    text="rev 12",
+    messages=({"role": "user", "content": "rev 12"},),
+    label="21",
+    metadata={"level": 3},
+)
+ATTEMPT = Attempt(attempt_id=7, prompt=PROMPT, epoch=0)
+
+
+def sample(text: str = "21") -> Sample:
+    return Sample(
+        tokens=np.array([1, 2], np.int32),
+        prompt_length=1,
+        loss_mask=np.array([0, 1], np.uint8),
+        rollout_logprobs=np.zeros(2, np.float32),
+        weight_versions=np.array([-1, 0], np.int32),
+        text=text,
+        finish_reason="stop",
+        metadata={"turns": 2},
+    )
+
+
+def collected(**fields: Any) -> Collected:
+    nothing_wrong: dict[str, Any] = {
+        "ending": "finished",
+        "samples": (sample(), sample()),
+        "reward": None,
+        "requests": 2,
+        "cut": False,
+        "failure": None,
+        "waiting": False,
+    }
+    return Collected(**{**nothing_wrong, **fields})
+
+
+class FakeSessions:
+    def __init__(self, outcome: Collected | Exception) -> None:
+        self.outcome = outcome
+        self.calls: list[str] = []
+
+    async def open(self, routing_key: str) -> OpenSession:
+        self.calls.append(f"open {routing_key}")
+        return OpenSession(
+            session_id="s", instance_id="i", url="http://x/sessions/s", base_url="http://x/sessions/s/v1"
+        )
+
+    async def collect(self, session: OpenSession) -> Collected:
+        self.calls.append("collect")
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    async def abandon(self, session: OpenSession) -> None:
+        self.calls.append("abandon")
+
+
+async def outcome_of(
+    agent: Callable[[str, Prompt], Awaitable[Any]], outcome: Collected | Exception, *, timeout: float = 5.0
+) -> Sample:
+    generate = AgentGenerate(sessions=FakeSessions(outcome), run_agent=agent, timeout=timeout)
+    return await generate(ScriptedModel(lambda call, input_ids: []), ATTEMPT, 3)
+
+
+def returns(value: Any) -> Callable[[str, Prompt], Awaitable[Any]]:
+    async def agent(base_url: str, prompt: Prompt) -> Any:
+        assert (base_url, prompt) == ("http://x/sessions/s/v1", PROMPT)
+        return value
+
+    return agent
+
+
+def raises(error: Exception) -> Callable[[str, Prompt], Awaitable[Any]]:
+    async def agent(base_url: str, prompt: Prompt) -> Any:
+        raise error
+
+    return agent
+
+
+# ------------------------------------------------------------------------------------------------ what it returns
+@pytest.mark.parametrize(
+    ("returned", "given", "turns", "reward"),
+    [
+        (None, None, None, None),  # the run's reward decides
+        (3, None, 3, None),
+        ((3, 0.5), None, 3, 0.5),
+        ([3, 1], None, 3, 1.0),
+        ((3, None), 0.25, 3, 0.25),
+        (3, 0.25, 3, 0.25),  # told to the session server
+    ],
+)
+async def test_an_agent_returns_turns_or_turns_and_reward(returned: Any, given: Any, turns: Any, reward: Any) -> None:
+    result = await outcome_of(returns(returned), collected(reward=given))
+    assert (result.metadata["agent_turns"], result.reward) == (turns, reward)
+    assert (result.metadata["branches"], result.metadata["turns"]) == (2, 2)
+
+
+async def test_sessions_are_keyed_by_sample_and_over_when_the_agent_is_cancelled() -> None:
+    sessions = FakeSessions(collected())
+
+    async def hang(base_url: str, prompt: Prompt) -> None:
+        await asyncio.sleep(60)
+
+    generate = AgentGenerate(sessions=sessions, run_agent=hang, timeout=60)
+    task = asyncio.ensure_future(generate(ScriptedModel(lambda call, input_ids: []), ATTEMPT, 3))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sessions.calls == ["open 7-3", "abandon"]
+
+
+# ---------------------------------------------------------------------------------------------------- whose fault
+async def refused_connection() -> Exception:
+    """What the openai client raises when nobody listens."""
+    async with openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.APIConnectionError) as caught:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+        return caught.value
+
+
+async def test_failures_of_infrastructure_are_told_from_the_agents_own() -> None:
+    cases = [
+        (raises(KeyError("answer")), collected(), RequestRejectedError, "KeyError"),
+        (raises(await refused_connection()), collected(samples=(), requests=0), TransientEngineError, "connect"),
+        (raises(KeyError("x")), collected(failure="engines are gone"), TransientEngineError, "engines are gone"),
+        (returns(3), collected(failure="engines are gone"), TransientEngineError, "engines are gone"),
+        (returns(3), collected(ending="expired"), TransientEngineError, "expired"),
+        (raises(KeyError("x")), collected(ending="aborted"), TransientEngineError, "aborted"),
+        (returns(3), collected(samples=()), RequestRejectedError, "without a turn"),
+        (returns((3, "high")), collected(), RequestRejectedError, "turns or \\(turns, reward\\)"),
+        (returns(3), TransientEngineError("session lost"), TransientEngineError, "session lost"),
+        (raises(KeyError("x")), TransientEngineError("session lost"), TransientEngineError, "session lost"),
+    ]
+    for agent, outcome, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            await outcome_of(agent, outcome)
+
+
+async def test_running_into_the_length_limit_is_no_failure() -> None:
+    result = await outcome_of(raises(ValueError("context_length_exceeded")), collected(cut=True))
+    assert result.reward is None
+
+
+@pytest.mark.parametrize(("waiting", "kind"), [(True, TransientEngineError), (False, RequestRejectedError)])
+async def test_an_agent_whose_time_is_up_was_slow_itself_or_waited_for_engines(waiting: bool, kind: type) -> None:
+    async def hang(base_url: str, prompt: Prompt) -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(kind, match="--agent-timeout"):
+        await outcome_of(hang, collected(waiting=waiting), timeout=0.02)
+
+
+def test_an_agent_is_checked_at_the_start() -> None:
+    assert load_object(f"{__name__}:OwnAgent", Agent, "--agent-path")
+
+
+class OwnAgent:
+    async def __call__(self, base_url: str, prompt: Prompt) -> int:
+        return 1
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+def command(tmp_path: Path, source: str, *, wrapped: bool = False) -> CommandAgent:
+    (tmp_path / "agent.py").write_text(source)
+    wrapper = (sys.executable, "-I", "-S", child.__file__, str(os.getpid())) if wrapped else ()
+    return CommandAgent(f"python '{tmp_path}/agent.py'", log_path=tmp_path / "logs" / "agents.log", wrapper=wrapper)
+
+
+async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> None:
+    # covers: C7
+    source = (
+        "import json, os, sys\n"
+        "prompt = json.load(sys.stdin)\n"
+        "print('thinking', file=sys.stderr)\n"
+        "print('some output')\n"
+        "print(json.dumps([[os.environ['OPENAI_BASE_URL'], prompt, sys.executable], 0.5]))\n"
+    )
+    turns, reward = await command(tmp_path, source, wrapped=True)("http://x/v1", PROMPT)
+    expected = {key: getattr(PROMPT, key) for key in ("prompt_id", "text", "label", "metadata")}
+    assert turns == ["http://x/v1", {**expected, "messages": list(PROMPT.messages)}, sys.executable]
+    assert reward == 0.5
+    assert (tmp_path / "logs" / "agents.log").read_text() == "thinking\n"
+
+
+@pytest.mark.parametrize(("printed", "returned"), [("", None), ("done", None), ("3", 3), ("x\n[2, 1.0]", [2, 1.0])])
+async def test_the_last_line_of_a_command_may_be_what_it_returns(tmp_path: Path, printed: str, returned: Any) -> None:
+    assert await command(tmp_path, f"print({printed!r})")("http://x/v1", PROMPT) == returned
+
+
+@pytest.mark.parametrize(("status", "kind"), [(1, RequestRejectedError), (75, ConnectionError)])
+async def test_a_command_that_fails_says_so_with_its_last_words(tmp_path: Path, status: int, kind: type) -> None:
+    with pytest.raises(kind, match=f"status {status}") as caught:
+        await command(tmp_path, f"print('no key'); raise SystemExit({status})")("http://x/v1", PROMPT)
+    assert status == 75 or "no key" in str(caught.value)
+
+
+async def test_a_command_that_is_not_wanted_any_more_is_gone_with_its_children(tmp_path: Path) -> None:
+    source = (
+        "import json, os, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"json.dump([os.getpid(), child.pid], open({str(tmp_path / 'pids')!r}, 'w'))\n"
+        "time.sleep(60)\n"
+    )
+    agent = command(tmp_path, source, wrapped=True)
+    task = asyncio.ensure_future(agent("http://x/v1", PROMPT))
+    deadline = time.monotonic() + 20
+    while not ((tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("]")):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for pid in json.loads((tmp_path / "pids").read_text()):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)

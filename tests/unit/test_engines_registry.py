@@ -1,0 +1,131 @@
+"""EngineRegistry: what requests ask of it after every change, and how those that wait are woken."""
+
+from __future__ import annotations
+
+import asyncio
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from miles_async.engines.registry import WOKEN_AT_ONCE, EngineRecord, EngineRegistry, EngineState
+
+ENGINES = 3
+
+records = st.builds(
+    lambda state, up, paused, verified: {"state": state, "up": up, "paused": paused, "verified": verified},
+    # Mostly serving and verified: else hardly any sequence would open the gate.
+    state=st.sampled_from([EngineState.SERVING] * 4 + list(EngineState)),
+    up=st.booleans(),
+    paused=st.sampled_from([False, False, False, True]),
+    verified=st.sampled_from([True, True, True, False]),
+)
+changes = st.lists(st.tuples(st.integers(0, ENGINES - 1), records, st.sampled_from([True, True, True, False])))
+
+
+def serving(registry: EngineRegistry) -> list[EngineRecord]:
+    return [record for record in registry.engines.values() if record.state is EngineState.SERVING]
+
+
+@given(changes)
+def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
+    sequence: list[tuple[int, dict, bool]],
+) -> None:  # covers: C8
+    registry = EngineRegistry()
+    assert not registry.may_dispatch()
+    for number, (index, fields, router_up) in enumerate(sequence):
+        engine = f"engine-{index}"
+        record = registry.engines.setdefault(engine, EngineRecord(engine_id=engine))
+        record.state, record.paused, record.verified = fields["state"], fields["paused"], fields["verified"]
+        record.url = f"http://{engine}:{number}" if fields["up"] else None  # a restarted engine listens elsewhere
+        registry.router_up = router_up
+        registry.notify()
+
+        here = serving(registry)
+        assert registry.may_dispatch() is (router_up and here != [] and all(r.verified and not r.paused for r in here))
+        urls = [f"http://engine-{i}:{n}" for i in range(ENGINES) for n in range(number + 1)]
+        for url in [*urls, ""]:
+            assert registry.serving_at(url) is next((r for r in here if r.url == url), None)
+
+
+def open_registry() -> tuple[EngineRegistry, EngineRecord]:
+    record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url="http://a", verified=True)
+    return EngineRegistry(engines={"engine-0": record}, router_up=True), record
+
+
+def test_an_engine_that_is_given_at_the_start_counts() -> None:
+    registry, record = open_registry()
+    assert registry.may_dispatch()
+    assert registry.serving_at("http://a") is record
+
+
+async def test_a_thousand_requests_that_wait_go_on_a_few_per_turn_of_the_loop() -> None:  # covers: C10
+    registry, record = open_registry()
+    record.paused = True
+    registry.notify()
+    went, turns = 0, []
+
+    async def request() -> None:
+        nonlocal went
+        await registry.wait_until(registry.may_dispatch)
+        went += 1
+
+    async with asyncio.TaskGroup() as scope:
+        for _ in range(1000):
+            scope.create_task(request())
+        await asyncio.sleep(0)
+        record.paused = False
+        registry.notify()
+        while went < 1000:
+            before = went
+            await asyncio.sleep(0)
+            turns.append(went - before)
+    assert max(turns) == WOKEN_AT_ONCE
+
+
+async def test_who_waits_for_something_else_does_not_hold_up_the_others() -> None:  # covers: C10
+    registry, record = open_registry()
+    async with asyncio.TaskGroup() as scope:
+        others = [scope.create_task(registry.wait_until(lambda: False)) for _ in range(2 * WOKEN_AT_ONCE)]
+        fenced = scope.create_task(registry.wait_until(lambda: record.incarnation == 1))
+        await asyncio.sleep(0)
+        record.incarnation = 1
+        registry.notify()
+        async with asyncio.timeout(1):
+            await fenced
+        for task in others:
+            task.cancel()
+
+
+async def test_who_stops_waiting_is_forgotten_and_the_rest_is_woken() -> None:  # covers: C10
+    registry, record = open_registry()
+    record.paused = True
+    registry.notify()
+    cancelled = asyncio.ensure_future(registry.wait_until(registry.may_dispatch))
+    waiting = asyncio.ensure_future(registry.wait_until(registry.may_dispatch))
+    await asyncio.sleep(0)
+    record.paused = False
+    registry.notify()
+    cancelled.cancel()
+    async with asyncio.timeout(1):
+        await waiting
+    assert cancelled.cancelled()
+    assert registry._waiting == {}
+
+
+async def test_a_gate_that_closes_again_before_their_turn_lets_nobody_through() -> None:  # covers: C8
+    registry, record = open_registry()
+    record.paused = True
+    registry.notify()
+    task = asyncio.ensure_future(registry.wait_until(registry.may_dispatch))
+    await asyncio.sleep(0)
+    record.paused = False
+    registry.notify()
+    await asyncio.sleep(0)  # it is woken, and has not run yet
+    record.paused = True
+    registry.notify()
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    record.paused = False
+    registry.notify()
+    async with asyncio.timeout(1):
+        await task

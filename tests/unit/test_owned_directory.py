@@ -1,0 +1,48 @@
+"""Temporary files on a scale that fills disks: gone with their owner, however it ends, and never before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from miles_async.owned_directory import OwnedDirectory, sweep
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from miles_async.owned_directory import OwnedDirectory
+
+directory = OwnedDirectory(Path(sys.argv[1]))
+(directory.path / "large").write_text("x")
+print(directory.path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_it_is_removed_with_its_content(tmp_path: Path) -> None:
+    directory = OwnedDirectory(tmp_path / "made" / "too")
+    (directory.path / "sub").mkdir()
+    (directory.path / "sub" / "file").write_text("x")
+    directory.remove()
+    directory.remove()
+    assert list((tmp_path / "made" / "too").iterdir()) == []
+
+
+def test_what_a_killed_owner_left_is_removed_and_what_a_live_one_has_is_not(tmp_path: Path) -> None:
+    (tmp_path / "somebody-elses").mkdir()
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    left = Path(owner.stdout.readline().strip())
+    mine = OwnedDirectory(tmp_path)
+    assert (left / "large").exists()
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    sweep(tmp_path)
+    assert not left.exists()
+    assert mine.path.is_dir()
+    assert (tmp_path / "somebody-elses").is_dir()
+    mine.remove()

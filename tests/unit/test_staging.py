@@ -1,0 +1,137 @@
+"""Staged weights: files that hold what was exported, do not follow the trainer, are few, and are gone at the end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from miles_async.errors import TrainerError
+from miles_async.tensor_digest import digest
+from miles_async.types import StagedWeights
+from miles_async.weights.export import on_host
+from miles_async.weights.staging import Staging, StagingOptions
+
+
+def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        ("embed", torch.randn(20, 8, generator=draw)),
+        ("norm", torch.randn(8, generator=draw).to(torch.bfloat16)),
+        ("transposed", torch.randn(8, 6, generator=draw).t()),
+        ("scalar", torch.tensor(float(seed))),
+        ("bias", torch.randn(5, generator=draw)),
+    ]
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[Staging]:
+    opened = Staging(StagingOptions(parent=tmp_path / "weights", bucket_bytes=700))
+    yield opened
+    opened.close()
+
+
+def read(staged: StagedWeights) -> dict[str, torch.Tensor]:
+    files = sorted(Path(staged.directory).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_files_hold_what_was_exported(staging: Staging) -> None:
+    staged = staging.stage(3, iter(tensors()))
+    found = read(staged)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in tensors()}
+    assert [meta.name for bucket in staged.buckets for meta in bucket] == [
+        "embed",
+        "norm",
+        "bias",
+        "scalar",
+        "transposed",
+    ]
+    assert staged.total_bytes == sum(tensor.nbytes for _, tensor in tensors())
+    for bucket in staged.buckets:
+        for meta in bucket:
+            tensor = found[meta.name]
+            assert (meta.dtype, meta.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape))
+            assert meta.digest == digest(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.itemsize)
+    manifest = (Path(staged.directory) / "manifest.json").read_bytes()
+    assert msgspec.json.decode(manifest, type=StagedWeights) == staged
+
+
+def test_a_bucket_is_its_tensors_one_after_another(staging: Staging) -> None:
+    """Aligned, since wide dtypes come first: an engine takes views of one buffer."""
+    staged = staging.stage(0, tensors())
+    given = dict(tensors())
+    for index, bucket in enumerate(staged.buckets):
+        data, offset = staging.bucket(0, index), 0
+        for meta in bucket:
+            expected = given[meta.name]
+            part = data[offset : offset + expected.nbytes].clone().view(expected.dtype).reshape(expected.shape)
+            assert torch.equal(part, expected)
+            assert offset % expected.itemsize == 0
+            offset += expected.nbytes
+        assert offset == len(data)
+
+
+def test_staged_weights_do_not_follow_the_trainer(staging: Staging) -> None:
+    """Otherwise an optimizer step during publication would send half of the next version."""
+    weight = torch.arange(6.0).reshape(2, 3)
+    staging.stage(0, [("w", weight)])
+    weight.zero_()
+    assert staging.bucket(0, 0).clone().view(torch.float32).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_only_the_newest_versions_are_kept(staging: Staging) -> None:  # covers: P5
+    directories = [Path(staging.stage(version, tensors(version)).directory) for version in (10, 11, 12)]
+    assert [directory.exists() for directory in directories] == [False, True, True]
+    with pytest.raises(TrainerError, match=r"version 10 are not staged, only \[11, 12\]"):
+        staging.bucket(10, 0)
+
+
+def test_a_version_may_be_staged_again(staging: Staging) -> None:
+    staging.stage(1, tensors(1))
+    staging.stage(2, tensors(2))
+    again = staging.stage(1, tensors(5))
+    assert read(again)["scalar"] == 5
+    assert staging.bucket(2, 0).numel() > 0
+
+
+def test_an_export_that_fails_leaves_no_version(staging: Staging) -> None:
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors()
+        raise RuntimeError("lost a peer")
+
+    with pytest.raises(RuntimeError):
+        staging.stage(0, failing())
+    with pytest.raises(TrainerError, match="not staged"):
+        staging.bucket(0, 0)
+
+
+def test_a_full_disk_names_the_flag(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("miles_async.weights.staging.save_file", full)
+    with pytest.raises(TrainerError, match=r"version 4 cannot be staged in .*No space left.*--weight-staging-dir"):
+        staging.stage(4, tensors())
+
+
+def test_no_more_than_two_buckets_are_held_in_memory(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process; tests/benchmarks/publication.py measures the whole."""
+    copies: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def watched(exported: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, tensor in on_host(exported):
+            copies.append(weakref.ref(tensor))
+            most = max(most, sum(held.nbytes for copy in copies if (held := copy()) is not None))
+            yield name, tensor
+
+    monkeypatch.setattr("miles_async.weights.staging.on_host", watched)
+    staging.stage(0, ((f"t{index}", torch.zeros(25)) for index in range(100)))
+    assert 700 <= most <= 2 * 700

@@ -1,0 +1,197 @@
+"""Trajectories, case by case: what forks, what is refused with which words, what a sample holds.
+
+# covers: M14
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.errors import RequestRejectedError, TrajectoryError
+from miles_async.trajectory.messages import canonical, is_echo
+from miles_async.trajectory.replies import parse_glm, parse_llama3, parse_qwen, split_reasoning
+from tests.fakes.chat_formats import TOOLS
+from tests.fakes.episodes import Episode, Say
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def result(content: str) -> dict[str, str]:
+    return {"role": "tool", "content": content, "tool_call_id": "call00000"}
+
+
+# ------------------------------------------------------------------------------------------------------ tokens
+def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
+    episode = Episode("qwen3")
+    turns = [episode.turn([user("a")], Say(text="b", stop=None)), episode.turn([user("c")], Say(text="d"))]
+    (sample,) = episode.trajectory.samples()
+    assert episode.chat.decode_all(sample.tokens) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
+    )
+    said = [len(turn.sampled.output_ids) for turn in turns]
+    assert said == [1, 2]
+    assert sample.loss_mask.sum() == 3
+
+
+def test_a_stop_token_that_opens_the_wrong_message_is_replaced_where_the_turn_goes_on() -> None:
+    """GLM ends a turn with <|user|> or <|observation|>; whoever answers decides which it is."""
+    episode = Episode("glm", TOOLS)
+    first = episode.turn([user("a")], Say(calls=(("search", "b"),), stop=1))
+    assert episode.chat.decode_all(first.sampled.output_ids[-1:]) == "<|user|>"
+    second = episode.turn([result("c")], Say(text="d", stop=1))
+    (sample,) = episode.trajectory.samples()
+    assert "</tool_call><|observation|>\n<tool_response>" in episode.chat.decode_all(sample.tokens)
+    assert sample.loss_mask.sum() == len(first.sampled.output_ids) - 1 + len(second.sampled.output_ids)
+
+
+def test_reasoning_of_earlier_turns_stays_in_the_tokens_though_the_template_would_drop_it() -> None:
+    episode = Episode("qwen3")
+    episode.turn([user("a")], Say(text="<think>\nhm\n</think>\n\nb"))
+    assert episode.messages[-1]["reasoning_content"] == "hm"
+    del episode.messages[-1]["reasoning_content"]  # as most agents do
+    turn = episode.turn([user("c")], Say(text="d"))
+    assert turn.context.parent is episode.trajectory.turns[0]
+    assert "hm" in episode.chat.decode_all(turn.context.input_ids())
+
+
+def test_tool_calls_stay_where_a_template_wants_them_for_their_results() -> None:
+    episode = Episode("mistral", TOOLS)
+    first = episode.turn([user("a")], Say(text="x"))
+    calls = [{"id": "call00000", "type": "function", "function": {"name": "search", "arguments": {"query": "b"}}}]
+    first.reply["tool_calls"] = calls  # as a parser would have it
+    episode.messages[-1]["tool_calls"] = calls
+    turn = episode.turn([result("c")], Say(text="d"))
+    assert turn.context.parent is first
+    assert episode.chat.decode_all(turn.context.appended) == "[TOOL_RESULTS]call00000 c[/TOOL_RESULTS]"
+
+
+# -------------------------------------------------------------------------------------------------- mismatches
+def test_a_template_that_changes_what_is_in_the_tokens_is_an_error_with_the_difference() -> None:
+    episode = Episode("wandering", TOOLS[:1])
+    episode.turn([user("first")], Say(text="b"))
+    with pytest.raises(TrajectoryError) as caught:
+        episode.turn([user("second")], Say(text="d"))
+    message = str(caught.value)
+    assert "renders earlier messages differently now" in message
+    assert "- <s>[AVAILABLE_TOOLS]" in message
+    assert "+ <s>[INST]first" in message
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error_with_its_words() -> None:
+    episode = Episode("llama3", TOOLS)
+    call = {"type": "function", "function": {"name": "search", "arguments": "{}"}}
+    messages = [user("a"), {"role": "assistant", "tool_calls": [call, call]}, result("b")]
+    with pytest.raises(TrajectoryError, match="one tool call at a time"):
+        episode.trajectory.extend(messages, TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "end before a turn of the assistant"),
+        ([user("a"), {"role": "assistant", "content": "b"}], "end before a turn of the assistant"),
+        ([{"role": "robot", "content": "b"}], "found {'role': 'robot'"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "parts of type text"),
+        ([user("a"), {"role": "assistant", "tool_calls": [{"function": {}}]}, user("b")], "tool call with a function"),
+    ],
+)
+def test_messages_that_cannot_be_read_are_refused(messages: list, words: str) -> None:
+    with pytest.raises(TrajectoryError, match=words):
+        Episode("qwen3").trajectory.extend(messages)
+
+
+def test_a_refusal_is_the_requests_own_fault() -> None:
+    """So it costs its attempt, and is not tried again."""
+    assert issubclass(TrajectoryError, RequestRejectedError)
+
+
+# ------------------------------------------------------------------------------------------------------- forks
+def test_edited_history_forks_at_the_last_turn_that_was_left_alone() -> None:
+    episode = Episode("qwen3")
+    first = episode.turn([user("a")], Say(text="b"))
+    second = episode.turn([user("c")], Say(text="d"))
+    episode.messages[-1] = {"role": "assistant", "content": "edited"}
+    third = episode.turn([user("e")], Say(text="f"))
+    assert (second.context.parent, third.context.parent) == (first, first)
+    assert [message["content"] for message in third.context.messages] == ["c", "edited", "e"]
+    longest, other = episode.trajectory.samples()
+    assert longest.metadata["turns"] == other.metadata["turns"] == 2
+    assert longest.loss_mask.sum() == 4
+    assert other.loss_mask.sum() == 2  # "f" and its end: what was said before is counted with the first
+    assert "edited" in episode.chat.decode_all(other.tokens)
+    assert longest.metadata["other_sampled_tokens"] == 2
+
+
+def test_truncated_history_begins_another_branch() -> None:
+    episode = Episode("qwen3")
+    episode.turn([user("a")], Say(text="b"))
+    episode.turn([user("c")], Say(text="d"))
+    episode.messages = episode.messages[2:]  # the first question and its answer forgotten
+    turn = episode.turn([user("e")], Say(text="f"))
+    assert turn.context.parent is None
+    assert turn.context.prompt_length == turn.context.length
+    assert len(episode.trajectory.samples()) == 2
+
+
+def test_other_tools_begin_another_branch() -> None:
+    episode = Episode("qwen3", TOOLS)
+    episode.turn([user("a")], Say(text="b"))
+    episode.tools = TOOLS[:1]
+    assert episode.turn([user("c")], Say(text="d")).context.parent is None
+
+
+def test_an_echo_may_lack_reasoning_and_outer_white_space_and_nothing_else() -> None:
+    reply = canonical({"role": "assistant", "content": " b\n", "reasoning_content": "hm"})
+    assert is_echo(canonical({"role": "assistant", "content": "b"}), reply)
+    assert is_echo(canonical({"role": "assistant", "content": "b", "reasoning_content": "hm", "refusal": None}), reply)
+    assert not is_echo(canonical({"role": "assistant", "content": "b", "reasoning_content": "other"}), reply)
+    assert not is_echo(canonical({"role": "assistant", "content": "B"}), reply)
+
+
+# ----------------------------------------------------------------------------------------------------- replies
+def test_tool_calls_of_each_family_are_read() -> None:
+    assert parse_qwen(
+        'Let me see.\n<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>', ()
+    ) == (
+        "Let me see.",
+        [("search", {"query": "x"})],
+    )
+    assert parse_llama3('<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"c": 1}}', ()) == (
+        "",
+        [("a", {}), ("b", {"c": 1})],
+    )
+    text = (
+        "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>12</arg_value>\n"
+        "<arg_key>limit</arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
+    )
+    assert parse_glm(text, TOOLS) == ("", [("search", {"query": "12", "limit": 12})])  # as declared
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_qwen, "<tool_call>\n{not json}\n</tool_call>"),
+        (parse_qwen, '<tool_call>\n["search"]\n</tool_call>'),
+        (parse_llama3, '{"name": "a"} and more'),
+        (parse_llama3, '{"answer": 3}'),
+        (parse_glm, "<tool_call>search"),
+    ],
+)
+def test_what_cannot_be_read_as_a_call_stays_text(parse, text: str) -> None:
+    assert parse(text, TOOLS) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "expected"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", False, ("hm", "yes")),
+        ("hm\n</think>\n\nyes", True, ("hm", "yes")),
+        ("hm, and cut", True, ("hm, and cut", "")),
+        ("yes", False, (None, "yes")),
+    ],
+)
+def test_reasoning_is_split_off(text: str, begun: bool, expected: tuple) -> None:
+    assert split_reasoning(text, begun=begun) == expected
