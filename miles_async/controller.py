@@ -284,6 +284,8 @@ class Controller:
                 "publish/pause_seconds": publication.pause_seconds,
                 "publish/prepare_seconds": publication.prepare_seconds,
                 "publish/canary_difference": publication.canary_difference,
+                "publish/bytes": publication.total_bytes,
+                "publish/sent_fraction": publication.sent_fraction,
                 **{f"publish/{name}_seconds": seconds for name, seconds in publication.step_seconds.items()},
             }
         self._recorder.step(step, metrics, batch.ages)

@@ -1,6 +1,6 @@
-"""Makes the model in ``model/`` again, with plain torch: about two minutes on one core. From the repository root:
+"""Makes the model in ``model/`` again, with plain torch: minutes on one core. From the repository root:
 
-    python -m examples.tool_model.warm_start
+python -m examples.tool_model.warm_start
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from examples.tool_model.dialogues import TASKS
 MODEL = Path(__file__).parent / "model"
 SIZE = ModelSize(hidden=128, layers=2, heads=4, key_value_heads=2, head_dim=32, ffn=256)
 TOOL_SHARE = 0.5  # of the dialogues in which a tool is used
-STEPS = 1500
-BATCH = 64
+STEPS = 600
+BATCH = 48
 LR = 2e-3
 SEED = 7
 
@@ -55,7 +55,9 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         labels = torch.full((BATCH, longest), IGNORED)
         for i, (ids, said) in enumerate(rows):
             tokens[i, : len(ids)] = torch.tensor(ids)
-            labels[i, : len(ids)] = torch.tensor([token if by else IGNORED for token, by in zip(ids, said, strict=True)])
+            labels[i, : len(ids)] = torch.tensor(
+                [token if by else IGNORED for token, by in zip(ids, said, strict=True)]
+            )
         yield tokens, labels
 
 

@@ -131,7 +131,7 @@ def main() -> None:
     """Confine this process, then become the program."""
     parent, cpu_seconds, memory_bytes, length = map(int, sys.argv[1:5])
     try:
-        pass
+        die_with_parent(parent)
         source = b""
         while len(source) < length and (chunk := os.read(0, length - len(source))):
             source += chunk

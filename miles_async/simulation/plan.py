@@ -27,7 +27,8 @@ DEFAULT_SWEEP = (
     "--max-weight-staleness 2 --max-rollout-lead 3",
     "--max-weight-staleness 4 --max-rollout-lead 2",
     "--max-weight-staleness 4 --max-rollout-lead 3",
-    "--max-weight-staleness 4 --max-rollout-lead 5",
+    "--max-weight-staleness 6 --max-rollout-lead 3",
+    "--max-weight-staleness 8 --max-rollout-lead 3",
     "--max-weight-staleness none --max-rollout-lead 3",
 )
 

@@ -1,12 +1,14 @@
 """Exported tensors → buckets of bounded size, in sending order. Pure: no processes, no network, no files.
 
 A bucket is one file and what one update request announces. Small buckets bound what an engine must hold beside its
-weights, large ones save requests.
+weights, large ones save requests. A module is never split: some of SGLang's loaders join tensors of one (q_a_proj and
+kv_a_proj_with_mqa of DeepSeek-V3's attention), and forget the first where they are not given the second with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # tensors bring all that is needed of torch along
@@ -16,20 +18,22 @@ Bucket = dict[str, "Tensor"]
 
 
 def into_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """In the order given, each bucket of at most ``max_bytes``; a larger tensor has a bucket of its own.
+    """In the order given, each bucket of at most ``max_bytes``; a larger module has a bucket of its own.
 
-    Takes tensors as they come and holds no more than one bucket of them.
+    Takes tensors as they come and holds no more than one bucket and one module of them.
     """
     if max_bytes < 1:
         raise ValueError(f"buckets need at least one byte, not {max_bytes} (--update-weight-buffer-size)")
     pending: Bucket = {}
     size = 0
-    for name, tensor in tensors:
-        if pending and size + tensor.nbytes > max_bytes:
+    for _, named in groupby(tensors, key=lambda item: item[0].rsplit(".", 2)[0]):  # "module.linear.weight"
+        module = dict(named)
+        module_size = sum(tensor.nbytes for tensor in module.values())
+        if pending and size + module_size > max_bytes:
             yield pending
             pending, size = {}, 0
-        pending[name] = tensor
-        size += tensor.nbytes
+        pending |= module
+        size += module_size
     if pending:
         yield pending
 

@@ -168,12 +168,12 @@ class WeightPublisher:
         update, fleet = _Update(self._fleet, engines), self._fleet
         self.state = PublicationState.PREPARING
         await update.each("probe", fleet.weight_versions)
-        await update.each("prepare", partial(self._transport.prepare, staged), blame=not self._transport.shares_fate)
+        await update.each("preparing", partial(self._transport.prepare, staged), blame=not self._transport.shares_fate)
         started = now()
         try:
             self.state = PublicationState.PAUSING
             mode = self._arguments.pause_generation_mode
-            await update.each("pause", lambda present: fleet.pause(present, mode))
+            await update.each("pausing", lambda present: fleet.pause(present, mode))
             if mode != "in_place":  # there in-flight requests keep their cache, and SGLang refuses to flush
                 await update.each("flush_cache", fleet.flush_cache)
             self.state = PublicationState.DELIVERING

@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 
-from tests.benchmarks import buffer_cost, ledger_store, loop_lag, quickstart_overlap, simulated_scale
+from tests.benchmarks import buffer_cost, ledger_store, loop_lag, publication, quickstart_overlap, simulated_scale
 from tests.benchmarks.report import report
 
 PARTS = {
@@ -20,6 +20,7 @@ PARTS = {
     "buffer_cost": buffer_cost.rows,
     "ledger_store": ledger_store.rows,
     "loop_lag": loop_lag.rows,
+    "publication": publication.rows,
 }
 
 

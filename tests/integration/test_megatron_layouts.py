@@ -1,4 +1,4 @@
-"""MegatronBackend against transformers and plain PyTorch, in every layout of ranks that runs on CPU.
+"""MegatronBackend against transformers and plain PyTorch: every family of models, every layout of ranks on CPU.
 
 One set of processes per world size makes all observations; the tests below only compare.
 """
@@ -12,6 +12,7 @@ import torch
 from tests.integration.megatron_scenario import (
     CORRECTED,
     LR,
+    PLAIN,
     SEQUENCES,
     Case,
     Layout,
@@ -22,7 +23,7 @@ from tests.integration.megatron_scenario import (
 )
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
-from tests.integration.tiny_models import save_tiny, save_tiny_qwen3
+from tests.integration.tiny_models import FAMILIES, MIXTURES, save_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -36,13 +37,18 @@ LAYOUTS = {
     "ep2": Layout(world_size=2, expert=2, micro_batches=2),
     "tp2-ep2": Layout(world_size=2, tensor=2, expert=2, expert_tensor=1),
 }
-DENSE = ("tied", "untied")
-MIXTURES = ("qwen3-moe", "deepseek-v3")
-CASES: list[Case] = [
-    *((layout, model) for layout in LAYOUTS if "ep2" not in layout for model in DENSE),
-    # Without sequence parallelism megatron refuses to train experts under tensor parallelism.
-    *((layout, model) for layout in LAYOUTS if layout != "tp2" for model in MIXTURES),
-]
+DENSE = tuple(name for name in FAMILIES if name not in MIXTURES)
+MODELS = {
+    "one-rank": FAMILIES,
+    "one-rank-3-micro-batches": ("qwen3", "qwen3-moe"),
+    "dp2": ("qwen3", "qwen3-tied", "qwen3-moe"),
+    "tp2-sequence-parallel": FAMILIES,
+    "tp2": DENSE,  # megatron trains experts under tensor parallelism only with sequence parallelism
+    "pp2": FAMILIES,
+    "ep2": MIXTURES,
+    "tp2-ep2": MIXTURES,
+}
+CASES: list[Case] = [(layout, model) for layout, models in MODELS.items() for model in models]
 
 Ranks = list[Observed]
 
@@ -51,10 +57,13 @@ Ranks = list[Observed]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     root = tmp_path_factory.mktemp("models")
     return {
-        "tied": Training(save_tiny_qwen3(root / "tied", tied=True)),
-        # Not megatron's default rotary base: the bridge misses what transformers 5 writes.
-        "untied": Training(save_tiny_qwen3(root / "untied", tied=False, rope_theta=5e5), CORRECTED, optimizer_steps=2),
-    } | {name: Training(save_tiny(name, root / name)) for name in MIXTURES}
+        name: Training(
+            save_tiny(name, root / name),
+            algorithm=CORRECTED if name in ("qwen3", "qwen3-moe") else PLAIN,
+            optimizer_steps=2 if name == "qwen3" else 1,
+        )
+        for name in FAMILIES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +114,7 @@ def test_packing_does_not_change_logprobs(ranks: Ranks) -> None:
 
 
 def test_export_is_bitwise_what_was_loaded(ranks: Ranks) -> None:
+    """Names, dtypes and values, on every rank."""
     for rank in ranks:
         assert rank.export_differs == []
 
@@ -130,7 +140,7 @@ def test_every_rank_reports_the_same_metrics(ranks: Ranks) -> None:
 
 
 def test_step_metrics(seen: dict[Case, Ranks | str]) -> None:  # covers: M3, O5
-    of_case = seen["one-rank", "untied"]
+    of_case = seen["one-rank", "qwen3"]
     assert not isinstance(of_case, str), of_case
     first = of_case[0].steps[0]
     assert first["optimizer_steps"] == 2

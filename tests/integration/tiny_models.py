@@ -64,8 +64,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("Qwen3", _DENSE | {"tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3Moe", _MIXTURE | {"num_experts": 12, "norm_topk_prob": True}),
     "gemma": ("Gemma", _DENSE | {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "gemma2": ("Gemma2", _DENSE | {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": 24}),
-    "gemma3": ("Gemma3", _DENSE | {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": 24}),
     "glm4-moe": ("Glm4Moe", _SIGMOID_ROUTED | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1}),
     "deepseek-v3": (
         "DeepseekV3",
@@ -74,6 +72,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "moonlight": ("DeepseekV3", _SIGMOID_ROUTED | _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
 }
 
+MIXTURES = ("qwen3-moe", "glm4-moe", "deepseek-v3", "moonlight")
+
 
 def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config: Any) -> Path:
     """A model of ``FAMILIES``, its parameters and router biases shaken so that no two of them are alike."""
@@ -81,10 +81,9 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
     import transformers
 
     name, settings = FAMILIES[family]
-    kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, kind)(**(settings | config)))
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**(settings | config)))
         biases = (buffer for buffer_name, buffer in model.named_buffers() if "correction_bias" in buffer_name)
         for tensor in (*model.parameters(), *biases):
             if tensor.ndim == 1:

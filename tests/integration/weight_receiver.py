@@ -20,7 +20,7 @@ def receive(
     torch.set_num_threads(1)
     # SGLang insists on a default process group, its own.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = _init_custom_process_group(address, port, group_name, rank, world_size)
+    group = init_custom_process_group(address, port, group_name, rank, world_size)
     received = {}
     for bucket in buckets:
         sizes = [math.prod(meta.shape) * getattr(torch, meta.dtype).itemsize for meta in bucket]
@@ -32,7 +32,7 @@ def receive(
     return received
 
 
-def _init_custom_process_group(address: str, port: int, group_name: str, rank: int, world_size: int) -> Any:
+def init_custom_process_group(address: str, port: int, group_name: str, rank: int, world_size: int) -> Any:
     """sglang.srt.utils.common.init_custom_process_group (0.5.23), for one backend."""
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 

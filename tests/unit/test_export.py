@@ -11,7 +11,7 @@ from miles_async.weights.export import into_buckets
 
 
 def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
-    return [(f"layer.{i}", torch.full((size,), float(i))) for i, size in enumerate(sizes)]
+    return [(f"layers.{i}.linear.weight", torch.full((size,), float(i))) for i, size in enumerate(sizes)]
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 120))
@@ -29,6 +29,18 @@ def test_buckets_keep_every_tensor_in_order_within_the_bound(sizes: list[int], m
 def test_buckets_are_filled_before_a_new_one_is_begun() -> None:
     buckets = list(into_buckets(named([2, 2, 3, 1, 9, 1]), 4 * 4))
     assert [[tensor.numel() for tensor in bucket.values()] for bucket in buckets] == [[2, 2], [3, 1], [9], [1]]
+
+
+def test_a_module_is_never_split() -> None:
+    names = [
+        "0.norm.weight",
+        "0.attention.q_a_proj.weight",
+        "0.attention.q_a_norm.weight",
+        "0.attention.kv_a_proj.weight",
+    ]
+    tensors = [(f"layers.{name}", torch.zeros(4)) for name in [*names, "1.norm.weight"]]
+    buckets = [[name.split(".")[-2] for name in bucket] for bucket in into_buckets(tensors, 3 * 16)]
+    assert buckets == [["norm"], ["q_a_proj", "q_a_norm", "kv_a_proj"], ["norm"]]
 
 
 def test_a_bucket_needs_room() -> None:

@@ -134,7 +134,7 @@ async def test_without_any_engine_it_says_so_at_the_deadline_and_why() -> None:
     # covers: C10
     fleet = FakeFleet([], joining=("engine-0",))
     fleet.faults["pause retract"] = {"engine-0"}
-    with pytest.raises(PublicationError, match=r"waited 0.05 s for an engine.*engine-0 was lost: pause.*refused"):
+    with pytest.raises(PublicationError, match=r"waited 0.05 s for an engine.*engine-0 was lost: pausing.*refused"):
         await make(fleet, engines_timeout=0.05).publish(2)
 
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 
@@ -95,6 +96,35 @@ def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield start + position.minimum(length - 1), position < length
 
 
+class WholeLinear(torch.nn.Linear):
+    """A linear layer that every tensor-parallel rank has whole and applies to its part of the sequence."""
+
+    tensor_model_parallel = False  # for megatron-bridge
+
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Any:
+        """Returns (output, no bias)."""
+        return super().forward(x), None
+
+
+class LatentAttention(MLASelfAttention):
+    """MLASelfAttention with whole down projections, as Transformer Engine's spec has them.
+
+    The local spec splits them by columns. Then the gradient of the shared rotary key, to which every rank's heads
+    contribute, is not summed over ranks (megatron-core 0.16).
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        rank = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config.hidden_size, rank, config)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+
+
 def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, dense and mixture, and the final norm."""
     block = get_gpt_decoder_block_spec(
@@ -105,9 +135,13 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
     for spec in block.layer_specs:
         layer: Any = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        attention = layer.self_attention.submodules
-        attention.core_attention = SdpaAttention
+        parts = layer.self_attention.submodules
+        parts.core_attention = SdpaAttention
         if config.qk_layernorm:
-            attention.q_layernorm = RMSNorm
-            attention.__dict__.update(dict.fromkeys({"k_layernorm", "kv_layernorm"} & vars(attention).keys(), RMSNorm))
+            parts.q_layernorm = RMSNorm
+        if config.multi_latent_attention:
+            layer.self_attention.module = LatentAttention
+            parts.kv_layernorm = RMSNorm
+        elif config.qk_layernorm:
+            parts.k_layernorm = RMSNorm
     return block

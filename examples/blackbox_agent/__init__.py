@@ -1,0 +1,1 @@
+"""An agent that only knows the openai client, trained through the session server."""

@@ -1,0 +1,1 @@
+"""A search agent: several searches over a corpus behind a retrieval server, then an answer."""

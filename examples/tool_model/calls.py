@@ -1,0 +1,21 @@
+"""How the tiny model writes tool calls: ``<call>17*23</call>``, for the one tool that it is offered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def parse_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, Any]]]:
+    """``--tool-call-parser examples.tool_model.calls:parse_calls``."""
+    function = tools[0]["function"]
+    (parameter,) = function["parameters"]["properties"]
+    calls = [(function["name"], {parameter: argument}) for argument in re.findall(r"<call>(.*?)</call>", text)]
+    return (re.sub(r"<call>.*?</call>", "", text) if calls else text), calls
+
+
+def tool(name: str, description: str, parameter: str) -> dict[str, Any]:
+    """A tool with one parameter, a text, as chat completions describe it."""
+    schema = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}

@@ -1,0 +1,360 @@
+"""What a publication costs: rate, pause and memory, against a plain gloo broadcast of the same bytes and a reload by disk.
+
+The real publisher, transports, staging and sender; synthetic float32 models; instead of engines, processes that take
+weights as SGLang does: join a group, receive a bucket at a time, copy its tensors into their parameters, or load the
+files. One core each at best, so with more receivers than cores everything is slower, the plain broadcast too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from arguments.weights import WeightsArguments
+from miles_async.types import CanaryScore, FleetMembers, Publication, StagedWeights, TensorMeta
+from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.transports.choice import choose_transport
+from tests.benchmarks.report import Row
+
+SIZES = {"50M": (1024, 48), "500M": (2048, 119)}  # parameters → width and number of square matrices
+RECEIVERS = (1, 2, 4)
+BUCKETS = 8  # per model
+CANARY = 32  # tokens
+PUBLICATIONS = 3  # of each kind; the best is shown
+REQUIRED = 0.8  # of the plain broadcast's rate
+
+
+# ------------------------------------------------------------------------------------------ in the processes
+class Receiver:
+    """An engine's end."""
+
+    def __init__(self, width: int, matrices: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as SGLang has, its own
+        self.parameters = model(width, matrices, seed=1)
+        self.group: Any = None
+
+    def join(self, name: str, rank: int, address: str, port: int, world_size: int) -> None:
+        from tests.integration.weight_receiver import init_custom_process_group
+
+        self.group = init_custom_process_group(address, port, name, rank, world_size)
+
+    def leave(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group(self.group)
+
+    def receive(self, metas: tuple[TensorMeta, ...]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        sizes = [self.parameters[meta.name].nbytes for meta in metas]
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self.group)
+        for meta, part in zip(metas, data.split(sizes), strict=True):
+            self.parameters[meta.name].copy_(part.view(torch.float32).reshape(meta.shape))
+
+    def receive_plainly(self, num_bytes: int, times: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        for _ in range(times):
+            dist.broadcast(data, src=0, group=self.group)
+
+    def load(self, directory: str) -> None:
+        from safetensors.torch import load_file
+
+        for path in Path(directory).glob("*.safetensors"):
+            for name, tensor in load_file(path).items():
+                self.parameters[name].copy_(tensor)
+
+    def score(self) -> float:
+        """As much as a forward pass of the canary."""
+        import torch
+
+        hidden = torch.ones(CANARY, next(iter(self.parameters.values())).shape[1])
+        for parameter in self.parameters.values():
+            hidden = torch.tanh(hidden @ parameter)
+        return float(hidden.sum())
+
+
+class Sender:
+    """The trainer's sending rank."""
+
+    def __init__(self, directory: str, width: int, matrices: int) -> None:
+        import torch
+
+        from miles_async.weights.senders.distributed import DistributedSender
+        from miles_async.weights.staging import StagingOptions
+
+        torch.set_num_threads(1)
+        self.model = model(width, matrices, seed=0)
+        total = sum(tensor.nbytes for tensor in self.model.values())
+        self.bucket_bytes = -(-total // BUCKETS)
+        self.sender = DistributedSender(
+            StagingOptions(parent=Path(directory), bucket_bytes=self.bucket_bytes, digests=False),
+            address="127.0.0.1",
+            backend="gloo",
+            device=torch.device("cpu"),
+            timeout_seconds=120,
+        )
+
+    def stage(self, version: int) -> tuple[StagedWeights, float]:
+        """And the largest host memory above the model meanwhile, in buckets."""
+        with AnonymousMemory() as memory:
+            started = time.perf_counter()
+            staged = self.sender.stage(version, self.model.items())
+            seconds = time.perf_counter() - started
+        return msgspec.structs.replace(staged, prepare_seconds=seconds), memory.above / self.bucket_bytes
+
+    def send_plainly(self, name: str, num_bytes: int, times: int) -> float:
+        """Seconds."""
+        import torch
+        import torch.distributed as dist
+
+        data = torch.ones(num_bytes, dtype=torch.uint8)
+        group = self.sender._groups[name].process_group
+        started = time.perf_counter()
+        for _ in range(times):
+            dist.broadcast(data, src=0, group=group)
+        return time.perf_counter() - started
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.sender, method)(*arguments)
+
+
+class AnonymousMemory:
+    """Of this process, above what it was at the start: the pages of files that it maps can be dropped at any time."""
+
+    def __init__(self) -> None:
+        self.above = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> AnonymousMemory:
+        self._before = self._now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.above = max(self.above, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+def model(width: int, matrices: int, seed: int) -> dict[str, Any]:
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    block = torch.randn(width, width, generator=draw) / width**0.5
+    return {f"layers.{index}.weight": block + index * 1e-3 for index in range(matrices)}
+
+
+def serve(connection: Connection, kind: type, arguments: tuple[Any, ...]) -> None:
+    """Methods of a ``kind`` by name, until told None."""
+    part = kind(*arguments)
+    connection.send(None)
+    while (call := connection.recv()) is not None:
+        method, *rest = call
+        try:
+            connection.send(getattr(part, method)(*rest))
+        except Exception as error:  # supervision point: the driver raises it
+            connection.send(error)
+
+
+# ------------------------------------------------------------------------------------------------ in the driver
+class Process:
+    """One of them."""
+
+    def __init__(self, kind: type, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, kind, arguments), daemon=True)
+        self._process.start()
+
+    async def ready(self) -> None:
+        await asyncio.to_thread(self._connection.recv)
+
+    async def call(self, *call: Any) -> Any:
+        self._connection.send(call)
+        result = await asyncio.to_thread(self._connection.recv)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+class Trainer:
+    """TrainerSide, as far as a publication needs one."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.buckets_above_model = 0.0
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        staged, above = await self.process.call("stage", version)
+        self.buckets_above_model = max(self.buckets_above_model, above)
+        return msgspec.structs.replace(staged, canary_tokens=tuple(range(CANARY)), canary_logprobs=(0.0,))
+
+    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+        return await self.process.call("call", method, *arguments)
+
+
+class Fleet:
+    """EngineFleet of receivers."""
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self.processes = {f"engine-{index}": process for index, process in enumerate(processes)}
+        self.version = -1
+
+    async def members(self) -> FleetMembers:
+        engines = tuple(self.processes)
+        return FleetMembers(serving=engines, joining=(), starting=(), ranks=dict.fromkeys(engines, 1))
+
+    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str]:
+        return dict.fromkeys(engines, str(self.version))
+
+    async def connect(
+        self, engines: Sequence[str], name: str, address: str, port: int, world_size: int, backend: str
+    ) -> Mapping[str, None]:
+        async with asyncio.TaskGroup() as scope:
+            for rank, engine in enumerate(engines, start=1):
+                scope.create_task(self.processes[engine].call("join", name, rank, address, port, world_size))
+        return dict.fromkeys(engines)
+
+    async def disconnect(self, engines: Sequence[str], name: str) -> Mapping[str, None]:
+        return await self._each(engines, "leave")
+
+    async def receive_bucket(
+        self, engines: Sequence[str], name: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
+    ) -> Mapping[str, None]:
+        self.version = version
+        return await self._each(engines, "receive", tuple(tensors))
+
+    async def load_files(self, directories: Mapping[str, str], version: int, flush_cache: bool) -> Mapping[str, None]:
+        self.version = version
+        return await self._each(tuple(directories), "load", next(iter(directories.values())))
+
+    async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore]:
+        await self._each(engines, "score")
+        return dict.fromkeys(engines, CanaryScore(str(self.version), (0.0,)))
+
+    async def _each(self, engines: Sequence[str], *call: Any) -> Mapping[str, None]:
+        async with asyncio.TaskGroup() as scope:
+            for engine in engines:
+                scope.create_task(self.processes[engine].call(*call))
+        return dict.fromkeys(engines)
+
+    async def _nothing(self, engines: Sequence[str], *_: Any) -> Mapping[str, None]:
+        return dict.fromkeys(engines)
+
+    pause = flush_cache = resume = begin_update = end_update = admit = on_host = _nothing
+
+
+@asynccontextmanager
+async def processes(size: str, receivers: int) -> AsyncIterator[tuple[Trainer, Fleet]]:
+    with tempfile.TemporaryDirectory() as directory:
+        sender = Process(Sender, directory, *SIZES[size])
+        others = [Process(Receiver, *SIZES[size]) for _ in range(receivers)]
+        try:
+            for process in (sender, *others):
+                await process.ready()
+            yield Trainer(sender), Fleet(others)
+        finally:
+            for process in (sender, *others):
+                process.end()
+
+
+async def measure(size: str, receivers: int) -> Row:
+    async with processes(size, receivers) as (trainer, fleet):
+        plain = [await plain_rate(trainer, fleet)]
+        distributed, disk = [], []
+        for version in range(PUBLICATIONS):
+            distributed.append(await publish(trainer, fleet, "distributed", version))
+            disk.append(await publish(trainer, fleet, "disk", PUBLICATIONS + version))
+        plain.append(await plain_rate(trainer, fleet))
+        buckets_above_model = trainer.buckets_above_model
+    best = min(distributed, key=lambda publication: publication.step_seconds["send"])
+    rate = best.total_bytes / best.step_seconds["send"]
+    from_disk = min(publication.pause_seconds for publication in disk)
+    return {
+        "parameters": size,
+        "receivers": receivers,
+        "MB_per_second": round(rate / 1e6),
+        "plain_gloo_MB_per_second": round(max(plain) / 1e6),
+        "of_plain_gloo": round(rate / max(plain), 2),
+        "meets_goal": rate / max(plain) >= REQUIRED,
+        "prepare_seconds": round(best.prepare_seconds, 3),
+        "pause_seconds": round(best.pause_seconds, 3),
+        "pause_of_total": round(best.pause_seconds / (best.pause_seconds + best.prepare_seconds), 2),
+        "canary_seconds": round(best.step_seconds["canary"], 3),
+        "pause_by_disk_seconds": round(from_disk, 3),
+        "buckets_above_model": round(buckets_above_model, 2),
+    }
+
+
+async def publish(trainer: Trainer, fleet: Fleet, transport: str, version: int) -> Publication:
+    arguments = WeightsArguments(weight_transport=transport)
+    publisher = WeightPublisher(
+        trainer,  # type: ignore[arg-type]
+        fleet,  # type: ignore[arg-type]
+        choose_transport(arguments, trainer, fleet, "cpu"),  # type: ignore[arg-type]
+        arguments,
+        tolerance=1e-3,
+    )
+    publication = await publisher.publish(version)
+    await publisher.close()
+    return publication
+
+
+async def plain_rate(trainer: Trainer, fleet: Fleet) -> float:
+    """Bytes per second of one buffer broadcast as often as there are buckets, once everybody has touched it."""
+    staged = await trainer.stage_weights(0)
+    num_bytes, world_size = staged.total_bytes // BUCKETS, 1 + len(fleet.processes)
+    address, port = await trainer.call_sender("open_group", ("plain", world_size))
+    engines = tuple(fleet.processes)
+    await asyncio.gather(
+        trainer.call_sender("join_group", ("plain",)),
+        fleet.connect(engines, "plain", address, port, world_size, "gloo"),
+    )
+    seconds = []
+    for _ in range(2):
+        sent, _ = await asyncio.gather(
+            trainer.process.call("send_plainly", "plain", num_bytes, BUCKETS),
+            fleet._each(engines, "receive_plainly", num_bytes, BUCKETS),
+        )
+        seconds.append(sent)
+    await asyncio.gather(trainer.call_sender("leave_group", ("plain",)), fleet.disconnect(engines, "plain"))
+    return BUCKETS * num_bytes / min(seconds)
+
+
+def rows(sizes: Sequence[str] = tuple(SIZES), receivers: Sequence[int] = RECEIVERS) -> Iterator[Row]:
+    """One per size of the model and number of receivers."""
+    for size in sizes:
+        for count in receivers:
+            yield asyncio.run(measure(size, count))
