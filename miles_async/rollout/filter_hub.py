@@ -35,7 +35,7 @@ def resolve_group_filter(arguments: RewardArguments) -> GroupFilter | None:
 
 def _zero_variance(group: Group, _: float) -> str | None:
     rewards = [sample.reward or 0.0 for sample in group.samples]
-    if max(rewards) - min(rewards) > 0:
+    if max(rewards) - min(rewards) > _EQUAL:
         return None
     return {0.0: "zero_variance: all rewards 0", 1.0: "zero_variance: all rewards 1"}.get(rewards[0], "zero_variance")
 

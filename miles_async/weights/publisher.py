@@ -1,8 +1,8 @@
 """Publication (C8): stage → prepare → pause → flush unless in_place → deliver → digests → continue → canary → commit.
 
-What rollouts feel is the time from pause to commit (``pause_seconds``); export and staging
-(``prepare_seconds``) happen before it, while engines generate, and so does what the transport can prepare. Engines are
-continued in a ``finally``.
+What rollouts feel is the time from pause to commit (``pause_seconds``); export, staging
+and what the transport can prepare (``prepare_seconds``) happen before it, while engines generate. Engines are continued
+in a ``finally``.
 
 New requests wait at our side from pause to commit, so none of them meets an unverified engine. The canary
 has to run after ``continue``: a paused SGLang answers no generation request. Requests already in flight go on
@@ -127,7 +127,7 @@ class WeightPublisher:
                     sent_version=staged.version,
                     engines=update.present,
                     fenced=fenced,
-                    prepare_seconds=staged.prepare_seconds,
+                    prepare_seconds=staged.prepare_seconds + update.prepare_seconds,
                     pause_seconds=update.pause_seconds,
                     step_seconds=update.step_seconds,
                     canary_difference=update.canary_difference,
@@ -166,9 +166,11 @@ class WeightPublisher:
     async def _update(self, staged: StagedWeights, engines: Sequence[str]) -> _Update:
         """Bring ``staged`` to ``engines``, verify, admit. Who fails is absent from the result."""
         update, fleet = _Update(self._fleet, engines), self._fleet
+        started = now()
         self.state = PublicationState.PREPARING
         await update.each("probe", fleet.weight_versions)
         await update.each("preparing", partial(self._transport.prepare, staged), blame=not self._transport.shares_fate)
+        update.prepare_seconds = now() - started
         started = now()
         try:
             self.state = PublicationState.PAUSING
@@ -237,6 +239,7 @@ class _Update:
         self.absent: tuple[str, ...] = ()
         self.last_loss = ""  # who was lost last, and why
         self.step_seconds: dict[str, float] = {}
+        self.prepare_seconds = 0.0
         self.pause_seconds = 0.0
         self.canary_difference = 0.0
         self._fleet = fleet

@@ -1,4 +1,4 @@
-"""What a publication costs: rate, pause and memory, against a plain gloo broadcast of the same bytes and a reload by disk.
+"""What a publication costs: rate, pause and memory, against a plain gloo broadcast of the same bytes and a reload.
 
 The real publisher, transports, staging and sender; synthetic float32 models; instead of engines, processes that take
 weights as SGLang does: join a group, receive a bucket at a time, copy its tensors into their parameters, or load the

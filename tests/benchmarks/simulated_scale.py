@@ -90,7 +90,7 @@ def measures(result: SimulationResult) -> Row:
 
 def schedule(steps: int = 100) -> Iterator[Row]:
     """Which bound K and lead meet the goals, with requests spread evenly."""
-    knobs = [(1, 2), (2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (4, 5), (None, 2), (None, 3)]
+    knobs = [(1, 2), (2, 2), (2, 3), (4, 2), (4, 3), (4, 5), (6, 3), (8, 3), (None, 3)]
     for sigma in (0.5, 1.0):
         result = simulate(settings(sigma=sigma, steps=steps, staleness=StalenessArguments(on_policy=True)))
         yield {"sigma": sigma, "K": 0, "lead": 1, **measures(result)}

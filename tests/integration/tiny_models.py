@@ -83,7 +83,9 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
     name, settings = FAMILIES[family]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**(settings | config)))
+        model = getattr(transformers, f"{name}ForCausalLM")(
+            getattr(transformers, f"{name}Config")(**(settings | config))
+        )
         biases = (buffer for buffer_name, buffer in model.named_buffers() if "correction_bias" in buffer_name)
         for tensor in (*model.parameters(), *biases):
             if tensor.ndim == 1:

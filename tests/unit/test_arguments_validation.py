@@ -203,7 +203,9 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case("empty agent", {"agent_command": " "}, "--agent-command is empty"),
         case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
-        case("unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of qwen, llama3, glm"),
+        case(
+            "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of qwen, llama3, glm"
+        ),
         case("impatient watchdog of agents", {"agent_path": "a:b", "agent_timeout": 5000}, "--agent-timeout 5000"),
         case("two rewards", {"custom_rm_path": "a:b"}, "--rm-type exact_match and --custom-rm-path a:b"),
         case(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from arguments import WeightsArguments
 from miles_async.errors import EngineError
 from miles_async.types import StagedWeights
+from miles_async.weights import host_copies
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.senders.object_store import ObjectStoreSender
 from miles_async.weights.staging import StagingOptions
@@ -183,6 +184,14 @@ async def test_a_server_that_does_not_hold_what_its_host_has_gets_everything(tmp
     setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
     await setup.publish(0)
     setup.fleet.versions["engine-0"] = -1
+    assert await setup.publish(1) == 1
+    setup.sender.close()
+
+
+async def test_a_host_that_lost_its_copy_gets_everything(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+    await setup.publish(0)
+    host_copies.discard(setup.fleet.hosts["engine-0"])
     assert await setup.publish(1) == 1
     setup.sender.close()
 

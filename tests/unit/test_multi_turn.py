@@ -6,7 +6,7 @@ import asyncio
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ END = CHAT.tokenize("<|im_end|>")
 class Lookup:
     """Answers a call with 68, and is done when there is none; the reward is whether 68 was said."""
 
-    made: list[Lookup] = []
+    made: ClassVar[list[Lookup]] = []
 
     def __init__(self, prompt: Prompt) -> None:
         self.turns: list[AssistantTurn] = []

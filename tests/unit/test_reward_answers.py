@@ -40,6 +40,7 @@ async def test_mathematical_answers_are_compared_by_what_they_mean(workers: Work
         (r"So it is \boxed{\frac{1}{2}}.", "0.5", 1.0),
         (r"The answer is 42.", "42", 1.0),
         (r"<think>\boxed{42}</think> It is \boxed{41}.", "42", 0.0),  # thoughts are not the answer
+        (r"<think>\boxed{42}</think> I give up.", "42", 0.0),
         (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
         (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
         (r"\boxed{7}", "$8$", 0.0),

@@ -78,6 +78,8 @@ async def test_a_program_is_right_if_no_statement_after_it_fails(reward: CodeRew
 
 async def test_a_response_without_a_program_is_wrong(reward: CodeReward):
     assert await reward(prompt(SUMS), make_sample([0], text="I don't know; print(3)?")) == 0.0
+    thought = "<think>```python\nprint(sum(map(int, input().split())))\n```</think> I don't know."
+    assert await reward(prompt(SUMS), make_sample([0], text=thought)) == 0.0
 
 
 @pytest.mark.parametrize(

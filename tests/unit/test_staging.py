@@ -85,6 +85,18 @@ def test_staged_weights_do_not_follow_the_trainer(staging: Staging) -> None:
     assert staging.bucket(0, 0).clone().view(torch.float32).tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_an_exporter_may_use_its_memory_again(staging: Staging) -> None:
+    """Bridges gather every tensor into the same buffer."""
+    buffer = torch.zeros(3)
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for value in range(4):
+            yield f"t{value}", buffer.fill_(value)
+
+    found = read(staging.stage(0, export()))
+    assert [found[f"t{value}"].tolist() for value in range(4)] == [[float(value)] * 3 for value in range(4)]
+
+
 def test_only_the_newest_versions_are_kept(staging: Staging) -> None:  # covers: P5
     directories = [Path(staging.stage(version, tensors(version)).directory) for version in (10, 11, 12)]
     assert [directory.exists() for directory in directories] == [False, True, True]

@@ -57,7 +57,9 @@ def _name_experts_as_grouped() -> None:
         return re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d\.(?:weight|bias))$", r".\2\1", unwrap(self, name))
 
     def get_module_and_param_from_name(models: Any, param_name: str, vp_stage: int | None = None) -> Any:
-        sequential = re.sub(r"\.experts\.(linear_fc\d\.(?:weight|bias))(\d+)$", r".experts.local_experts.\2.\1", param_name)
+        sequential = re.sub(
+            r"\.experts\.(linear_fc\d\.(?:weight|bias))(\d+)$", r".experts.local_experts.\2.\1", param_name
+        )
         try:
             return find(models, sequential, vp_stage)
         except ValueError:  # TEGroupedMLP, if any

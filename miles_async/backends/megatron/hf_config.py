@@ -14,7 +14,7 @@ from typing import Any
 from arguments.model import ModelArguments
 from miles_async.errors import ConfigurationError
 
-# ``model_type`` of what tests/integration/test_megatron_families.py compares with transformers in every layout of ranks.
+# ``model_type`` of what tests/integration/test_megatron_layouts.py compares with transformers.
 VERIFIED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "glm4_moe", "deepseek_v3")
 
 # The constants of megatron-core's llama3 rope scaling (RotaryEmbedding._apply_scaling).
@@ -95,7 +95,9 @@ def _check_expert_layout(config: Mapping[str, Any], model: ModelArguments, world
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Routed experts per layer, 0 for a dense model."""
-    return next((config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0)
+    return next(
+        (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0
+    )
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
@@ -125,7 +127,10 @@ def provider_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     kind = config.get("model_type", "")
     if kind not in VERIFIED:
-        yield f"model_type {kind!r} is not among those whose logits were compared with transformers: {', '.join(VERIFIED)}"
+        yield (
+            f"model_type {kind!r} is not among those whose logits were compared with transformers: "
+            f"{', '.join(VERIFIED)}"
+        )
     yield from _rope_problems(config, kind)
     yield from _expert_problems(config, kind)
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)

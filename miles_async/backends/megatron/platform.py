@@ -84,7 +84,7 @@ class Platform:
         return device
 
     def layer_spec(self, of_bridge: Callable[..., Any]) -> Callable[..., Any]:
-        """For ``GPTModelProvider.transformer_layer_spec``; ``of_bridge``: what the bridge takes, Transformer Engine's."""
+        """For ``GPTModelProvider.transformer_layer_spec``; ``of_bridge``: the one it takes, Transformer Engine's."""
         if self.transformer_engine:
             return of_bridge
         from miles_async.backends.megatron.host_spec import host_block_spec

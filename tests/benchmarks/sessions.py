@@ -1,0 +1,119 @@
+"""What the session server adds to a turn: chat completions through it against direct calls of the same engines.
+
+    python -m tests.benchmarks.sessions
+
+Engines are simulated: a turn takes some seconds, spread so that agents don't move in step. Each session has 8 turns.
+What is added is the time a turn takes for the agent beyond what the engine took for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import psutil
+
+from miles_async.engines.process import ChildProcess
+from miles_async.session_process import ServerSettings
+from miles_async.sessions.records import SessionSettings
+from miles_async.sessions.service import SessionService
+from miles_async.types import Generation, VersionSpan
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
+TURNS = 8
+ANSWER = np.array([14, 13, 2], np.int32)  # "21" and <eos>
+
+
+class TimedEngines:
+    """An EngineClient that takes ``seconds`` on average for a turn, and remembers how long it really took."""
+
+    def __init__(self, seconds: float) -> None:
+        self._random = random.Random(0)
+        self._seconds = seconds
+        self.took: dict[str, float] = {}  # routing key → seconds of its last turn
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
+        started = time.perf_counter()
+        await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._seconds)
+        self.took[routing_key] = time.perf_counter() - started
+        return Generation(
+            output_ids=ANSWER,
+            logprobs=np.full(len(ANSWER), -0.5, np.float32),
+            spans=(VersionSpan(0, 0, len(ANSWER)),),
+            finish_reason="stop",
+            engine_id="engine-0",
+            cached_tokens=0,
+            prompt_tokens=len(input_ids),
+        )
+
+
+async def measure(concurrency: int, seconds: float, log_dir: Path) -> dict[str, float]:
+    """Added seconds per turn and CPU seconds per turn of the server, at so many sessions at once."""
+    engines = TimedEngines(seconds)
+    settings = ServerSettings(
+        hf_checkpoint=str(MODEL), host="127.0.0.1", session_timeout=600.0, tool_call_parser=None, reasoning_parser=None
+    )
+    children: list[ChildProcess] = []
+
+    def launch(command: Sequence[str], starts: int) -> ChildProcess:
+        children.append(ChildProcess("sessions", command, log_path=log_dir / "sessions.log", environment={}))
+        return children[-1]
+
+    service = SessionService(engines, settings.command(), launch)
+    await service.start()
+    added: list[float] = []
+
+    async def agent(number: int, http: aiohttp.ClientSession) -> None:
+        key = f"0-{number}"
+        opened = await service.open(
+            SessionSettings(routing_key=key, sampling={"temperature": 1.0}, max_response=4000, max_total=8000)
+        )
+        await asyncio.sleep(random.uniform(0, seconds))  # agents don't all begin in the same moment
+        messages: list[dict[str, Any]] = []
+        for turn in range(TURNS):
+            messages.append({"role": "user", "content": f"rev {number} {turn}"})
+            body = msgspec.json.encode({"model": "policy", "messages": messages})
+            started = time.perf_counter()
+            async with http.post(f"{opened.base_url}/chat/completions", data=body) as response:
+                assert response.status == 200, await response.text()
+                answer = msgspec.json.decode(await response.read())
+            added.append(time.perf_counter() - started - engines.took[key])
+            messages.append(answer["choices"][0]["message"])
+        collected = await service.collect(opened)
+        assert collected.samples[0].metadata["turns"] == TURNS
+
+    try:
+        process = psutil.Process(children[0].pid)
+        before = sum(process.cpu_times()[:2])
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as scope:
+            for number in range(concurrency):
+                scope.create_task(agent(number, http))
+        cpu = sum(process.cpu_times()[:2]) - before
+    finally:
+        await service.stop()
+    p50, p99 = np.percentile(added, [50, 99])
+    return {"p50_ms": 1e3 * p50, "p99_ms": 1e3 * p99, "cpu_ms_per_turn": 1e3 * cpu / len(added), "turns": len(added)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="an engine takes for a turn, on average")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64, 1024], help="sessions at once")
+    options = parser.parse_args()
+    for concurrency in options.concurrency:
+        with TemporaryDirectory() as directory:
+            result = asyncio.run(measure(concurrency, options.seconds, Path(directory)))
+        print(f"{concurrency:5d} sessions: " + ", ".join(f"{name} {value:.2f}" for name, value in result.items()))
+
+
+if __name__ == "__main__":
+    main()
