@@ -20,6 +20,7 @@ import msgspec
 from miles_async.errors import RewardError
 
 _ROOT = str(Path(__file__).resolve().parents[2])  # where this package can be imported from, installed or not
+_END_SECONDS = 5.0  # from closing its pipes to the end of a process
 _START_SECONDS = 120.0  # to start Python and import what the function needs, from a slow disk too
 
 
@@ -43,11 +44,10 @@ class WorkerPool:
             worker = await self._take()
             try:
                 succeeded, result = await self._ask(worker, request)
-            except BaseException as error:  # a worker in the middle of something is of no use, whoever ended it
+            except (asyncio.IncompleteReadError, ConnectionError):
+                raise RewardError(f"the process that verifies died (exit status {await _end(worker)})") from None
+            except BaseException:  # a worker in the middle of something is of no use, whoever ended it
                 _kill(worker)
-                if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
-                    status = await worker.wait()
-                    raise RewardError(f"the process that verifies died (exit status {status})") from None
                 raise
             self._idle.append(worker)
         if not succeeded:
@@ -94,6 +94,17 @@ class WorkerPool:
 def _kill(worker: Process) -> None:
     with suppress(ProcessLookupError):
         worker.kill()
+
+
+async def _end(worker: Process) -> int:
+    """The exit status of a worker that is about to end. Not killed at once: ``Popen.kill`` would look whether it has
+    ended, and take the status away from asyncio.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_SECONDS):
+            return await worker.wait()
+    _kill(worker)
+    return await worker.wait()
 
 
 async def _read(worker: Process) -> bytes:
