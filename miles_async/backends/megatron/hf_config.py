@@ -14,8 +14,9 @@ from typing import Any
 from arguments.model import ModelArguments
 from miles_async.errors import ConfigurationError
 
-# ``model_type`` of what tests/integration/test_megatron_layouts.py compares with transformers.
-VERIFIED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "glm4_moe", "deepseek_v3")
+# ``model_type`` of what tests/integration/test_megatron_layouts.py compares with transformers: log-probs, export and
+# training. Gemma's log-probs and export agree, its gradients do not.
+VERIFIED = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 # The constants of megatron-core's llama3 rope scaling (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
