@@ -169,7 +169,7 @@ def model(width: int, matrices: int, seed: int) -> dict[str, Any]:
 
     draw = torch.Generator().manual_seed(seed)
     block = torch.randn(width, width, generator=draw) / width**0.5
-    return {f"layers.{index}.weight": block + index * 1e-3 for index in range(matrices)}
+    return {f"layers.{index}.linear.weight": block + index * 1e-3 for index in range(matrices)}
 
 
 def serve(connection: Connection, kind: type, arguments: tuple[Any, ...]) -> None:
