@@ -52,7 +52,7 @@ SUFFIXES = (
 MADE_LATER = {
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl"),  # by a run
     *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt"),
-    *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/"),
+    *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/", "runs/bench/NAME.json"),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
     *("logs/router.0.log", "logs/trainer-0.log"),
     *("docs/staleness_study.md", "docs/staleness_study.png"),  # by `make study`
@@ -132,8 +132,12 @@ def flags_of_ours() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def flags_of_scripts() -> frozenset[str]:
-    """Of the commands in examples/ and scripts/, and of those of ours that are not ``train``."""
-    sources = [path.read_text() for folder in ("examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    """Of the commands in examples/, scripts/ and tests/benchmarks/, and of those of ours that are not ``train``."""
+    sources = [
+        path.read_text()
+        for folder in ("examples", "scripts", "tests/benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     sources += [path.read_text() for path in (ROOT / "miles_async").rglob("*_command*.py")]
     return frozenset(flag for source in sources for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", source))
 
