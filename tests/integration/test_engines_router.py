@@ -46,6 +46,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
             registry.engines[f"engine-{index}"] = EngineRecord(
                 engine_id=f"engine-{index}", state=EngineState.SERVING, url=engine.url, verified=True
             )
+        registry.notify()
 
         def client(retries: int) -> RouterClient:
             return RouterClient(
