@@ -24,7 +24,7 @@ import structlog
 from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.protocols import RolloutSide, TrainerSide
-from miles_async.readmission import read_readmissions
+from miles_async.run.readmission import read_readmissions
 
 log = structlog.get_logger(__name__)
 

@@ -9,14 +9,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 
-from arguments import Arguments
-from arguments.config_file import to_toml
-from arguments.evaluation import parse_data_sets
-from arguments.parser import parse_arguments
-from arguments.validation import validate
 from miles_async import __version__
 from miles_async.errors import ConfigurationError, DataError, MilesAsyncError
 
@@ -73,45 +66,33 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(words: Sequence[str]) -> int:
-    parsed = parse_arguments(words, prog="miles-async train")
-    if parsed.print_config:
-        _show(to_toml(parsed.arguments))
-        return 0
-    validate(parsed.arguments)
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
-    check_hooks(parsed.arguments)
-    prompts = check_prompts(parsed.arguments)
-    if parsed.dry_run:
-        _show(summarize(parsed.arguments, prompts) + "\n")
-        return 0
-    from miles_async.train import run  # here, since it brings torch and Ray with it
+    from miles_async.commands.train import train
 
-    return run(parsed.arguments)
+    return train(words, _show)
 
 
 def _ledger(words: Sequence[str]) -> int:
-    from miles_async.ledger_commands import ledger
+    from miles_async.commands.ledger import ledger
 
     _show(ledger(words))
     return 0
 
 
 def _explain(words: Sequence[str]) -> int:
-    from miles_async.ledger_commands import explain
+    from miles_async.commands.ledger import explain
 
     _show(explain(words))
     return 0
 
 
 def _stop(words: Sequence[str]) -> int:
-    from miles_async.stop_command import stop
+    from miles_async.commands.stop import stop
 
     return stop(words)
 
 
 def _replay(words: Sequence[str]) -> int:
-    from miles_async.replay_command import replay
+    from miles_async.commands.replay import replay
 
     for line in replay(words):
         _show(line)
@@ -119,7 +100,7 @@ def _replay(words: Sequence[str]) -> int:
 
 
 def _plan(words: Sequence[str]) -> int:
-    from miles_async.simulation.plan_command import plan
+    from miles_async.commands.plan import plan
 
     _show(plan(words))
     return 0
@@ -133,57 +114,6 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "replay": _replay,
     "plan": _plan,
 }
-
-
-def check_prompts(arguments: Arguments) -> dict[str, int]:
-    """Check every row; path → number of prompts. Raises DataError naming file and line."""
-    from miles_async.prompts.source import open_prompts
-
-    held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
-    paths = (arguments.data.prompt_data, *held_out.values())
-    return {str(path): len(open_prompts(replace(arguments.data, prompt_data=path))) for path in paths if path}
-
-
-def check_hooks(arguments: Arguments) -> None:
-    """Import what ``module:attr`` flags name and check it against its protocol. Raises ConfigurationError.
-
-    The processes that call the hooks load them again; here a mistake costs no start-up.
-    """
-    from miles_async import episode_parts
-    from miles_async.hooks import load_object
-    from miles_async.protocols import Generate
-    from miles_async.rollout.filter_hub import resolve_group_filter
-
-    episode_parts.check_hooks(arguments)
-    resolve_group_filter(arguments.rewards)
-    if arguments.rollout.custom_generate_function_path:
-        load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
-
-
-def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
-    """What would run, for people."""
-    cluster, model, rollout = arguments.cluster, arguments.model, arguments.rollout
-    staleness, steps = (
-        arguments.staleness,
-        arguments.rollout.samples_per_rollout // arguments.global_batch_size,
-    )
-    bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"
-    lines = {
-        "model": model.hf_checkpoint,
-        "trainer": f"{cluster.trainer_world_size} ranks on {cluster.device}: DP "
-        f"{arguments.data_parallel_size}, "
-        f"TP {model.tensor_model_parallel_size}, PP {model.pipeline_model_parallel_size}",
-        "engines": f"{cluster.num_engines} of {cluster.rollout_num_gpus_per_engine} GPUs (CPU: processes) each",
-        **{f"prompts {number}": f"{path} ({count})" for number, (path, count) in enumerate(prompts.items(), start=1)},
-        "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
-        f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
-        "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
-        "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
-        "run directory": arguments.observability.run_dir,
-    }
-    return "Dry run: flags, model directory, prompts and hooks are in order. Nothing was started.\n" + "\n".join(
-        f"  {name:<14} {value}" for name, value in lines.items()
-    )
 
 
 def _show(text: str) -> None:

@@ -17,10 +17,10 @@ from typing import Any, cast
 import msgspec
 
 from arguments.parser import parse_arguments
-from miles_async.decisions import make_batches, make_pool
 from miles_async.errors import ConfigurationError, MilesAsyncError, ReplayDifference, ScheduleError
+from miles_async.parts.decisions import make_batches, make_pool
 from miles_async.rollout.batches import BatchMaker
-from miles_async.run_directory import CONFIG_FILE, SCHEDULE_FILE
+from miles_async.run.directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.serialization import encode, read_frames
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.staleness.schedule import (

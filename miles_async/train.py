@@ -22,7 +22,6 @@ from arguments import Arguments
 from arguments.config_file import to_toml
 from arguments.paths import with_absolute_paths
 from miles_async.checkpoints import RunCheckpoints
-from miles_async.cluster import ray_cluster, worker_environment
 from miles_async.controller import Controller
 from miles_async.errors import LedgerError, PublicationError, StalledError, first_error
 from miles_async.observability.logs import configure_logging
@@ -34,16 +33,17 @@ from miles_async.observability.summary import RunSummary, write_summary
 from miles_async.observability.summary_view import print_summary
 from miles_async.observability.tracker import CompositeTracker
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
-from miles_async.owned_directory import sweep
+from miles_async.parts.rollout import build_rollout
+from miles_async.parts.trainer import staging_directory, trainer_group
 from miles_async.protocols import EngineFleet, RolloutSide, Tracker
 from miles_async.rollout.actor import RolloutProcess
-from miles_async.rollout_parts import build_rollout
-from miles_async.run_directory import CONFIG_FILE, LEDGER_FILE, prepare_run_directory
-from miles_async.run_process import note_run_process
+from miles_async.run.cluster import ray_cluster, worker_environment
+from miles_async.run.directory import CONFIG_FILE, LEDGER_FILE, prepare_run_directory
+from miles_async.run.owned_directory import sweep
+from miles_async.run.process import note_run_process
+from miles_async.run.stall_report import waiting_tasks
 from miles_async.staleness.ledger_reader import open_ledger
-from miles_async.stall_report import waiting_tasks
 from miles_async.trainer.group import TrainerGroup
-from miles_async.trainer_parts import staging_directory, trainer_group
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import check_device, choose_transport
 from miles_async.weights.verify import default_tolerance

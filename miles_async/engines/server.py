@@ -24,7 +24,7 @@ from miles_async.engines.addresses import LOOPBACK, HeldPort, node_host
 from miles_async.engines.names import HELD_WEIGHTS_VARIABLE
 from miles_async.engines.process import ChildProcess
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.owned_directory import OwnedDirectory
+from miles_async.run.owned_directory import OwnedDirectory
 
 _MEMORY = Path("/dev/shm")
 _POLL_SECONDS = 0.2

@@ -23,7 +23,7 @@ from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
 from miles_async.rollout.queued_writer import QueuedWriter
-from miles_async.stall_report import waiting_tasks
+from miles_async.run.stall_report import waiting_tasks
 from miles_async.types import Group, PreparedBatch, TrainShard
 
 log = structlog.get_logger(__name__)

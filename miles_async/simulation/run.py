@@ -1,4 +1,4 @@
-"""The composition root of a simulation: ``train.py`` and ``rollout_parts.py`` with three parts exchanged."""
+"""The composition root of a simulation: ``train.py`` and ``parts/rollout.py`` with three parts exchanged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import structlog
 from arguments.algorithm import AlgorithmArguments
 from miles_async.checkpoints import RunCheckpoints
 from miles_async.controller import Controller
-from miles_async.decisions import make_pool
 from miles_async.errors import first_error
 from miles_async.garbage import rare_collections
+from miles_async.parts.decisions import make_pool
 from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from miles_async.engines.process import ChildProcess
-from miles_async.session_process import ServerSettings
+from miles_async.parts.session_process import ServerSettings
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.types import Generation, VersionSpan

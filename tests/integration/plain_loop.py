@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from arguments import Arguments
-from miles_async.trainer_parts import make_backend
+from miles_async.parts.trainer import make_backend
 from miles_async.types import Prompt, TrainBatch, TrainShard
 
 Step = tuple[TrainShard, dict[str, float]]  # what was trained, and what the backend says about it

@@ -22,10 +22,10 @@ from arguments import Arguments
 from arguments.parser import parse_arguments
 from arguments.paths import with_absolute_paths
 from miles_async.engines.server import EngineServer
+from miles_async.parts.rollout import server_spec
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.replay import Replay
-from miles_async.rollout_parts import server_spec
 from miles_async.staleness.ledger_reader import AttemptRecord
 from miles_async.train_data.digests import digests
 from tests.integration.plain_loop import Step, plain_loop

@@ -16,7 +16,7 @@ import pytest
 
 from miles_async.engines.process import ChildProcess
 from miles_async.errors import EngineStartError, RequestRejectedError, TransientEngineError
-from miles_async.session_process import ServerSettings
+from miles_async.parts.session_process import ServerSettings
 from miles_async.sessions.records import OpenSession, SessionSettings
 from miles_async.sessions.service import SessionService
 from tests.fakes.scripted_model import ScriptedModel

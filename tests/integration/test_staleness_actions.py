@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.ledger_commands import explain, ledger
-from miles_async.run_directory import LEDGER_FILE
+from miles_async.commands.ledger import explain, ledger
+from miles_async.run.directory import LEDGER_FILE
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.ledger_reader import AttemptRecord, open_ledger
 from tests.integration.real_run import RealRun, real_run

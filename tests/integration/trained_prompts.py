@@ -8,7 +8,7 @@ from pathlib import Path
 from arguments.data import DataArguments
 from miles_async.prompts.source import FilePromptSource
 from miles_async.rollout.checkpoint import RolloutSnapshot
-from miles_async.run_directory import LEDGER_FILE
+from miles_async.run.directory import LEDGER_FILE
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.ledger_reader import AttemptRecord, open_ledger
 from tests.integration.real_run import QUICKSTART

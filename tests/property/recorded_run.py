@@ -16,10 +16,10 @@ from arguments import (
     StalenessArguments,
 )
 from arguments.config_file import to_toml
-from miles_async.decisions import make_batches, make_pool
 from miles_async.errors import DataError
+from miles_async.parts.decisions import make_batches, make_pool
 from miles_async.rollout.recording import ScheduleWriter
-from miles_async.run_directory import CONFIG_FILE, SCHEDULE_FILE
+from miles_async.run.directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot
 from miles_async.staleness.schedule import Frame

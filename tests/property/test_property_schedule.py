@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from miles_async.errors import ReplayDifference
 from miles_async.replay import Replay, ReplayedBatch
-from miles_async.run_directory import SCHEDULE_FILE
+from miles_async.run.directory import SCHEDULE_FILE
 from miles_async.staleness.schedule import Decisions, PoolFrame
 from miles_async.types import TrainBatch, TrainShard
 from tests.property.recorded_run import RecordedRun, random_arguments

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from arguments import CheckpointArguments, StalenessArguments
-from miles_async.decisions import make_pool
 from miles_async.errors import ReplayDifference, TrainerError
+from miles_async.parts.decisions import make_pool
 from miles_async.replay import Replay
 from miles_async.simulation.distributions import LogNormal
 from miles_async.simulation.run import batch_maker, simulate

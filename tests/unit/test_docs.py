@@ -138,7 +138,7 @@ def flags_of_scripts() -> frozenset[str]:
         for folder in ("examples", "scripts", "tests/benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     ]
-    sources += [path.read_text() for path in (ROOT / "miles_async").rglob("*_command*.py")]
+    sources += [path.read_text() for path in (ROOT / "miles_async/commands").glob("*.py")]
     return frozenset(flag for source in sources for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", source))
 
 

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from miles_async.owned_directory import OwnedDirectory, sweep
+from miles_async.run.owned_directory import OwnedDirectory, sweep
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from miles_async.owned_directory import OwnedDirectory
+from miles_async.run.owned_directory import OwnedDirectory
 
 directory = OwnedDirectory(Path(sys.argv[1]))
 (directory.path / "large").write_text("x")

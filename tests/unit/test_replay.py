@@ -19,11 +19,11 @@ import pytest
 
 from arguments.config_file import to_toml
 from miles_async.cli import main
-from miles_async.decisions import make_pool
 from miles_async.errors import ReplayDifference, ScheduleError
+from miles_async.parts.decisions import make_pool
 from miles_async.replay import Replay
 from miles_async.rollout.recording import ScheduleWriter
-from miles_async.run_directory import CONFIG_FILE, SCHEDULE_FILE
+from miles_async.run.directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.staleness.schedule import BatchFrame, Cut, Finished, PoolFrame
 from miles_async.types import TrainBatch
 from tests.property.builders import make_group, make_prompt

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 
 from miles_async.engines.registry import EngineRegistry
+from miles_async.run.stall_report import waiting_tasks
 from miles_async.simulation.run import Simulation, quiet_logs, seeded
 from miles_async.simulation.virtual_time import run_in_virtual_time
-from miles_async.stall_report import waiting_tasks
 from tests.simulation.scenario import settings
 
 

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from miles_async.cli import main
-from miles_async.run_process import RUN_FILE, RunProcess, read_run_process
+from miles_async.run.process import RUN_FILE, RunProcess, read_run_process
 
 DRIVER = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from miles_async.run_process import note_run_process
+from miles_async.run.process import note_run_process
 note_run_process(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 if "obedient" in sys.argv:
@@ -71,7 +71,7 @@ def test_what_the_driver_leaves_is_killed_wherever_it_is(
     tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C10
-    monkeypatch.setattr("miles_async.stop_command.LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr("miles_async.commands.stop.LEFTOVER_SECONDS", 0.5)
     drivers.append(driver := Driver(tmp_path, "obedient"))
     drivers.append(other := Driver(tmp_path.parent))
     assert main(["stop", str(tmp_path)]) == 0
@@ -87,7 +87,7 @@ def test_a_driver_that_does_not_listen_is_killed(
     tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C10
-    monkeypatch.setattr("miles_async.stop_command.LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr("miles_async.commands.stop.LEFTOVER_SECONDS", 0.5)
     drivers.append(driver := Driver(tmp_path))
     assert main(["stop", str(tmp_path), "--timeout", "0.3"]) == 0
     assert driver.process.wait(10) == -9

@@ -1,4 +1,4 @@
-"""The session server's process: ``python -m miles_async.session_process <settings as JSON> <socket>``.
+"""The session server's process: ``python -m miles_async.parts.session_process <settings as JSON> <socket>``.
 
 A composition root of its own, since it runs in a process of its own: template and parsers for trajectories, and the
 engines through the rollout process, to which it reports.
@@ -33,7 +33,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def command(self) -> tuple[str, ...]:
         """Arguments of the interpreter; the socket comes last."""
-        return ("-m", "miles_async.session_process", msgspec.json.encode(self).decode())
+        return ("-m", "miles_async.parts.session_process", msgspec.json.encode(self).decode())
 
 
 async def serve(settings: ServerSettings, socket_path: Path) -> None:

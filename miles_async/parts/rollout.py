@@ -11,13 +11,13 @@ import ray
 
 from arguments import Arguments
 from arguments.evaluation import parse_data_sets
-from miles_async.decisions import make_batches, make_pool
 from miles_async.engines.placement import RayServers
 from miles_async.engines.server import ServerSpec
 from miles_async.engines.stack import EngineStack
-from miles_async.episode_parts import Episodes, resolve_run_reward
 from miles_async.evaluation.evaluator import Evaluator
 from miles_async.observability.logs import configure_logging
+from miles_async.parts.decisions import make_batches, make_pool
+from miles_async.parts.episode import Episodes, resolve_run_reward
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.protocols import Reward
@@ -28,7 +28,7 @@ from miles_async.rollout.generate import sampling_parameters
 from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
 from miles_async.rollout.recording import ScheduleWriter
-from miles_async.run_directory import LEDGER_FILE, SCHEDULE_FILE
+from miles_async.run.directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.staleness.pool import Pool
 from miles_async.staleness.versions import parse_spans
 

@@ -20,6 +20,7 @@ from miles_async.engines.process import ChildProcess
 from miles_async.engines.stack import EngineStack
 from miles_async.errors import first_error
 from miles_async.hooks import load_factory, load_object
+from miles_async.parts.session_process import ServerSettings
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.protocols import Agent, Environment, Generate, MakeEnvironment, Reward
 from miles_async.rewards.hub import resolve_reward
@@ -27,7 +28,6 @@ from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
-from miles_async.session_process import ServerSettings
 from miles_async.sessions.records import Collected, OpenSession, SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.trajectory.factory import named_parser, trajectory_factory

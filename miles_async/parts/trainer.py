@@ -13,7 +13,7 @@ from arguments import Arguments
 from arguments.weights import WeightsArguments
 from miles_async.backends import create_backend
 from miles_async.protocols import TrainBackend, WeightSender
-from miles_async.run_directory import STAGING_DIRECTORY
+from miles_async.run.directory import STAGING_DIRECTORY
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
 from miles_async.weights.delta import Encoding

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from miles_async.command_parser import CommandParser
+from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError, StalledError
-from miles_async.run_process import RunProcess, find_driver, find_marked, read_run_process
+from miles_async.run.process import RunProcess, find_driver, find_marked, read_run_process
 
 STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
 LEFTOVER_SECONDS = 10.0  # for what outlives the driver by a moment

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import ray
 
 from miles_async.errors import ConfigurationError
-from miles_async.run_process import MARK
+from miles_async.run.process import MARK
 
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from miles_async.checkpoints import newest_checkpoint
-from miles_async.command_parser import CommandParser
+from miles_async.commands.parser import CommandParser
 from miles_async.errors import CheckpointError, ConfigurationError, LedgerError
-from miles_async.readmission import request_readmission
-from miles_async.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
+from miles_async.run.directory import CONFIG_FILE, LEDGER_FILE, check_directory
+from miles_async.run.readmission import request_readmission
 from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
 from miles_async.staleness.ledger import Balance
 from miles_async.staleness.ledger_reader import LedgerReader, open_ledger

@@ -1,0 +1,1 @@
+"""One file per command of ``miles-async``; ``cli.py`` calls them."""

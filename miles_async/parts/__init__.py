@@ -1,0 +1,1 @@
+"""Parts chosen by flags and put together, for each kind of process."""
