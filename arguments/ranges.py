@@ -43,6 +43,7 @@ AT_LEAST: dict[str, int] = {
     "clip_grad": 0,
     "update_weights_interval": 1,
     "update_weight_buffer_size": 1,
+    "rolling_engines": 1,
     "debug_publication_lag": 0,
     "engine_max_restarts": 0,
     "request_retries": 0,

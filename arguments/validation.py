@@ -287,6 +287,13 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
         )
     if weights.verify_weights_skip and weights.verify_weights != "full":
         yield f"--verify-weights-skip has no effect with --verify-weights {weights.verify_weights}"
+    if weights.publish_order == "rolling" and weights.pause_generation_mode == "in_place":
+        yield (
+            "--publish-order rolling needs engines to flush their caches, since requests of two versions share their "
+            "keys meanwhile: --pause-generation-mode retract or abort, not in_place"
+        )
+    if weights.rolling_engines > 1 and weights.publish_order != "rolling":
+        yield f"--rolling-engines {weights.rolling_engines} has no effect without --publish-order rolling"
 
 
 CHECKS: tuple[Check, ...] = (

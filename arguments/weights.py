@@ -20,6 +20,13 @@ class WeightsArguments:
         "version), retract drops and rebuilds their KV cache, in_place keeps it",
         choices=("abort", "retract", "in_place"),
     )
+    publish_order: str = flag(
+        "all",
+        "all pauses all engines together, which takes the least time; rolling brings --rolling-engines of them at a "
+        "time to the new weights while the others generate, which takes longer and never stops the fleet",
+        choices=("all", "rolling"),
+    )
+    rolling_engines: int = flag(1, "with --publish-order rolling: engines updated at a time")
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of exported weights", metavar="BYTES")
     weight_transport: str = flag(
         "distributed",
@@ -51,7 +58,9 @@ class WeightsArguments:
     canary_tolerance: float | None = flag(
         None, "largest log-prob difference the canary accepts (default: 1e-3 in fp32, 0.15 in bf16)"
     )
-    publication_timeout: float = flag(300.0, "seconds one publication may take", metavar="SECONDS")
+    publication_timeout: float = flag(
+        300.0, "seconds one publication may take (rolling: of one portion of the engines)", metavar="SECONDS"
+    )
     debug_publication_lag: int = flag(
         0, "debug: send the weights of this many versions ago, to study staleness", metavar="VERSIONS"
     )

@@ -205,6 +205,7 @@ class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
     joining: tuple[str, ...]  # up, but their weights are unknown until a publication reaches them
     starting: tuple[str, ...]  # not up yet
     ranks: Mapping[str, int]  # process-group ranks per engine (its tensor-parallel size)
+    incarnations: Mapping[str, int]  # per engine; another one belongs to no process group yet
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,12 +1,14 @@
 """Token-in-token-out generation through the router: the EngineClient protocol over HTTP.
 
-One request goes: wait until requests may go out (``registry.py``) → dispatch under the version of that
-moment → answer → wait again if a publication began meanwhile → return. The second wait is what makes C8
+One request goes: wait until requests may go out (``registry.py``) → dispatch under the oldest version that may
+serve it → answer → wait again if its engine is being updated → return. The second wait is what makes C8
 hold for requests in flight: what an engine answered between the arrival of new weights and their
 verification counts only once they are verified; if its engine is fenced instead, the request is done again.
 
 Every request carries ``extra_key=v<version>``, which is part of SGLang's prefix-cache key: after an in-place
-update, which flushes nothing, new requests never reuse what older weights computed.
+update, which flushes nothing, new requests never reuse what older weights computed. (Under a rolling publication an
+updated engine gets requests with the key of the version before, too. It has flushed its cache, so they find nothing
+older than itself; in_place is refused there.)
 """
 
 from __future__ import annotations
@@ -226,7 +228,8 @@ class RouterClient:
         """
 
         def known() -> bool:
-            return self._registry.may_dispatch() or self._registry.serving_at(engine_url) is None
+            engine = self._registry.serving_at(engine_url)
+            return engine is None or engine.verified
 
         await self._wait_until(known, "an answer waited {} for its engine to be verified")
         if self._registry.serving_at(engine_url) is None:

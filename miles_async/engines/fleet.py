@@ -189,13 +189,14 @@ class Fleet:
     # ------------------------------------------------------------------------------------ publication
     async def members(self) -> FleetMembers:
         """See ``protocols.EngineFleet``."""
-        records = self._registry.engines.values()
+        records = [r for r in self._registry.engines.values() if r.state is not EngineState.GONE]
         starting = (EngineState.STARTING, EngineState.FENCED)
         return FleetMembers(
             serving=tuple(r.engine_id for r in records if r.state is EngineState.SERVING),
             joining=tuple(r.engine_id for r in records if r.state is EngineState.JOINING),
             starting=tuple(r.engine_id for r in records if r.state in starting),
-            ranks={r.engine_id: r.ranks for r in records if r.state is not EngineState.GONE},
+            ranks={r.engine_id: r.ranks for r in records},
+            incarnations={r.engine_id: r.incarnation for r in records},
         )
 
     async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
@@ -322,8 +323,7 @@ class Fleet:
         if not present:
             return
         for record in present:
-            record.verified = True
-        self._registry.version = version
+            record.verified, record.version = True, version
         self._registry.notify()  # who served before goes on now; the router takes seconds to learn of others
         joining = [record.engine_id for record in present if record.state is EngineState.JOINING]
         errors = await self._each_record(joining, self._make_routable)
@@ -412,6 +412,7 @@ def _forget(record: EngineRecord, state: EngineState) -> None:
     record.url = None
     record.paused = False
     record.verified = False
+    record.version = None
 
 
 async def _first_of(*waits: Coroutine[Any, Any, str]) -> str:

@@ -8,8 +8,11 @@
         │                       ▼
         └──── restarted ◄──── fenced ──► gone (restarts used up)
 
-Requests go out while at least one engine serves and every serving engine is running verified weights. So from
-the pause of a publication until its commit they wait at our side, as they do while no engine is left.
+Requests go out while some serving engine runs, with verified weights: from the pause of a publication to all
+engines until its commit they wait at our side, as they do while no engine is left. Under a rolling publication some
+engine always runs; what is sent to one that is paused waits in its queue, and its answers wait for its verification.
+
+``version`` is the oldest that a serving engine holds: nothing older than at its dispatch serves a request.
 Only ``Fleet`` and ``Router`` write here; the client reads. One event loop: no locks.
 
 The client asks at every request, engines change rarely: what it asks is worked out in ``notify``, once per change.
@@ -48,7 +51,8 @@ class EngineRecord:
     restarts: int = 0
     url: str | None = None
     paused: bool = False
-    verified: bool = False  # its weights are those of the registry's version
+    verified: bool = False  # its weights are those of ``version``
+    version: int | None = None  # that it was last admitted with
     reason: str = ""  # why it was last fenced
 
 
@@ -57,7 +61,7 @@ class EngineRegistry:
     """All engines of a run."""
 
     engines: dict[str, EngineRecord] = field(default_factory=dict)
-    version: int = 0  # of the weights that serving engines hold; the dispatch version of new requests
+    version: int = 0  # the oldest that serving engines hold; the dispatch version of new requests
     router_up: bool = False
     # As of the last notify():
     _open: bool = field(init=False)
@@ -88,7 +92,8 @@ class EngineRegistry:
         """To be called after every change: works out what requests ask, and sees to it that who waits asks again."""
         serving = self.in_state(EngineState.SERVING)
         self._serving = {record.url: record for record in serving if record.url is not None}
-        self._open = self.router_up and bool(serving) and all(r.verified and not r.paused for r in serving)
+        self._open = self.router_up and any(r.verified and not r.paused for r in serving)
+        self.version = min((r.version for r in serving if r.version is not None), default=self.version)
         self._wake_soon()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:

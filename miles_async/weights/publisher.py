@@ -8,6 +8,9 @@ New requests wait at our side from pause to commit, so none of them meets an unv
 has to run after ``continue``: a paused SGLang answers no generation request. Requests already in flight go on
 meanwhile; if the canary fails their engine is fenced and they are generated anew elsewhere.
 
+``--publish-order rolling`` brings engines through these steps a few at a time, and commits when all of them are
+through. Requests go on meanwhile, under the version before (``engines/registry.py``).
+
 An engine that fails at any step is fenced; the others go on. An engine that (re)starts is ``joining``: it
 takes no requests until a publication, or :meth:`WeightPublisher.repair` between publications, has brought it
 to the current version and it is verified. So there is one way for weights to reach an engine, whichever transport
@@ -17,7 +20,7 @@ it is (``transports/``).
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
@@ -30,7 +33,7 @@ from arguments.weights import WeightsArguments
 from miles_async.clock import now
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineFleet, TrainerSide, WeightTransport
-from miles_async.types import Publication, StagedWeights
+from miles_async.types import FleetMembers, Publication, StagedWeights
 from miles_async.weights.verify import digest_disagreement, disagreement, max_difference
 
 log = structlog.get_logger(__name__)
@@ -115,25 +118,23 @@ class WeightPublisher:
 
     async def _publish_staged(self, version: int) -> Publication:
         staged = self._staged[0]
-        fenced: tuple[str, ...] = ()
-        while True:
-            engines = await self._wait_for_engines()
-            async with self._deadline(f"version {version} was not published"):
-                update = await self._update(staged, engines)
-            fenced += update.absent
-            if update.present:
-                return Publication(
-                    version=version,
-                    sent_version=staged.version,
-                    engines=update.present,
-                    fenced=fenced,
-                    prepare_seconds=staged.prepare_seconds + update.prepare_seconds,
-                    pause_seconds=update.pause_seconds,
-                    step_seconds=update.step_seconds,
-                    canary_difference=update.canary_difference,
-                    total_bytes=staged.total_bytes,
-                    sent_fraction=self._transport.sent_fraction,
-                )
+        updates: list[_Update] = []
+        while not any(update.present for update in updates):
+            for engines in self._portions(await self._wait_for_engines()):
+                async with self._deadline(f"version {version} was not published"):
+                    updates.append(await self._update(staged, engines))
+        return _summary(version, staged, updates)
+
+    def _portions(self, members: FleetMembers) -> Iterator[tuple[str, ...]]:
+        """Which engines are updated together. Those that join stop nobody: first, so that there are more to go on."""
+        if self._arguments.publish_order == "all":
+            yield (*members.serving, *members.joining)
+            return
+        if members.joining:
+            yield members.joining
+        at_once = self._arguments.rolling_engines
+        for first in range(0, len(members.serving), at_once):
+            yield members.serving[first : first + at_once]
 
     @asynccontextmanager
     async def _deadline(self, failure: str) -> AsyncIterator[None]:
@@ -146,17 +147,17 @@ class WeightPublisher:
                 f"last state: {self.state.value}; {self._last_loss}"
             ) from error
 
-    async def _wait_for_engines(self) -> tuple[str, ...]:
+    async def _wait_for_engines(self) -> FleetMembers:
         self.state = PublicationState.WAITING_FOR_ENGINES
         members = await self._fleet.members()
         if not (members.serving or members.joining):
             log.warning("no engine to publish to; waiting", starting=members.starting)
         try:
             async with asyncio.timeout(self._engines_timeout):
-                while not (engines := (*members.serving, *members.joining)):
+                while not (members.serving or members.joining):
                     await asyncio.sleep(self._poll_seconds)
                     members = await self._fleet.members()
-                return engines
+                return members
         except TimeoutError as error:
             raise PublicationError(
                 f"the trainer waited {self._engines_timeout:g} s for an engine to publish to; starting: "
@@ -191,6 +192,7 @@ class WeightPublisher:
             with update.timed("admit"):
                 await fleet.admit(update.present, staged.version)
         update.pause_seconds = now() - started
+        update.sent_fraction = self._transport.sent_fraction
         return update
 
     async def _deliver(self, staged: StagedWeights, update: _Update) -> None:
@@ -242,6 +244,7 @@ class _Update:
         self.prepare_seconds = 0.0
         self.pause_seconds = 0.0
         self.canary_difference = 0.0
+        self.sent_fraction = 0.0
         self._fleet = fleet
 
     async def each(
@@ -283,3 +286,27 @@ class _Update:
             yield
         finally:
             self.step_seconds[step] = self.step_seconds.get(step, 0.0) + now() - started
+
+
+def _summary(version: int, staged: StagedWeights, updates: Sequence[_Update]) -> Publication:
+    """Of all portions. Seconds of pausing are those of an engine, on average."""
+    present = [len(update.present) for update in updates]
+    steps: Counter[str] = Counter()
+    for update in updates:
+        steps.update(update.step_seconds)
+    return Publication(
+        version=version,
+        sent_version=staged.version,
+        engines=tuple(engine for update in updates for engine in update.present),
+        fenced=tuple(engine for update in updates for engine in update.absent),
+        prepare_seconds=staged.prepare_seconds + sum(update.prepare_seconds for update in updates),
+        pause_seconds=_mean([update.pause_seconds for update in updates], present),
+        step_seconds=steps,
+        canary_difference=max(update.canary_difference for update in updates),
+        total_bytes=staged.total_bytes,
+        sent_fraction=_mean([update.sent_fraction for update in updates], present),
+    )
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

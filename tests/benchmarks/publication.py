@@ -234,7 +234,8 @@ class Fleet:
 
     async def members(self) -> FleetMembers:
         engines = tuple(self.processes)
-        return FleetMembers(serving=engines, joining=(), starting=(), ranks=dict.fromkeys(engines, 1))
+        once = dict.fromkeys(engines, 1)
+        return FleetMembers(serving=engines, joining=(), starting=(), ranks=once, incarnations=once)
 
     async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str]:
         return dict.fromkeys(engines, str(self.version))

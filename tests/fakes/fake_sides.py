@@ -91,6 +91,7 @@ class FakeFleet:
             joining=tuple(self.joining),
             starting=(),
             ranks=dict.fromkeys(engines, 1),
+            incarnations={engine: self.fenced.count(engine) for engine in engines},
         )
 
     def _result(self, step: str, engines: Sequence[str]) -> dict[str, Exception | None]:

@@ -110,6 +110,20 @@ def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) ->
     assert "flush_cache" not in str(run.steps)
 
 
+def test_rolling_publications_and_one_process_group_per_engine(tmp_path: Path) -> None:
+    # covers: C8
+    flags = ("--num-rollout", "5", "--publish-order", "rolling", "--max-weight-staleness", "1", *NO_EVALUATION)
+    with real_run(tmp_path / "run", *flags) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.output
+        run.assert_nothing_left()
+    summary = run.summary
+    assert summary["logprob_diff"]["max"] < 1e-4  # of answers under the version before and under the new one
+    assert summary["age_max"] <= 1
+    assert summary["balanced"]
+    assert summary["publish"]["count"] == 5
+    assert "engine fenced" not in (run.run_dir / "logs" / "rollout.log").read_text()
+
+
 def ctrl_c(run: RealRun) -> None:
     run.process.send_signal(signal.SIGINT)
 

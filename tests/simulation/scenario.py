@@ -68,7 +68,8 @@ def random_settings(seed: int) -> SimulationSettings:
         weights=WeightsArguments(
             update_weights_interval=chance.choice([1, 1, 2, 3]),
             debug_publication_lag=chance.choice([0, 0, 0, 1, 2]),
-            pause_generation_mode=chance.choice(["abort", "retract", "in_place"]),
+            pause_generation_mode=(mode := chance.choice(["abort", "retract", "in_place"])),
+            publish_order="all" if mode == "in_place" else chance.choice(["all", "rolling"]),
         ),
         engines=EnginesArguments(engine_max_restarts=1000),
         num_engines=chance.choice([1, 2, 3]),

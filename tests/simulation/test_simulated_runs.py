@@ -232,3 +232,29 @@ def test_the_ledger_on_disk_says_the_same(tmp_path: Path) -> None:
     result = simulate(settings(staleness=staleness, response_seconds=LogNormal(1.0, 1.0), ledger=file))
     with open_ledger(file) as reader:
         assert reader.balance().summary() == result.balance
+
+
+# ------------------------------------------------------------------------------------ rolling publication (C8)
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_rolling_publication_never_stops_the_fleet_and_keeps_the_bound(mode: str, at_once: int) -> None:
+    # covers: C1, C8
+    weights = WeightsArguments(publish_order="rolling", rolling_engines=at_once, pause_generation_mode=mode)
+    result = simulate(settings(weights=weights, num_engines=4, batch=6, bound=1, publish_seconds=Fixed(0.3), steps=40))
+    assert max(result.ages) <= 1
+    assert result.balance["trained"] == 240
+    _, *later = "\n".join(trace_lines(result, "engine-paused", "engine-continued", "answer", "published")).split(
+        " published version=0 "
+    )
+    paused: set[str] = set()
+    most_paused, answers = 0, 0  # answers of engines that go on while others are paused
+    for line in "".join(later).splitlines()[1:]:
+        _, kind, engine, *_ = line.split()
+        if kind == "engine-paused":
+            paused.add(engine)
+        elif kind == "engine-continued":
+            paused.remove(engine)
+        most_paused = max(most_paused, len(paused))
+        answers += kind == "answer" and bool(paused) and engine not in paused
+    assert most_paused == at_once
+    assert answers > 0

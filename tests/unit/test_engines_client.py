@@ -202,6 +202,20 @@ async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  
     assert setup.traffic.failed == 1
 
 
+async def test_an_answer_waits_for_its_own_engine_only(setup: Setup) -> None:  # covers: C8
+    other = EngineRecord(
+        engine_id="engine-1", state=EngineState.SERVING, url="http://other", verified=False, paused=True, version=3
+    )
+    setup.registry.engines["engine-1"] = other  # in the middle of a rolling publication
+    setup.record.version = 4
+    setup.registry.notify()
+    await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert setup.engine.requests[0]["extra_key"] == "v3", "version 3 might have served it"
+    setup.record.paused, other.paused, other.verified = True, False, True
+    setup.registry.notify()
+    await setup.client.generate([5], SAMPLING, routing_key="a")  # whoever sent it to a paused engine: it waits there
+
+
 async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> None:
     setup.engine.token_seconds = 10.0
     task = asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key="a"))

@@ -12,12 +12,13 @@ from miles_async.engines.registry import WOKEN_AT_ONCE, EngineRecord, EngineRegi
 ENGINES = 3
 
 records = st.builds(
-    lambda state, up, paused, verified: {"state": state, "up": up, "paused": paused, "verified": verified},
+    dict,
     # Mostly serving and verified: else hardly any sequence would open the gate.
     state=st.sampled_from([EngineState.SERVING] * 4 + list(EngineState)),
-    up=st.booleans(),
+    url=st.booleans(),
     paused=st.sampled_from([False, False, False, True]),
     verified=st.sampled_from([True, True, True, False]),
+    version=st.none() | st.integers(0, 3),
 )
 changes = st.lists(st.tuples(st.integers(0, ENGINES - 1), records, st.sampled_from([True, True, True, False])))
 
@@ -32,16 +33,20 @@ def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
 ) -> None:  # covers: C8
     registry = EngineRegistry()
     assert not registry.may_dispatch()
+    version = registry.version
     for number, (index, fields, router_up) in enumerate(sequence):
         engine = f"engine-{index}"
         record = registry.engines.setdefault(engine, EngineRecord(engine_id=engine))
-        record.state, record.paused, record.verified = fields["state"], fields["paused"], fields["verified"]
-        record.url = f"http://{engine}:{number}" if fields["up"] else None  # a restarted engine listens elsewhere
+        # A restarted engine listens elsewhere.
+        for name, value in {**fields, "url": f"http://{engine}:{number}" if fields["url"] else None}.items():
+            setattr(record, name, value)
         registry.router_up = router_up
         registry.notify()
 
         here = serving(registry)
-        assert registry.may_dispatch() is (router_up and here != [] and all(r.verified and not r.paused for r in here))
+        assert registry.may_dispatch() is (router_up and any(r.verified and not r.paused for r in here))
+        version = min((r.version for r in here if r.version is not None), default=version)
+        assert registry.version == version, "the oldest that may serve a request; as before while nobody serves"
         urls = [f"http://engine-{i}:{n}" for i in range(ENGINES) for n in range(number + 1)]
         for url in [*urls, ""]:
             assert registry.serving_at(url) is next((r for r in here if r.url == url), None)

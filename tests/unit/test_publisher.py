@@ -41,6 +41,43 @@ async def test_order_of_a_publication() -> None:
     assert fleet.serving == ["engine-0"]
 
 
+async def test_rolling_brings_engines_to_the_weights_a_few_at_a_time() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    publisher = make(fleet, publish_order="rolling", rolling_engines=2)
+    await publisher.publish(0)
+    assert "open 4" in fleet.events, "nobody generates yet: all at once"
+    fleet.joining.append("engine-3")
+    portions, plain = [], fleet.pause
+
+    async def watch(engines: Any, mode: str) -> Any:
+        portions.append(tuple(engines))
+        return await plain(engines, mode)
+
+    fleet.pause = watch  # type: ignore[method-assign]
+    for version in (1, 2):
+        fleet.events.clear()
+        publication = await publisher.publish(version)
+        assert publication.engines == tuple(e for portion in portions for e in portion)
+        assert fleet.events.count(f"stage {version}") == 1
+        assert not fleet.paused
+        portions, last = [], portions
+    assert last == [("engine-0", "engine-1"), ("engine-2", "engine-3")]
+    fleet.events.clear()
+    await publisher.publish(3)
+    assert "connect" not in fleet.events, "a process group per portion, kept"
+
+
+async def test_rolling_loses_only_who_fails() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    publisher = make(fleet, publish_order="rolling")
+    await publisher.publish(0)
+    fleet.logprobs["engine-1"] = (-9.0, -9.0)
+    publication = await publisher.publish(1)
+    assert (publication.engines, publication.fenced) == (("engine-0", "engine-2"), ("engine-1",))
+
+
 async def test_in_place_never_flushes() -> None:
     # covers: M11
     fleet = FakeFleet([])

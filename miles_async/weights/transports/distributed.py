@@ -6,7 +6,7 @@ The other half, in the sending rank, is ``senders/distributed.py``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,13 @@ from miles_async.types import StagedWeights
 @dataclass(frozen=True, slots=True)
 class _Group:
     name: str
-    engines: tuple[str, ...]
+    engines: Mapping[str, int]  # with their incarnations
 
 
 class DistributedTransport:
-    """Implements WeightTransport. The group is kept as long as engines stay the same and nobody fails."""
+    """Implements WeightTransport. A group is kept as long as its engines stay the same and none of them fails; there
+    is one per set of engines that weights are brought to together.
+    """
 
     shares_fate = True  # a member that fails breaks the group for all, and whose fault it was can't be told
     sent_fraction = 1.0
@@ -32,26 +34,27 @@ class DistributedTransport:
         self._fleet = fleet
         self._backend = backend
         self._flush_cache = flush_cache
-        self._group: _Group | None = None
+        self._groups: list[_Group] = []
         self._groups_made = 0
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
         """One process group of the sending rank and exactly these engines."""
-        if self._group is not None and set(self._group.engines) == set(engines):
+        members = await self._fleet.members()
+        wanted = {engine: members.incarnations.get(engine, 0) for engine in engines}
+        if any(group.engines == wanted for group in self._groups):
             return dict.fromkeys(engines)
-        await self.close()
-        ranks = (await self._fleet.members()).ranks
-        world_size = 1 + sum(ranks.get(engine, 1) for engine in engines)
+        await self._leave(engines)
+        world_size = 1 + sum(members.ranks.get(engine, 1) for engine in engines)
         self._groups_made += 1
-        name = f"weights-{self._groups_made}"
-        address, port = await self._trainer.call_sender("open_group", (name, world_size))
-        self._group = _Group(name, tuple(engines))
+        group = _Group(f"weights-{self._groups_made}", wanted)
+        address, port = await self._trainer.call_sender("open_group", (group.name, world_size))
+        self._groups.append(group)
         errors = await self._together(
-            self._trainer.call_sender("join_group", (name,)),
-            self._fleet.connect(engines, name, address, port, world_size, self._backend),
+            self._trainer.call_sender("join_group", (group.name,)),
+            self._fleet.connect(engines, group.name, address, port, world_size, self._backend),
         )
         if _failed(errors):
-            await self.close()
+            await self._leave(engines)
         return errors
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
@@ -59,30 +62,34 @@ class DistributedTransport:
         errors = await self.prepare(staged, engines)
         if _failed(errors):
             return errors
+        [group] = [group for group in self._groups if group.engines.keys() == set(engines)]
         errors = await self._fleet.begin_update(engines)
         for index in range(len(staged.buckets)):
             if not _failed(errors):
-                errors = await self._send_bucket(staged, index, engines)
+                errors = await self._send_bucket(staged, index, engines, group.name)
         if not _failed(errors):
             errors = await self._fleet.end_update(engines)
         if _failed(errors):
-            await self.close()
+            await self._leave(engines)
             await self._fleet.end_update(engines)  # of those that had begun; a session must not stay open
         return errors
 
     async def close(self) -> None:
-        """Leave the process group."""
-        if self._group is None:
-            return
-        group, self._group = self._group, None
-        await self._trainer.call_sender("leave_group", (group.name,))
-        # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
-        await self._fleet.disconnect(group.engines, group.name)
+        """Leave the process groups."""
+        for group in list(self._groups):
+            await self._leave(tuple(group.engines))
 
-    async def _send_bucket(self, staged: StagedWeights, index: int, engines: Sequence[str]) -> EngineErrors:
+    async def _leave(self, engines: Sequence[str]) -> None:
+        """All groups that one of ``engines`` is in."""
+        for group in [group for group in self._groups if group.engines.keys() & set(engines)]:
+            self._groups.remove(group)
+            await self._trainer.call_sender("leave_group", (group.name,))
+            # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
+            await self._fleet.disconnect(tuple(group.engines), group.name)
+
+    async def _send_bucket(self, staged: StagedWeights, index: int, engines: Sequence[str], name: str) -> EngineErrors:
         """Both ends at once: the trainer broadcasts while the engines receive."""
-        assert self._group is not None
-        name, tensors = self._group.name, staged.buckets[index]
+        tensors = staged.buckets[index]
         return await self._together(
             self._trainer.call_sender("send_bucket", (name, staged.version, index)),
             self._fleet.receive_bucket(engines, name, tensors, staged.version, self._flush_cache),
