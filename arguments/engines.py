@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from arguments.flag import flag
 
@@ -11,6 +12,15 @@ from arguments.flag import flag
 class EnginesArguments:
     """Engines"""
 
+    server_groups: Path | None = flag(
+        None,
+        "a TOML file of groups of engines, for more than one kind of them: bigger ones, some for evaluation, a frozen "
+        "model for rewards; takes the place of --rollout-num-gpus and --rollout-num-gpus-per-engine",
+        metavar="FILE",
+    )
+    rollout_external: tuple[str, ...] = flag(
+        (), "generate with SGLang servers that are up already, and are left so", metavar="HOST:PORT"
+    )
     engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS")
     engine_max_restarts: int = flag(3, "times one engine is restarted before it is given up")
     request_timeout: float = flag(600.0, "seconds one generation request may take", metavar="SECONDS")

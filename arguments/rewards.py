@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from arguments.flag import flag
 from miles_async.errors import ConfigurationError
@@ -13,7 +14,7 @@ from miles_async.errors import ConfigurationError
 COMPARING_REWARDS = ("exact_match", "math", "f1", "multiple_choice")
 """Rewards that compare with the label and work without anything else."""
 
-REWARD_NAMES = (*COMPARING_REWARDS, "code", "format", "reasoning_gym", "remote_rm")
+REWARD_NAMES = (*COMPARING_REWARDS, "code", "format", "reasoning_gym", "remote_rm", "judge")
 """What ``--rm-type`` and the rows' ``rm_type`` may name."""
 
 FILTER_NAMES = ("zero_variance", "aborted", "max_length", "truncated")
@@ -37,6 +38,15 @@ class RewardArguments:
     rm_workers: int = flag(8, "processes that verify answers or run code at once, at most")
     rm_url: str | None = flag(
         None, "where remote_rm posts prompt, response, label and metadata as JSON, and gets the reward", metavar="URL"
+    )
+    judge_url: str | None = flag(
+        None,
+        "chat completions of the model that judges, as OpenAI's clients are given it: http://host:port/v1",
+        metavar="URL",
+    )
+    judge_model: str = flag("default", "name of the model that judges", metavar="NAME")
+    judge_template: Path | None = flag(
+        None, "file with what the judge is asked; {prompt}, {response}, {answer} and {label} are filled in"
     )
     rm_format: str = flag(
         r"(?:<think>)?+\s*+(?!</think>).*?</think>\s*+\S.*",

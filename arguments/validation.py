@@ -13,6 +13,7 @@ from arguments import Arguments
 from arguments.problems import refuse
 from arguments.ranges import range_problems
 from arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_rm_type
+from arguments.server_groups import check_server_groups
 from arguments.sessions import TOOL_CALL_PARSERS
 from arguments.surroundings import (
     check_model,
@@ -186,6 +187,8 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
         yield "--rm-type code finds its tests in the row's metadata or label: give --metadata-key or --label-key"
     if "remote_rm" in names and rewards.rm_url is None:
         yield "--rm-type remote_rm asks a server: give --rm-url"
+    if "judge" in names and (rewards.judge_url is None or rewards.judge_template is None):
+        yield "--rm-type judge asks a model: give --judge-url and --judge-template"
     try:
         re.compile(rewards.rm_format)
     except re.error as error:
@@ -313,5 +316,5 @@ CHECKS: tuple[Check, ...] = (
     check_router_port,
 )
 
-DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches)
+DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches, check_server_groups)
 """They divide by sizes, so they wait until every size is at least 1."""

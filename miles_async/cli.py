@@ -23,6 +23,7 @@ Commands:
   ledger         where the attempts of a run ended; quarantined prompts; `miles-async ledger --help`
   explain        what happened to one prompt or attempt of a run; `miles-async explain --help`
   stop           end a run, and whatever is left of it; `miles-async stop --help`
+  scale          more or fewer engines while a run goes on; `miles-async scale --help`
   replay         take the decisions of a run with --record again, and compare; `miles-async replay --help`
   plan           predict step time, idle time and ages of settings; `miles-async plan --help`
   --version      print the version ({__version__})
@@ -91,6 +92,13 @@ def _stop(words: Sequence[str]) -> int:
     return stop(words)
 
 
+def _scale(words: Sequence[str]) -> int:
+    from miles_async.commands.scale import scale
+
+    _show(scale(words))
+    return 0
+
+
 def _replay(words: Sequence[str]) -> int:
     from miles_async.commands.replay import replay
 
@@ -111,6 +119,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "ledger": _ledger,
     "explain": _explain,
     "stop": _stop,
+    "scale": _scale,
     "replay": _replay,
     "plan": _plan,
 }

@@ -52,6 +52,11 @@ class Publisher(Protocol):
 
     async def repair(self) -> tuple[str, ...]: ...
 
+    async def publish_for_evaluation(self) -> None: ...
+
+    @property
+    def evaluates_apart(self) -> bool: ...
+
     async def close(self) -> None: ...
 
 
@@ -124,6 +129,9 @@ class Controller:
         self._lag = weights.debug_publication_lag
         self._evaluation = evaluation
         self._checkpoint = checkpoint
+        self._evaluating: asyncio.Task[None] | None = None  # the last evaluation
+        self._may_publish = asyncio.Event()  # as far as the last evaluation is concerned
+        self._may_publish.set()
         self.position = Position()
 
     async def run(self) -> None:
@@ -142,7 +150,7 @@ class Controller:
     # ------------------------------------------------------------------------------------------ the loop
     async def _train(self, scope: asyncio.TaskGroup) -> None:
         first = self.position.step
-        evaluation = self._start_evaluation(scope, first) if self._evaluate_at(first) else None
+        self._start_evaluation(scope, first)
         if first < self._num_steps:
             batch = self._start_cut(scope, first, self.position.version)
         for step in range(first, self._num_steps):
@@ -158,18 +166,15 @@ class Controller:
             train_metrics = self._comparable(await self._trainer.train(prepared.shards))
             train_seconds = now() - trained
             await self._rollout.trained(prepared.batch_id)
-            if evaluation is not None:  # it is pinned to the version that is visible now
-                await evaluation
-                evaluation = None
+            await self._may_publish.wait()
             publication = await self._advance(step + 1, publishes=publishes)
             self._record(step, prepared, train_metrics, publication, started, waited, train_seconds, version)
-            if self._evaluate_at(step + 1):
-                evaluation = self._start_evaluation(scope, step + 1)
+            self._start_evaluation(scope, step + 1)
             if self._checkpoint_at(step + 1):
                 await self._checkpoints.save(self.position)
                 scope.create_task(self._checkpoints.finish(), name=f"checkpoint of step {step + 1}")
-        if evaluation is not None:
-            await evaluation
+        if self._evaluating is not None:
+            await self._evaluating
         await self._checkpoints.finish()
 
     async def _advance(self, step: int, *, publishes: bool) -> Publication | None:
@@ -248,16 +253,29 @@ class Controller:
             )
 
     # ---------------------------------------------------------------------------------------- evaluation
-    def _start_evaluation(self, scope: asyncio.TaskGroup, step: int) -> asyncio.Task[None]:
-        return scope.create_task(self._evaluate(step), name=f"evaluation at step {step}")
+    def _start_evaluation(self, scope: asyncio.TaskGroup, step: int) -> None:
+        """If there is to be one. It is pinned to the version that is visible now: nothing is published until it is
+        over, or has engines of its own that hold that version.
+        """
+        if self._evaluate_at(step):
+            self._may_publish = asyncio.Event()
+            work = self._evaluate(step, self._evaluating, self._may_publish)
+            self._evaluating = scope.create_task(work, name=f"evaluation at step {step}")
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int, before: asyncio.Task[None] | None, may_publish: asyncio.Event) -> None:
         try:
+            if before is not None:
+                await before  # on the same engines
+            await self._publisher.publish_for_evaluation()
+            if self._publisher.evaluates_apart:
+                may_publish.set()
             metrics = await self._rollout.evaluate()
         except Exception as error:  # supervision point: a failing evaluation never stops training (C9)
             log.warning("evaluation failed", step=step, error=repr(error))
-            return
-        self._recorder.evaluation(step, metrics)
+        else:
+            self._recorder.evaluation(step, metrics)
+        finally:
+            may_publish.set()
 
     # ----------------------------------------------------------------------------------------- recording
     def _record(

@@ -51,6 +51,10 @@ class RewardError(MilesAsyncError):
     """The reward function failed for one sample: costs that sample's attempt, not the run."""
 
 
+class RewardUnavailableError(RewardError):
+    """Whoever gives the reward is down: says nothing about the sample, which is rewarded again (C6)."""
+
+
 class PublicationError(MilesAsyncError):
     """No engine could be brought to the version that was to be published."""
 

@@ -95,7 +95,9 @@ class Environment(Protocol):
         ...
 
     async def step(self, turn: AssistantTurn) -> Observation:
-        """What the turn of the model leads to. Whatever it raises costs its attempt, not the run."""
+        """What the turn of the model leads to. Whatever it raises costs its attempt, not the run; with ConnectionError
+        only its sample, which is generated again.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -120,7 +122,9 @@ class Agent(Protocol):
 
 @runtime_checkable
 class Reward(Protocol):
-    """``--custom-rm-path module:attr``: the reward of one sample. Raises RewardError (or anything) on failure."""
+    """``--custom-rm-path module:attr``: the reward of one sample. Raises RewardError (or anything) on failure, and
+    RewardUnavailableError (or ConnectionError) if that is not the sample's: it is asked again.
+    """
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float: ...
 

@@ -1,6 +1,6 @@
 """The composition root: Arguments in, a finished run out. Only this file sees all of the system.
 
-Driver process: controller, publisher, recorder. The rollout actor (``rollout_parts.py``) and the trainer's ranks
+Driver process: controller, publisher, recorder. The rollout actor (``parts/rollout.py``) and the trainer's ranks
 are Ray actors. Whatever way the run ends (done, error on either side, Ctrl-C, SIGTERM), both sides are
 stopped, then Ray, and the summary says what was done so far.
 """
@@ -21,6 +21,7 @@ import structlog
 from arguments import Arguments
 from arguments.config_file import to_toml
 from arguments.paths import with_absolute_paths
+from arguments.server_groups import of_role, server_groups
 from miles_async.checkpoints import RunCheckpoints
 from miles_async.controller import Controller
 from miles_async.errors import LedgerError, PublicationError, StalledError, first_error
@@ -38,6 +39,7 @@ from miles_async.parts.trainer import staging_directory, trainer_group
 from miles_async.protocols import EngineFleet, RolloutSide, Tracker
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.run.cluster import ray_cluster, worker_environment
+from miles_async.run.control import ControlServer
 from miles_async.run.directory import CONFIG_FILE, LEDGER_FILE, prepare_run_directory
 from miles_async.run.owned_directory import sweep
 from miles_async.run.process import note_run_process
@@ -46,6 +48,7 @@ from miles_async.staleness.ledger_reader import open_ledger
 from miles_async.trainer.group import TrainerGroup
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import check_device, choose_transport
+from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import default_tolerance
 
 log = structlog.get_logger(__name__)
@@ -62,10 +65,10 @@ def run(arguments: Arguments) -> int:
     staged = staging_directory(arguments, arguments.observability.run_dir)
     sweep(staged)  # of a run that was killed, before its directory is moved aside
     run_dir = prepare_run_directory(arguments.observability.run_dir)
-    note_run_process(run_dir)
+    training = Run(arguments, run_dir)
+    note_run_process(run_dir, training.control.path)
     configure_logging(run_dir, arguments.observability.log_level)
     (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
-    training = Run(arguments, run_dir)
     try:
         asyncio.run(training.main())
     except KeyboardInterrupt:
@@ -92,6 +95,8 @@ class Run:
         self._started = time.monotonic()
         self._stats: dict[str, Any] = {}  # of the rollout side, as last heard
         self._version = 0
+        self._manager: Any = None  # of the rollout side, once it is up
+        self.control = ControlServer({"scale": self._scale, "engines": self._engines})
 
     async def main(self) -> None:
         """Start everything, run the controller, stop everything."""
@@ -108,7 +113,8 @@ class Run:
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.start())
                         scope.create_task(trainer.start())
-                    await self._control(progress, rollout, trainer)
+                    async with self.control:
+                        await self._control(progress, rollout, trainer)
                 finally:
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.stop(STOP_SECONDS))
@@ -116,17 +122,11 @@ class Run:
 
     async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:
         arguments = self._arguments
-        manager, fleet = cast(RolloutSide, rollout.manager), cast(EngineFleet, rollout.fleet)
+        manager = cast(RolloutSide, rollout.manager)
+        self._manager = rollout.manager
         self._summary.record_stage("start", time.monotonic() - self._started)
         tracker = self._tracker()
-        publisher = WeightPublisher(
-            trainer,
-            fleet,
-            choose_transport(arguments.weights, trainer, fleet, self._device),
-            arguments.weights,
-            tolerance=arguments.weights.canary_tolerance or default_tolerance(arguments.model.bf16),
-            engines_timeout=arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS,
-        )
+        publisher = self._publisher(trainer, rollout)
         controller = Controller(
             rollout=manager,
             trainer=trainer,
@@ -155,6 +155,35 @@ class Run:
             self._version = controller.position.version
             self._stats = await _last_stats(manager)
             await asyncio.to_thread(tracker.finish)
+
+    async def _scale(self, group: str, engines: int) -> str:
+        await self._manager.scale(group, engines)
+        return await self._engines()
+
+    async def _engines(self) -> str:
+        stats: str = await self._manager.engines()
+        return stats
+
+    def _publisher(self, trainer: TrainerGroup, rollout: RolloutProcess) -> WeightPublisher:
+        arguments = self._arguments
+
+        def updater(part: str, engines_timeout: float) -> FleetUpdater:
+            fleet = cast(EngineFleet, rollout.part(part))
+            return FleetUpdater(
+                fleet,
+                choose_transport(arguments.weights, trainer, fleet, self._device, name=part),
+                arguments.weights,
+                tolerance=arguments.weights.canary_tolerance or default_tolerance(arguments.model.bf16),
+                engines_timeout=engines_timeout,
+            )
+
+        apart = of_role(server_groups(arguments), "evaluation")
+        return WeightPublisher(
+            trainer,
+            updater("fleet", arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS),
+            arguments.weights,
+            evaluation=updater("evaluation_fleet", 0.0) if apart else None,  # training does not wait for its engines
+        )
 
     async def _report_stall(self, error: str, driver: Sequence[str], manager: RolloutSide) -> None:
         """stall.txt: who waits for whom, before everything is stopped (C10)."""

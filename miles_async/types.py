@@ -62,18 +62,34 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished trajectory of a prompt. Built once, by ``rollout.generate``; never changed."""
+class Branch(msgspec.Struct, frozen=True, kw_only=True):
+    """One way through a trajectory, from the prompt to a last token: one sequence for the trainer."""
 
     tokens: Int32  # [T] prompt and response
     prompt_length: int
-    loss_mask: UInt8  # [T] 1 where the token carries loss (the model sampled it)
+    loss_mask: UInt8  # [T] 1 where the token carries loss: the model sampled it, and no branch before has it
     rollout_logprobs: Float32  # [T] 0 where loss_mask is 0
     weight_versions: Int32  # [T] NO_VERSION where no engine generated the token
+
+
+class Sample(Branch, frozen=True, kw_only=True):
+    """One finished trajectory of a prompt. Built once, by ``rollout.generate``; never changed.
+
+    Where the history that the model was given was edited or truncated, the trajectory has several branches: the sample
+    is the first of them, ``more_branches`` are the others. They share text, reward and advantage, and each has tokens
+    that carry loss. Whatever counts or compares samples sees one.
+    """
+
     text: str  # response text, special tokens removed
     finish_reason: FinishReason
     reward: float | None = None
     metadata: Mapping[str, Any] = {}
+    more_branches: tuple[Branch, ...] = ()
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """All of them."""
+        return (self, *self.more_branches)
 
 
 class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +107,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Mapping[str, Any], ...] = ()  # to append before the next turn: of the user, tools or the system
     done: bool = False  # the episode is over; messages are not looked at
     reward: float | None = None  # of the episode; None: the run's reward decides
+    metrics: Mapping[str, float] = {}  # added up over the episode, logged as rollout/NAME/mean: {"tool_errors": 1}
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,9 +137,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples flattened: per-token arrays of length N = offsets[-1], sample s is [offsets[s], offsets[s+1]).
+    """All branches of samples, flattened: per-token arrays of length N = offsets[-1], branch s is
+    [offsets[s], offsets[s + 1]).
 
-    >>> batch.tokens[batch.offsets[s] : batch.offsets[s + 1]]   # the tokens of sample s
+    >>> batch.tokens[batch.offsets[s] : batch.offsets[s + 1]]   # the tokens of branch s
     """
 
     tokens: Int32  # [N]
@@ -130,13 +148,13 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     loss_mask: UInt8  # [N]
     rollout_logprobs: Float32  # [N]
     weight_versions: Int32  # [N] per token, NO_VERSION where no engine generated it
-    oldest_versions: Int32  # [S] per sample, over the tokens that carry loss
-    advantages: Float32  # [S] per sample; every loss token of the sample has this advantage
+    oldest_versions: Int32  # [S] per branch, over the tokens that carry loss
+    advantages: Float32  # [S] of the sample; every loss token has this advantage
     rewards: Float32  # [S]
-    sample_ids: Int64  # [S] position in the batch before any split, to check alignment after it
+    sample_ids: Int64  # [S] the sample's position in the batch before any split; the same for all its branches
 
     @property
-    def num_samples(self) -> int:
+    def num_branches(self) -> int:
         return len(self.offsets) - 1
 
 

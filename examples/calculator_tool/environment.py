@@ -32,6 +32,7 @@ class CalculatorEnvironment:
                 for call in calls
             ),
             reward=0.0,  # if the episode is cut now
+            metrics={"tool_calls": len(calls)},
         )
 
     async def close(self) -> None:

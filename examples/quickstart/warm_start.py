@@ -52,15 +52,22 @@ def encode_prompts(tokenizer: PreTrainedTokenizerFast, examples: Sequence[Exampl
 
 
 def train_warm_start(task: Task, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Supervised training by ``task.warm_start``: AdamW, linear warm-up, linear decay to a tenth, clip 1."""
+    """Supervised training by ``task.warm_start``."""
     recipe = task.warm_start
     model = build_model(task.model, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    for step, (tokens, labels) in zip(range(recipe.steps), _batches(task, tokenizer, seed), strict=False):
+    return train_supervised(model, _batches(task, tokenizer, seed), steps=recipe.steps, lr=recipe.lr)
+
+
+def train_supervised(
+    model: Qwen3ForCausalLM, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], *, steps: int, lr: float
+) -> Qwen3ForCausalLM:
+    """AdamW, linear warm-up, linear decay to a tenth, clip 1. ``batches``: (tokens, labels), both [batch, length]."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, (tokens, labels) in zip(range(steps), batches, strict=False):
         warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
-        decay = 1 - (1 - FINAL_LR_SHARE) * step / recipe.steps
+        decay = 1 - (1 - FINAL_LR_SHARE) * step / steps
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * warm_up * decay
+            group["lr"] = lr * warm_up * decay
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()

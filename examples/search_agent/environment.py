@@ -43,6 +43,7 @@ class SearchEnvironment:
                 ]
             ),
             done=not calls,
+            metrics={"searches": len(calls)},
         )
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
 """A local retrieval server: ``POST /search {"query": "kib", "k": 1}`` → ``{"documents": [{"title", "text"}]}``.
 
-    python -m examples.search_agent.retrieval_server --port 8071
+    python -m examples.search_agent.retrieval_server
 
-Documents are scored by the query's words that they hold, rare words more, words of the title most: enough for a corpus
-that fits on a page. A real one stands behind the same request.
+prints its URL when it listens. Documents are scored by the query's words that they hold, rare words more, words of the
+title most: enough for a corpus that fits on a page. A real one stands behind the same request.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import re
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,10 +66,12 @@ def application(corpus: Path = CORPUS) -> web.Application:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Searches a corpus.", allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, required=True, help="port to listen on")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
     parser.add_argument("--corpus", type=Path, default=CORPUS, help=".jsonl of documents with title and text")
     options = parser.parse_args()
-    web.run_app(application(options.corpus), host=options.host, port=options.port, print=None)
+    listener = socket.create_server((options.host, options.port))
+    print(f"http://{options.host}:{listener.getsockname()[1]}", flush=True)  # from here on connections wait for us
+    web.run_app(application(options.corpus), sock=listener, print=None, shutdown_timeout=1.0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Why RL can learn from there: both behaviours are well formed, and the verifier p
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,12 +32,16 @@ class Dialogue:
             said += [False, *[by_assistant] * len(body)]
         return ids, said
 
+    def turns(self) -> list[tuple[list[int], list[int]]]:
+        """(what stands before it, what is said) of each turn of the assistant, as token ids."""
+        ids, said = self.tokens()
+        starts = [i for i in range(1, len(ids)) if said[i] and not said[i - 1]]
+        ends = [i for i in range(1, len(ids) + 1) if said[i - 1] and not (i < len(ids) and said[i])]
+        return [(ids[:start], ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+
 
 def _characters(content: str) -> list[int]:
-    tokens: list[str] = []
-    for part in content.replace("</call>", "\0").replace("<call>", "\1"):
-        tokens.append({"\0": "</call>", "\1": "<call>"}.get(part, part))
-    return [IDS[token] for token in tokens]
+    return [IDS[token] for token in re.findall(r"</?call>|.", content)]
 
 
 # ------------------------------------------------------------------------------------------------ two tasks
@@ -91,4 +96,5 @@ def name(random_: random.Random) -> str:
     return random_.choice("bdfgklmnprstv") + random_.choice("aeiou") + random_.choice("bdfgklmnprstv")
 
 
-TASKS: tuple[Callable[[random.Random, bool], Dialogue], ...] = (calculator_dialogue, search_dialogue)
+MakeDialogue = Callable[[random.Random, bool], Dialogue]
+TASKS: tuple[MakeDialogue, ...] = (calculator_dialogue, search_dialogue)

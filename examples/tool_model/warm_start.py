@@ -1,4 +1,4 @@
-"""Makes the model in ``model/`` again, with plain torch: minutes on one core. From the repository root:
+"""Makes the model in ``model/`` again, with plain torch: two and a half minutes on one core. From the repository root:
 
 python -m examples.tool_model.warm_start
 """
@@ -6,43 +6,24 @@ python -m examples.tool_model.warm_start
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import Qwen3ForCausalLM
 
 from examples.quickstart.tasks import ModelSize
 from examples.quickstart.tokenizer import PAD_ID, build_tokenizer
-from examples.quickstart.warm_start import IGNORED, WARM_UP_STEPS, build_model
-from examples.tool_model.dialogues import TASKS
+from examples.quickstart.warm_start import IGNORED, build_model, train_supervised
+from examples.tool_model.dialogues import TASKS, MakeDialogue
 
 MODEL = Path(__file__).parent / "model"
 SIZE = ModelSize(hidden=128, layers=2, heads=4, key_value_heads=2, head_dim=32, ffn=256)
-TOOL_SHARE = 0.5  # of the dialogues in which a tool is used
+TOOL_SHARE = 0.4  # of the dialogues in which a tool is used
 STEPS = 600
 BATCH = 48
 LR = 2e-3
 SEED = 7
-
-
-def train() -> Qwen3ForCausalLM:
-    """AdamW, linear warm-up, linear decay to a tenth."""
-    model = build_model(SIZE, SEED)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
-    for step, (tokens, labels) in zip(range(STEPS), batches(), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - 0.9 * step / STEPS)
-        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 100 == 0:
-            print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    return model.eval()
 
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -61,11 +42,38 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tokens, labels
 
 
+@torch.no_grad()
+def shares_as_taught(
+    model: Qwen3ForCausalLM, task: MakeDialogue, *, dialogues: int = 128, seed: int = 0
+) -> list[float]:
+    """For each turn of a dialogue with tools: how often the model, sampled, says what it was taught, given the turns
+    before. The first is how often it uses the tool at all.
+    """
+    torch.manual_seed(seed)
+    random_ = random.Random(seed)
+    turns = [task(random_, True).turns() for _ in range(dialogues)]
+    return [_share(model, of_dialogues) for of_dialogues in zip(*turns, strict=True)]
+
+
+def _share(model: Qwen3ForCausalLM, turns: Sequence[tuple[list[int], list[int]]]) -> float:
+    longest = max(len(context) for context, _ in turns)
+    prompts = torch.tensor([[PAD_ID] * (longest - len(context)) + context for context, _ in turns])
+    new_tokens = max(len(said) for _, said in turns)
+    output = model.generate(
+        prompts, attention_mask=(prompts != PAD_ID).long(), max_new_tokens=new_tokens, do_sample=True, top_k=0
+    )
+    answers = output[:, longest:].tolist()
+    return sum(answer[: len(said)] == said for answer, (_, said) in zip(answers, turns, strict=True)) / len(turns)
+
+
 def main() -> None:
-    torch.set_num_threads(1)
-    model = train()
+    torch.set_num_threads(1)  # a model this small only loses by sharing its work
+    model = train_supervised(build_model(SIZE, SEED), batches(), steps=STEPS, lr=LR)
     model.save_pretrained(MODEL)
     build_tokenizer().save_pretrained(MODEL)
+    for task in TASKS:
+        shares = " ".join(f"{share:.2f}" for share in shares_as_taught(model, task))
+        print(f"{task.__name__}: turns said as taught {shares}")
     print(f"saved to {MODEL}")
 
 

@@ -37,8 +37,9 @@ def replay(words: Sequence[str]) -> Iterator[str]:
         steps.append(batch.step)
         if parsed.output:
             write_batch(parsed.output, batch)
+        samples = sum(len(group.samples) for group in batch.groups)
         yield (
-            f"step {batch.step}: {len(batch.groups)} groups, {batch.batch.num_samples} samples, "
+            f"step {batch.step}: {len(batch.groups)} groups, {samples} samples, "
             f"{len(batch.batch.tokens)} tokens for version {batch.target_version}: identical\n"
         )
     replayed = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
@@ -52,7 +53,7 @@ def write_batch(directory: Path, batch: ReplayedBatch) -> Path:
     ``attempt_ids`` int64 [S] and ``target_version``. Returns the file. Raises ConfigurationError.
     """
     path = directory / f"step-{batch.step:06}.npz"
-    ids = [group.attempt.attempt_id for group in batch.groups for _ in group.samples]
+    ids = [group.attempt.attempt_id for group in batch.groups for s in group.samples for _ in s.branches]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(

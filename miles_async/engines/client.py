@@ -28,6 +28,7 @@ from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.traffic import Traffic
+from miles_async.engines.turns import Turns
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.types import FinishReason, Generation, VersionSpan
 
@@ -36,6 +37,7 @@ ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 
 _ABORT_SECONDS = 1.0
 _ABORT_CALLS = 256  # at once
+_READ_AT_ONCE = 8  # answers of hundreds of tokens
 _ERROR_TEXT = 500  # characters of an answer that go into a message
 
 
@@ -106,6 +108,7 @@ class RouterClient:
         self._gate_timeout = gate_timeout
         self._backoff_seconds = backoff_seconds
         self._abort_calls = 0  # under way
+        self._answers_read = Turns(_READ_AT_ONCE)
 
     @property
     def in_flight(self) -> int:
@@ -148,6 +151,7 @@ class RouterClient:
     async def _try(self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str) -> Generation:
         await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
         answer = await self._request(input_ids, sampling, routing_key)
+        await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
         await self._verified(answer.engine_url)
         return self._generation(answer)
 
@@ -228,11 +232,11 @@ class RouterClient:
         """
 
         def known() -> bool:
-            engine = self._registry.serving_at(engine_url)
+            engine = self._registry.answering_at(engine_url)
             return engine is None or engine.verified
 
         await self._wait_until(known, "an answer waited {} for its engine to be verified")
-        if self._registry.serving_at(engine_url) is None:
+        if self._registry.answering_at(engine_url) is None:
             self._traffic.failed += 1
             raise TransientEngineError(f"engine at {engine_url or 'unknown address'} was fenced while it answered")
 
@@ -246,7 +250,7 @@ class RouterClient:
         if finish_reason is None:
             raise TransientEngineError(f"{answer.engine_url}: finish reason {meta.finish_reason}")
         output_ids, logprobs = _tokens_and_logprobs(reply, answer.engine_url)
-        engine = self._registry.serving_at(answer.engine_url)
+        engine = self._registry.answering_at(answer.engine_url)
         assert engine is not None
         self._traffic.completed[engine.engine_id] += 1
         return Generation(

@@ -3,8 +3,9 @@
 ::
 
     starting ──► joining ──► serving
-        ▲       (weights        │
-        │        unknown)       │ died, unreachable, wrong weights
+        ▲       (weights        │    │
+        │        unknown)       │    └──► draining (not wanted any more) ──► forgotten
+        │                       │ died, unreachable, wrong weights
         │                       ▼
         └──── restarted ◄──── fenced ──► gone (restarts used up)
 
@@ -27,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-WOKEN_AT_ONCE = 16  # requests, of about half a millisecond each
+WOKEN_AT_ONCE = 8  # requests, of about half a millisecond each
 
 
 class EngineState(Enum):
@@ -36,6 +37,7 @@ class EngineState(Enum):
     STARTING = "starting"
     JOINING = "joining"
     SERVING = "serving"
+    DRAINING = "draining"
     FENCED = "fenced"
     GONE = "gone"
 
@@ -65,7 +67,7 @@ class EngineRegistry:
     router_up: bool = False
     # As of the last notify():
     _open: bool = field(init=False)
-    _serving: dict[str, EngineRecord] = field(init=False)  # by URL
+    _answering: dict[str, EngineRecord] = field(init=False)  # by URL
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
     _waking: bool = field(init=False, default=False)
 
@@ -80,9 +82,9 @@ class EngineRegistry:
         """Whether a new request may go out now. O(1)."""
         return self._open
 
-    def serving_at(self, url: str) -> EngineRecord | None:
-        """The serving engine behind ``url``; None once it is fenced. O(1)."""
-        return self._serving.get(url)
+    def answering_at(self, url: str) -> EngineRecord | None:
+        """The engine behind ``url`` if its answers count: it serves, or is being drained. O(1)."""
+        return self._answering.get(url)
 
     def urls(self) -> tuple[str, ...]:
         """Of all engines that are up."""
@@ -91,7 +93,8 @@ class EngineRegistry:
     def notify(self) -> None:
         """To be called after every change: works out what requests ask, and sees to it that who waits asks again."""
         serving = self.in_state(EngineState.SERVING)
-        self._serving = {record.url: record for record in serving if record.url is not None}
+        answering = (*serving, *self.in_state(EngineState.DRAINING))
+        self._answering = {record.url: record for record in answering if record.url is not None}
         self._open = self.router_up and any(r.verified and not r.paused for r in serving)
         self.version = min((r.version for r in serving if r.version is not None), default=self.version)
         self._wake_soon()

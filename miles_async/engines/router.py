@@ -20,7 +20,7 @@ from miles_async.engines.addresses import LOOPBACK, HeldPort
 from miles_async.engines.engine_api import decode
 from miles_async.engines.http import Http
 from miles_async.engines.process import ChildProcess
-from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.errors import EngineError, EngineStartError
 
 log = structlog.get_logger(__name__)
@@ -51,6 +51,7 @@ class Router:
         http: Http,
         *,
         log_dir: Path,
+        name: str = "router",
         policy: str = "consistent_hashing",
         host: str = LOOPBACK,
         port: int | None = None,
@@ -62,6 +63,7 @@ class Router:
         self._registry = registry
         self._http = http
         self._log_dir = log_dir
+        self._name = name
         self._policy = policy
         self._host = host
         self._port = port
@@ -71,17 +73,19 @@ class Router:
         self._process: ChildProcess | None = None
         self._starts = 0
         self.url = ""  # known after start(), kept over restarts
+        self.metrics_url = ""  # another one after every start
 
     async def start(self) -> None:
         """Start smg and register who serves. Raises EngineStartError; ConfigurationError for a taken port."""
-        log_path = self._log_dir / f"router.{self._starts}.log"
+        log_path = self._log_dir / f"{self._name}.{self._starts}.log"
         self._starts += 1
         # The ports stay held until smg listens: Linux lets it, since it binds with SO_REUSEADDR like us.
         with HeldPort(self._host, self._port) as port, HeldPort(LOOPBACK) as metrics_port:
             self._port = port.number
             self.url = f"http://{self._host}:{port.number}"
+            self.metrics_url = f"http://{LOOPBACK}:{metrics_port.number}/metrics"
             command = router_command(self._host, port.number, metrics_port.number, self._policy, self._extra)
-            self._process = ChildProcess("router", command, log_path=log_path, environment={})
+            self._process = ChildProcess(self._name, command, log_path=log_path, environment={})
             self._process.start()
             try:
                 async with asyncio.timeout(self._start_timeout):
@@ -92,17 +96,17 @@ class Router:
                 raise EngineStartError(message) from None
         for record in self._registry.in_state(EngineState.SERVING):
             if record.url is not None:
-                await self._register_again(record.url)
+                await self._register_again(record, record.url)
         self._registry.router_up = True
         self._registry.notify()
 
-    async def _register_again(self, url: str) -> None:
+    async def _register_again(self, record: EngineRecord, url: str) -> None:
         try:
             await self.add(url)
         except EngineError as error:  # it died, too, and is about to be fenced: no reason to end the run
             log.warning("engine was not registered with the new router", url=url, error=str(error))
         else:
-            if self._registry.serving_at(url) is None:  # fenced meanwhile
+            if record.state is not EngineState.SERVING or record.url != url:  # fenced meanwhile
                 await self.remove(url)
 
     async def supervise(self) -> None:

@@ -43,8 +43,9 @@ _CPU_FLAGS = (
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What every engine of a fleet has in common."""
+    """What every engine of a group has in common."""
 
+    group: str = "engine"
     model_path: str
     device: str  # "cpu" or "cuda"
     dtype: str  # "float32", "bfloat16", ...; must be the trainer's for log-probs to agree
@@ -64,7 +65,7 @@ class EngineServer:
         """``incarnation``: which start of this engine; every one has its own log file."""
         self._spec = spec
         self._seed = spec.random_seed + engine_index
-        self._name = f"engine-{engine_index}"
+        self._name = f"{spec.group}-{engine_index}"
         self._log_path = Path(spec.log_dir) / f"{self._name}.{incarnation}.log"
         self._process: ChildProcess | None = None
         self._directory: OwnedDirectory | None = None

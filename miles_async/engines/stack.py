@@ -1,13 +1,14 @@
 """Router, engines and client put together: what the rollout manager is given.
 
->>> stack = EngineStack(spec, arguments, num_engines=2, launch=RayServers(spec), parse_versions=parse)
+>>> group = EngineGroup(engines=2, launch=RayServers(spec))
+>>> stack = EngineStack([group], arguments, log_dir=logs, single_node=True, parse_versions=parse)
 >>> await stack.start()  # engines are joining: publish weights to them, through stack.fleet
->>> await stack.client.generate(...)  # beside a running stack.fleet.supervise()
+>>> await stack.client.generate(...)  # beside a running stack.supervise()
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from miles_async.engines.client import ParseVersions, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.load import Loads
-from miles_async.engines.placement import LaunchServer
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
-from miles_async.engines.server import ServerSpec
+from miles_async.engines.router_metrics import RouterMetrics
+from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.errors import first_error
+from miles_async.together import together
 
 
 class EngineStack:
@@ -30,15 +31,19 @@ class EngineStack:
 
     def __init__(
         self,
-        spec: ServerSpec,
+        groups: Sequence[EngineGroup],
         arguments: EnginesArguments,
         *,
-        num_engines: int,
-        launch: LaunchServer,
+        log_dir: Path,
+        single_node: bool,
         parse_versions: ParseVersions,
         publication_timeout: float = 300.0,
+        name: str = "router",
+        port: int | None = None,
     ) -> None:
-        """Nothing runs and no socket is open before :meth:`start`."""
+        """Nothing runs and no socket is open before :meth:`start`. ``name``: of the router and its log; ``port``: where
+        it listens, None for a free one.
+        """
         self.http = Http()
         self.registry = EngineRegistry()
         self.traffic = Traffic()
@@ -46,21 +51,22 @@ class EngineStack:
         self.router = Router(
             self.registry,
             self.http,
-            log_dir=Path(spec.log_dir),
+            name=name,
+            log_dir=log_dir,
             policy=arguments.sglang_router_policy,
-            host=node_host(single_node=spec.single_node),
-            port=arguments.sglang_router_port,
+            host=node_host(single_node=single_node),
+            port=port,
             extra=arguments.router_extra,
         )
+        self.supervisor = EngineSupervisor(
+            self.registry, self.router, self.http, groups, max_restarts=arguments.engine_max_restarts
+        )
+        self._router_metrics = RouterMetrics(self.http, lambda: self.router.metrics_url)
         self.fleet = Fleet(
             self.registry,
-            self.router,
+            self.supervisor,
             self.http,
             self.traffic,
-            launch,
-            num_engines=num_engines,
-            ranks_per_engine=spec.tensor_parallel_size,
-            max_restarts=arguments.engine_max_restarts,
             bucket_timeout=publication_timeout / 4,  # so that one engine that hangs leaves time for the others
         )
         self.client = RouterClient(
@@ -78,37 +84,32 @@ class EngineStack:
     async def start(self) -> None:
         """Router and engines up; engines ``joining``. Raises EngineStartError, having stopped everything."""
         try:
-            async with asyncio.TaskGroup() as scope:
-                scope.create_task(self.router.start())
-                scope.create_task(self.fleet.start())
-        except BaseExceptionGroup as group:
-            await self.stop()
-            raise first_error(group) from None
+            await together(self.router.start(), self.supervisor.start())
         except BaseException:
             await self.stop()
             raise
 
     async def supervise(self) -> None:
-        """Keeps router and engines alive until cancelled; see ``Fleet.supervise``."""
-        await self.fleet.supervise()
+        """Keeps router and engines alive until cancelled; see ``EngineSupervisor.supervise``."""
+        await together(self.supervisor.supervise(), self._router_metrics.run())
 
     async def wait_for_joining(self) -> None:
         """Until at least one engine waits for weights."""
-        await self.fleet.wait_for_joining()
+        await self.supervisor.wait_for_joining()
 
     async def stop(self) -> None:
-        """End all processes. Cancel ``fleet.supervise`` first, or it restarts them."""
-        await self.fleet.stop()
+        """End all processes. Cancel :meth:`supervise` first, or it restarts them."""
+        await self.supervisor.stop()
         await self.router.stop()
         await self.http.close()
 
     def stats(self) -> dict[str, Any]:
         """Cheap, for logs and messages."""
-        return engine_stats(self.registry, self.traffic)
+        return engine_stats(self.registry, self.traffic, self._router_metrics.latest)
 
 
-def engine_stats(registry: EngineRegistry, traffic: Traffic) -> dict[str, Any]:
-    """What the rollout manager is told about engines and requests."""
+def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str, float]) -> dict[str, Any]:
+    """What the rollout manager is told about engines, requests and router."""
     return {
         "in_flight": traffic.in_flight,
         "oldest_request_seconds": traffic.oldest_seconds(),
@@ -116,5 +117,6 @@ def engine_stats(registry: EngineRegistry, traffic: Traffic) -> dict[str, Any]:
         "answers": dict(traffic.completed),
         "failed_tries": traffic.failed,
         "engines": registry.describe(),
+        "router": dict(router),
         "restarts": {record.engine_id: record.restarts for record in registry.engines.values()},
     }

@@ -15,6 +15,7 @@ import structlog
 
 from miles_async.evaluation.totals import Outcome, Totals
 from miles_async.protocols import EngineClient, Generate, Reward
+from miles_async.staleness.versions import loss_versions
 from miles_async.types import Attempt, Prompt, Sample
 
 log = structlog.get_logger(__name__)
@@ -97,7 +98,7 @@ def _whole_prompts(n_samples: int, totals: Totals) -> Callable[[Outcome | None],
 
 
 def _outcome(sample: Sample, reward: float) -> Outcome:
-    versions = sample.weight_versions[sample.loss_mask != 0]
+    versions = loss_versions(sample)
     return Outcome(
         reward=reward,
         length=len(sample.tokens) - sample.prompt_length,

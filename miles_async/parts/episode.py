@@ -5,7 +5,6 @@ A part of the composition root, for the rollout actor's process.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from arguments import Arguments
 from miles_async.engines import child
 from miles_async.engines.addresses import node_host
 from miles_async.engines.process import ChildProcess
-from miles_async.engines.stack import EngineStack
-from miles_async.errors import first_error
 from miles_async.hooks import load_factory, load_object
 from miles_async.parts.session_process import ServerSettings
 from miles_async.prompts.templates import ChatTemplate
-from miles_async.protocols import Agent, Environment, Generate, MakeEnvironment, Reward
+from miles_async.protocols import Agent, EngineClient, Environment, Generate, MakeEnvironment, Reward
 from miles_async.rewards.hub import resolve_reward
 from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent
@@ -39,7 +36,7 @@ Sampling = Mapping[str, Any]
 class Episodes:
     """Generates for training and evaluation, and the session server where agents need one."""
 
-    def __init__(self, arguments: Arguments, engines: EngineStack, template: ChatTemplate, run_dir: Path) -> None:
+    def __init__(self, arguments: Arguments, client: EngineClient, template: ChatTemplate, run_dir: Path) -> None:
         """Starts nothing. Raises ConfigurationError for hooks that cannot be used."""
         self._arguments = arguments
         self._template = template
@@ -50,8 +47,7 @@ class Episodes:
             if sessions.is_multi_turn
             else None
         )
-        self._service = self._session_service(engines) if sessions.runs_agent else None
-        self.engines = EnginesAndSessions(engines, self._service) if self._service else engines
+        self.service = self._session_service(client) if sessions.runs_agent else None
 
     def generate(self, sampling: Sampling) -> Generate:
         """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together."""
@@ -60,8 +56,8 @@ class Episodes:
         if path is not None:
             generate: Generate = load_object(path, Generate, "--custom-generate-function-path")
             return generate
-        if self._service is not None:
-            opened = SessionsOfRun(self._service, dict(sampling), self._limits(sampling))
+        if self.service is not None:
+            opened = SessionsOfRun(self.service, dict(sampling), self._limits(sampling))
             return AgentGenerate(sessions=opened, run_agent=self._agent(), timeout=sessions.agent_timeout)
         if self._make_trajectory is not None:
             assert sessions.environment_path is not None
@@ -90,7 +86,7 @@ class Episodes:
         wrapper = (sys.executable, "-I", "-S", child.__file__, str(getpid()))
         return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log", wrapper=wrapper)
 
-    def _session_service(self, engines: EngineStack) -> SessionService:
+    def _session_service(self, client: EngineClient) -> SessionService:
         arguments = self._arguments
         settings = ServerSettings(
             hf_checkpoint=str(arguments.model.hf_checkpoint),
@@ -104,7 +100,7 @@ class Episodes:
             log_path = self._log_dir / f"sessions.{starts}.log"
             return ChildProcess("session server", command, log_path=log_path, environment={})
 
-        return SessionService(engines.client, settings.command(), launch)
+        return SessionService(client, settings.command(), launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,43 +130,6 @@ class SessionsOfRun:
     async def abandon(self, session: OpenSession) -> None:
         """See ``rollout.agent.Sessions``."""
         await self.service.abandon(session)
-
-
-class EnginesAndSessions:
-    """What the rollout manager supervises and stops: the session server beside the engines."""
-
-    def __init__(self, engines: EngineStack, sessions: SessionService) -> None:
-        self._engines = engines
-        self._sessions = sessions
-        self.wait_for_joining = engines.wait_for_joining
-        self.stats = engines.stats
-
-    async def start(self) -> None:
-        """Both up. Raises what either raises, having stopped everything."""
-        try:
-            await self._together(self._engines.start(), self._sessions.start())
-        except BaseException:
-            await self.stop()
-            raise
-
-    async def supervise(self) -> None:
-        """Keeps both alive until cancelled; raises the first error of either."""
-        await self._together(self._engines.supervise(), self._sessions.supervise())
-
-    async def stop(self) -> None:
-        """End all processes."""
-        try:
-            await self._sessions.stop()
-        finally:
-            await self._engines.stop()
-
-    async def _together(self, *work: Any) -> None:
-        try:
-            async with asyncio.TaskGroup() as scope:
-                for part in work:
-                    scope.create_task(part)
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
 
 
 def _environment_factory(path: str) -> MakeEnvironment:

@@ -11,12 +11,11 @@ import ray
 
 from arguments import Arguments
 from arguments.evaluation import parse_data_sets
-from miles_async.engines.placement import RayServers
-from miles_async.engines.server import ServerSpec
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
 from miles_async.observability.logs import configure_logging
 from miles_async.parts.decisions import make_batches, make_pool
+from miles_async.parts.engines import RunEngines
 from miles_async.parts.episode import Episodes, resolve_run_reward
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
@@ -30,58 +29,40 @@ from miles_async.rollout.manager import RolloutManager
 from miles_async.rollout.recording import ScheduleWriter
 from miles_async.run.directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.staleness.pool import Pool
-from miles_async.staleness.versions import parse_spans
 
 
 async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Mapping[str, Any]:
-    """Start engines and router, build the manager. Returns the actor's parts: "manager" and "fleet"."""
+    """Start engines and router, build the manager. Returns the actor's parts by name."""
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     template = _template(arguments)
     source = FilePromptSource(arguments.data, template.encode)
     reward = resolve_run_reward(arguments)
-    spec = server_spec(arguments, run_dir, device)
-    engines = EngineStack(
-        spec,
-        arguments.engines,
-        num_engines=arguments.cluster.num_engines,
-        launch=RayServers(spec),
-        parse_versions=parse_spans,
-        publication_timeout=arguments.weights.publication_timeout,
-    )
-    episodes = Episodes(arguments, engines, template, run_dir)
+    engines = RunEngines(arguments, run_dir, device)
+    episodes = Episodes(arguments, engines.train.client, template, run_dir)
+    if episodes.service is not None:
+        engines.add(episodes.service)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
     schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
     pool = make_pool(
         arguments.rollout, arguments.staleness, observer=ledger, record=schedule.pool if schedule else None
     )
     manager = RolloutManager(
-        engines=episodes.engines,
+        engines=engines,
         source=source,
-        dispatcher=_dispatcher(arguments, engines, source, episodes, reward, run_dir, pool),
+        dispatcher=_dispatcher(arguments, engines.train, source, episodes, reward, run_dir, pool),
         batches=make_batches(arguments, record=schedule.batch if schedule else None),
-        evaluator=_evaluator(arguments, engines, template, episodes, reward),
+        evaluator=_evaluator(arguments, engines.evaluation or engines.train, template, episodes, reward),
         close_reward=reward.close,
         put=ray.put,
         writers=(ledger, schedule) if schedule else (ledger,),
     )
-    await episodes.engines.start()  # last: until here there is nothing to clean up
-    return {"manager": manager, "fleet": engines.fleet}
-
-
-def server_spec(arguments: Arguments, run_dir: Path, device: str) -> ServerSpec:
-    """What every SGLang server of the run is started with."""
-    return ServerSpec(
-        model_path=str(arguments.model.hf_checkpoint),
-        device=device,
-        dtype="bfloat16" if arguments.model.bf16 else "float32",
-        tensor_parallel_size=arguments.cluster.rollout_num_gpus_per_engine,
-        random_seed=arguments.data.rollout_seed,
-        start_timeout=arguments.engines.engine_start_timeout,
-        single_node=arguments.cluster.ray_address is None,
-        log_dir=str(run_dir / "logs"),
-        held_weights=arguments.weights.verify_weights == "full",
-        sglang_extra=arguments.engines.sglang_extra,
-    )
+    await engines.start()  # last: until here there is nothing to clean up
+    evaluation = engines.evaluation
+    return {
+        "manager": manager,
+        "fleet": engines.train.fleet,
+        "evaluation_fleet": evaluation.fleet if evaluation else None,
+    }
 
 
 def _template(arguments: Arguments) -> ChatTemplate:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 
+import aiohttp
+
 from arguments.rewards import RewardArguments, parse_rm_type
-from miles_async.errors import ConfigurationError, RewardError
+from miles_async.errors import ConfigurationError, RewardError, RewardUnavailableError
 from miles_async.hooks import load_object
 from miles_async.protocols import Reward
 from miles_async.rewards.code_tests import CodeReward, require_sandbox
 from miles_async.rewards.exact_match import exact_match
 from miles_async.rewards.f1 import f1
 from miles_async.rewards.format_match import FormatReward
+from miles_async.rewards.judge import JudgeReward
 from miles_async.rewards.math_answer import MathReward
 from miles_async.rewards.multiple_choice import multiple_choice
 from miles_async.rewards.reasoning_gym_task import ReasoningGymReward, require_reasoning_gym
@@ -37,6 +40,9 @@ class RewardHub:
             require_sandbox()
         self._workers = workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
         self._remote = RemoteReward(arguments.rm_url, arguments.reward_timeout)
+        self._judge = JudgeReward(
+            arguments.judge_url, arguments.judge_model, arguments.judge_template, arguments.reward_timeout
+        )
         self.rewards: dict[str, Reward] = {
             "exact_match": exact_match,
             "math": MathReward(workers),
@@ -46,6 +52,7 @@ class RewardHub:
             "format": FormatReward(workers, arguments.rm_format),
             "reasoning_gym": ReasoningGymReward(workers),
             "remote_rm": self._remote,
+            "judge": self._judge,
         }
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
@@ -55,13 +62,14 @@ class RewardHub:
             try:
                 total += weight * await self.rewards[name](prompt, sample)
             except RewardError as error:
-                raise RewardError(f"{name}: {error}") from error
+                raise type(error)(f"{name}: {error}") from error
         return total
 
     async def close(self) -> None:
         """End worker processes and connections."""
         await self._workers.close()
         await self._remote.close()
+        await self._judge.close()
 
     def _parts_of(self, prompt: Prompt) -> tuple[tuple[str, float], ...]:
         own = prompt.metadata.get("rm_type")
@@ -90,6 +98,8 @@ class GuardedReward:
             raise RewardError(f"reward took longer than --reward-timeout {self._timeout:g} s") from error
         except RewardError:
             raise
+        except (ConnectionError, aiohttp.ClientConnectionError) as error:
+            raise RewardUnavailableError(f"reward could not connect: {error!r}") from error
         except Exception as error:  # supervision point: the user's own code runs here
             raise RewardError(f"reward raised {error!r}") from error
         if not math.isfinite(reward):

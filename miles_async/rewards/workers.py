@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.errors import RewardError
+from miles_async.errors import RewardError, RewardUnavailableError
 
 _ROOT = str(Path(__file__).resolve().parents[2])  # where this package can be imported from, installed or not
 _END_SECONDS = 5.0  # from closing its pipes to the end of a process
@@ -37,7 +37,8 @@ class WorkerPool:
     async def call(self, function: Callable[..., Any], *arguments: Any, needs: Sequence[str] = ()) -> Any:
         """What ``function(*arguments)`` returns in a worker: a function of a module, JSON in and out.
 
-        ``needs``: modules to import before its time runs. Raises RewardError if it raises, takes too long, or dies.
+        ``needs``: modules to import before its time runs. Raises RewardError if it raises or takes too long, which is
+        its arguments' doing; RewardUnavailableError if the worker doesn't start or dies, which the machine may do, too.
         """
         request = msgspec.json.encode([needs, function.__module__, function.__qualname__, arguments])
         async with self._turns:
@@ -45,7 +46,9 @@ class WorkerPool:
             try:
                 succeeded, result = await self._ask(worker, request)
             except (asyncio.IncompleteReadError, ConnectionError):
-                raise RewardError(f"the process that verifies died (exit status {await _end(worker)})") from None
+                raise RewardUnavailableError(
+                    f"the process that verifies died (exit status {await _end(worker)})"
+                ) from None
             except BaseException:  # a worker in the middle of something is of no use, whoever ended it
                 _kill(worker)
                 raise
@@ -77,14 +80,19 @@ class WorkerPool:
 
     async def _ask(self, worker: Process, request: bytes) -> tuple[bool, Any]:
         assert worker.stdin is not None
+        message = b""
         try:
-            async with asyncio.timeout(_START_SECONDS) as deadline:
+            async with asyncio.timeout(_START_SECONDS):
                 worker.stdin.write(len(request).to_bytes(4, "big") + request)
                 await worker.stdin.drain()
                 message = await _read(worker)
-                if not message:  # the function runs
-                    deadline.reschedule(asyncio.get_running_loop().time() + self._timeout)
-                    message = await _read(worker)
+        except TimeoutError:
+            raise RewardUnavailableError(
+                f"a process that verifies took longer than {_START_SECONDS:g} s to start"
+            ) from None
+        try:
+            async with asyncio.timeout(self._timeout):
+                message = message or await _read(worker)  # empty: the function runs
         except TimeoutError:
             raise RewardError(f"took longer than --reward-timeout {self._timeout:g} s") from None
         succeeded, result = msgspec.json.decode(message)

@@ -80,8 +80,11 @@ class RolloutProcess:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
         self._actor = ray.remote(RolloutActor).options(**options).remote(build)
-        self.manager = RemotePart(self._actor, "manager")
-        self.fleet = RemotePart(self._actor, "fleet")
+        self.manager = self.part("manager")
+
+    def part(self, name: str) -> RemotePart:
+        """One of the actor's parts."""
+        return RemotePart(self._actor, name)
 
     async def start(self) -> None:
         """Engines and router up. Raises EngineStartError, DataError, ConfigurationError."""

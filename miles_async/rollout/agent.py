@@ -32,7 +32,7 @@ class Collected(Protocol):
     @property
     def ending(self) -> str: ...
     @property
-    def samples(self) -> tuple[Sample, ...]: ...
+    def sample(self) -> Sample | None: ...
     @property
     def reward(self) -> float | None: ...
     @property
@@ -87,14 +87,13 @@ class AgentGenerate:
             raise TransientEngineError(f"the agent's last request failed: {collected.failure}")
         if collected.ending in ("aborted", "expired"):
             raise TransientEngineError(f"the session of the agent ended as {collected.ending}")
-        if not collected.samples:
+        if (sample := collected.sample) is None:
             raise RequestRejectedError("the agent ended without a turn of the model")
         turns, reward = _turns_and_reward(returned)
-        longest = collected.samples[0]
         return msgspec.structs.replace(
-            longest,
+            sample,
             reward=collected.reward if reward is None else reward,
-            metadata={**longest.metadata, "agent_turns": turns, "branches": len(collected.samples)},
+            metadata={**sample.metadata, "agent_turns": turns},
         )
 
     async def _run(self, base_url: str, prompt: Prompt) -> tuple[Any, Exception | None]:

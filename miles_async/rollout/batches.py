@@ -53,7 +53,7 @@ class BatchMaker:
         return Converted(
             shards=shards,
             metrics=batch_metrics(groups, target_version),
-            ages=age_histogram(batch.oldest_versions, target_version),
+            ages=age_histogram(batch.oldest_versions, batch.sample_ids, target_version),
         )
 
     def flatten(self, groups: tuple[Group, ...]) -> TrainBatch:

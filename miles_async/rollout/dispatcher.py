@@ -19,6 +19,7 @@ from miles_async.errors import (
     MilesAsyncError,
     RequestRejectedError,
     RewardError,
+    RewardUnavailableError,
     StalledError,
     TransientEngineError,
     VersionUnknownError,
@@ -28,7 +29,7 @@ from miles_async.protocols import EngineClient, Generate, GroupFilter, PromptSou
 from miles_async.rollout.checkpoint import RolloutSnapshot
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.staleness.pool import Pool, PoolSnapshot
-from miles_async.staleness.versions import group_of, oldest_version
+from miles_async.staleness.versions import group_of, loss_versions
 from miles_async.types import Attempt, Group, Sample
 
 log = structlog.get_logger(__name__)
@@ -154,18 +155,24 @@ class Dispatcher:
         return group_of(attempt, [sample for sample in samples if sample is not None])
 
     async def _generate_sample(self, attempt: Attempt, index: int) -> Sample:
-        """One rewarded sample; an infrastructure failure refills this sample only (C6)."""
+        """One rewarded sample; an infrastructure failure refills this sample only (C6).
+
+        What was generated stays while its reward is not to be had: what crashes a reward must not be sampled away.
+        """
         failures: list[str] = []
+        sample: Sample | None = None
         while len(failures) <= self._arguments.max_sample_failures:
             try:
-                async with self.concurrency.slots:
-                    sample = await self._hooks.generate(self._client, attempt, index)
-                oldest_version(sample.weight_versions, sample.loss_mask)  # unusable versions: not a sample
+                if sample is None:
+                    async with self.concurrency.slots:
+                        generated = await self._hooks.generate(self._client, attempt, index)
+                    loss_versions(generated)  # unusable versions: not a sample
+                    sample = generated
                 reward = await self._hooks.reward(attempt.prompt, sample)
                 return msgspec.structs.replace(sample, reward=reward)
-            except (TransientEngineError, VersionUnknownError) as error:
+            except (TransientEngineError, VersionUnknownError, RewardUnavailableError) as error:
                 failures.append(str(error))
-                log.info("sample failed, generating it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
+                log.info("sample failed, trying it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
             except (RequestRejectedError, RewardError) as error:
                 raise AttemptFailed(str(error), infrastructure=False) from error
             except MilesAsyncError:

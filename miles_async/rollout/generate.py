@@ -67,5 +67,10 @@ def build_sample(prompt: Prompt, turn: SampledTurn, decode: Callable[[Sequence[i
         weight_versions=weight_versions,
         text=decode(turn.output_ids.tolist()),
         finish_reason=turn.finish_reason,
-        metadata={"engines": list(turn.engines), "chunks": turn.chunks},
+        metadata={
+            "engines": list(turn.engines),
+            "chunks": turn.chunks,
+            "prompt_tokens": turn.prompt_tokens,
+            "cached_tokens": turn.cached_tokens,
+        },
     )

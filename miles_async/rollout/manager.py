@@ -38,6 +38,8 @@ class Engines(Protocol):
 
     def stats(self) -> Mapping[str, Any]: ...
 
+    async def scale(self, group: str, engines: int) -> None: ...
+
     async def stop(self) -> None: ...
 
 
@@ -133,6 +135,7 @@ class RolloutManager:
             metrics={
                 **prepared.metrics,
                 **{f"rollout/{name}": value for name, value in stats["gauges"].items()},
+                **{f"router/{name}": value for name, value in stats["router"].items()},
             },
             ages=prepared.ages,
         )
@@ -161,7 +164,9 @@ class RolloutManager:
         return await self._evaluator.run() if self._evaluator else {}
 
     async def stats(self) -> dict[str, Any]:
-        """``balance`` of attempts (C2), ``gauges`` of now, ``busy_seconds`` and ``seconds`` since the first commit."""
+        """``balance`` of attempts (C2), ``gauges`` of now, ``router``: what smg measured last, ``busy_seconds`` and
+        ``seconds`` since the first commit.
+        """
         pool, engines = self._dispatcher.pool, self._engines.stats()
         balance = pool.balance()
         return {
@@ -173,6 +178,7 @@ class RolloutManager:
                 "concurrency_limit": self._dispatcher.concurrency.slots.limit,
                 "lead": pool.lead(),
             },
+            "router": engines["router"],
             "busy_seconds": self._busy_seconds if self._closed.is_set() else engines["busy_seconds"],
             "seconds": self._seconds if self._closed.is_set() else self._elapsed(),
         }
@@ -197,6 +203,14 @@ class RolloutManager:
             "tasks": waiting_tasks(),
         }
         return "\n".join(line for title, lines in sections.items() for line in (title, *(f"  {x}" for x in lines)))
+
+    async def scale(self, group: str, engines: int) -> None:
+        """Have a group of engines grow or shrink. Raises ConfigurationError."""
+        await self._engines.scale(group, engines)
+
+    async def engines(self) -> str:
+        """All of them, with their states."""
+        return str(self._engines.stats()["engines"])
 
     def _elapsed(self) -> float:
         return now() - self._first_commit if self._first_commit is not None else 0.0

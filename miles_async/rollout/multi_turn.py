@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.errors import NoRoomError, RewardError
+from miles_async.errors import NoRoomError, RewardError, TransientEngineError
 from miles_async.protocols import EngineClient, Environment, MakeEnvironment, Reward
 from miles_async.rollout.generate import routing_key
 from miles_async.trajectory.taker import Limits, TurnTaker
@@ -45,17 +45,19 @@ class MultiTurnGenerate:
         )
         environment = self.make_environment(attempt.prompt)
         try:
-            end = await self._episode(taker, environment, attempt.prompt)
+            end, metrics = await self._episode(taker, environment, attempt.prompt)
         finally:
             await environment.close()
-        samples = await asyncio.to_thread(taker.trajectory.samples, None if end.done else "length")
-        (sample,) = samples
-        return msgspec.structs.replace(sample, reward=end.reward)
+        sample = await asyncio.to_thread(taker.trajectory.sample, None if end.done else "length")
+        assert sample is not None, "an episode without a turn raises NoRoomError"
+        return msgspec.structs.replace(sample, reward=end.reward, metadata={**sample.metadata, "metrics": metrics})
 
-    async def _episode(self, taker: TurnTaker, environment: Environment, prompt: Prompt) -> Observation:
-        """The last observation; it is not ``done`` if the episode was cut."""
+    async def _episode(
+        self, taker: TurnTaker, environment: Environment, prompt: Prompt
+    ) -> tuple[Observation, dict[str, float]]:
+        """The last observation, which is not ``done`` if the episode was cut, and the metrics of all."""
         messages, tools = list(conversation(prompt)), environment.tools()
-        end = Observation()
+        end, metrics = Observation(), dict[str, float]()
         for index in range(self.max_turns):
             try:
                 turn = await taker.take(messages, tools)
@@ -64,10 +66,11 @@ class MultiTurnGenerate:
                     raise
                 break
             end = await self._step(environment, index, turn)
+            metrics |= {name: metrics.get(name, 0) + value for name, value in end.metrics.items()}
             if end.done:
                 break
             messages += [turn.reply, *end.messages]
-        return end
+        return end, metrics
 
     async def _step(self, environment: Environment, index: int, turn: Turn) -> Observation:
         said = AssistantTurn(index=index, message=turn.reply, text=turn.text, finish_reason=turn.sampled.finish_reason)
@@ -78,6 +81,8 @@ class MultiTurnGenerate:
             raise TimeoutError(
                 f"a step of the environment took longer than --environment-timeout {self.step_timeout:g} s"
             ) from error
+        except ConnectionError as error:  # what the environment needs is down, which is not the prompt's fault (C6)
+            raise TransientEngineError(f"the environment could not connect: {error}") from error
 
 
 def conversation(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:

@@ -27,13 +27,20 @@ class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
     started: float  # seconds since 1970: pids are used again
     host: str
     mark: str
+    control: str = ""  # the socket that commands talk to (control.py)
 
 
-def note_run_process(run_dir: Path) -> None:
+def note_run_process(run_dir: Path, control: Path) -> None:
     """This process drives the run in ``run_dir``; the processes that it starts from now on are marked."""
     os.environ[MARK] = uuid.uuid4().hex
     this = psutil.Process()
-    record = RunProcess(pid=this.pid, started=this.create_time(), host=socket.gethostname(), mark=os.environ[MARK])
+    record = RunProcess(
+        pid=this.pid,
+        started=this.create_time(),
+        host=socket.gethostname(),
+        mark=os.environ[MARK],
+        control=str(control),
+    )
     (run_dir / RUN_FILE).write_bytes(msgspec.json.encode(record) + b"\n")
 
 

@@ -51,7 +51,7 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a session."""
 
     ending: Ending
-    samples: tuple[Sample, ...]  # as ``Trajectory.samples``
+    sample: Sample | None  # of its trajectory; None: it had no turn
     reward: float | None  # that its agent gave
     requests: int  # for chat completions, failed ones too
     cut: bool  # the last request found no room

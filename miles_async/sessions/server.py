@@ -7,7 +7,7 @@
     POST /sessions/{id}/heartbeat              an agent that thinks for long is still there
     POST /sessions/{id}/finish                 {"reward": 1.0} or {}: the agent's last word
     POST /sessions/{id}/abort                  {"reason": "..."}: what there is is not to be trained
-    POST /sessions/{id}/collect                its samples, once (the run does; msgpack)
+    POST /sessions/{id}/collect                its sample, once (the run does; msgpack)
     GET  /sessions/{id}, GET /health           where it stands
 
 A process of its own on one event loop; all that takes as long as there are tokens runs in threads. It keeps nothing:
@@ -41,6 +41,7 @@ from miles_async.trajectory.tree import Turn
 
 _MAX_BODY = 1 << 30
 _BACKLOG = 4096  # agents of a whole batch may connect at once
+_QUICK_BYTES = 1 << 14  # of a request: read faster than handed to a thread and back
 _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet
 
 
@@ -97,9 +98,11 @@ class SessionServer:
     """All sessions, and the application that serves them."""
 
     def __init__(
-        self, client: EngineClient, make_trajectory: MakeTrajectory, *, session_timeout: float, threads: int = 4
+        self, client: EngineClient, make_trajectory: MakeTrajectory, *, session_timeout: float, threads: int = 2
     ) -> None:
-        """``session_timeout``: seconds without a request or heartbeat after which a session expires."""
+        """``session_timeout``: seconds without a request or heartbeat after which a session expires. ``threads``: more of
+        them would only fight over the interpreter, which most of their work needs.
+        """
         self.instance_id = uuid.uuid4().hex
         self.url = ""
         self._client = client
@@ -240,10 +243,10 @@ class SessionServer:
         session = self._session(request, must_be_open=False)
         session.end("finished")
         del self._sessions[session.session_id]  # and no late request revives it
-        samples = await self._in_thread(session.taker.trajectory.samples, "length" if session.cut else None)
+        sample = await self._in_thread(session.taker.trajectory.sample, "length" if session.cut else None)
         collected = Collected(
             ending=session.ending,
-            samples=samples,
+            sample=sample,
             reward=session.reward,
             requests=session.requests,
             cut=session.cut,
@@ -259,8 +262,11 @@ class SessionServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked: chat.ChatRequest = await self._in_thread(chat.read_request, await request.read())
-        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+        body = await request.read()
+        in_thread = len(body) > _QUICK_BYTES
+        asked = await self._in_thread(chat.read_request, body) if in_thread else chat.read_request(body)
+        self._counts["requests"] += 1
+        completion_id = f"chatcmpl-{self.instance_id}-{self._counts['requests']}"
         if asked.stream:
             return await self._stream(request, session, asked, completion_id)
         turn = await self._take(session, asked)

@@ -17,6 +17,7 @@ from miles_async.engines.placement import ServerHandle
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.stack import engine_stats
+from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.simulation.engine import Meter, SimulatedEngine
@@ -44,14 +45,15 @@ class SimulatedEngines:
         self._traffic = Traffic(asyncio.get_running_loop().time)
         http, router, router_url = self._connect()
         self.loads = Loads(self.registry, http)
+        group = EngineGroup(engines=settings.num_engines, launch=self._launch)
+        self.supervisor = EngineSupervisor(
+            self.registry, router, http, [group], max_restarts=settings.engines.engine_max_restarts
+        )
         self.fleet = Fleet(
             self.registry,
-            router,
+            self.supervisor,
             http,
             self._traffic,
-            self._launch,
-            num_engines=settings.num_engines,
-            max_restarts=settings.engines.engine_max_restarts,
             bucket_timeout=settings.weights.publication_timeout / 4,  # as EngineStack
         )
         self.client = RouterClient(
@@ -74,19 +76,22 @@ class SimulatedEngines:
 
     async def start(self) -> None:
         await self._router.start()
-        await self.fleet.start()
+        await self.supervisor.start()
 
     async def supervise(self) -> None:
-        await self.fleet.supervise()
+        await self.supervisor.supervise()
 
     async def wait_for_joining(self) -> None:
-        await self.fleet.wait_for_joining()
+        await self.supervisor.wait_for_joining()
 
     def stats(self) -> Mapping[str, Any]:
-        return engine_stats(self.registry, self._traffic)
+        return engine_stats(self.registry, self._traffic, router={})
+
+    async def scale(self, group: str, engines: int) -> None:
+        await self.supervisor.scale(group, engines)
 
     async def stop(self) -> None:
-        await self.fleet.stop()
+        await self.supervisor.stop()
 
     def _launch(self, engine_index: int, incarnation: int) -> ServerHandle:
         return SimulatedServer(self, engine_index, incarnation)

@@ -36,6 +36,7 @@ from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.types import Prompt, Sample
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed import DistributedTransport
+from miles_async.weights.update import FleetUpdater
 
 MAX_TOKENS = 1 << 40  # packing is not what is simulated: one micro-batch
 
@@ -102,19 +103,7 @@ class Simulation:
         self.controller = Controller(
             rollout=self.manager,
             trainer=self.trainer,
-            publisher=WeightPublisher(
-                self.trainer,
-                self.engines.fleet,
-                DistributedTransport(
-                    self.trainer,
-                    self.engines.fleet,
-                    backend="gloo",
-                    flush_cache=settings.weights.pause_generation_mode != "in_place",
-                ),
-                settings.weights,
-                tolerance=1e-3,
-                engines_timeout=settings.engines.engine_start_timeout + 60,
-            ),
+            publisher=WeightPublisher(self.trainer, self._updater(), settings.weights),
             checkpoints=RunCheckpoints(
                 self.trainer, self.manager, save=settings.checkpoint.save, load=settings.checkpoint.load
             ),
@@ -124,6 +113,17 @@ class Simulation:
             weights=settings.weights,
             evaluation=settings.evaluation,
             checkpoint=settings.checkpoint,
+        )
+
+    def _updater(self) -> FleetUpdater:
+        settings, fleet = self.settings, self.engines.fleet
+        flush_cache = settings.weights.pause_generation_mode != "in_place"
+        return FleetUpdater(
+            fleet,
+            DistributedTransport(self.trainer, fleet, backend="gloo", flush_cache=flush_cache),
+            settings.weights,
+            tolerance=1e-3,
+            engines_timeout=settings.engines.engine_start_timeout + 60,
         )
 
     async def run(self) -> None:

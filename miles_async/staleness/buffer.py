@@ -118,9 +118,7 @@ class StalenessBuffer:
         if self._min_samples is None or len(group.samples) <= self._min_samples:
             return None
         fresh = [
-            sample
-            for sample in group.samples
-            if not is_stale(oldest_version(sample.weight_versions, sample.loss_mask), target_version, self._bound)
+            sample for sample in group.samples if not is_stale(oldest_version(sample), target_version, self._bound)
         ]
         return group_of(group.attempt, fresh) if fresh and len(fresh) >= self._min_samples else None
 

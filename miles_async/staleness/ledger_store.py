@@ -292,7 +292,7 @@ def _described(group: Group) -> dict[str, Any]:
         "oldest_version": group.oldest_version,
         "newest_version": group.newest_version,
         # Most groups are of one version, and then no sample needs to be looked at.
-        "mixed_samples": sum(is_mixed(sample.weight_versions, sample.loss_mask) for sample in group.samples)
+        "mixed_samples": sum(is_mixed(sample) for sample in group.samples)
         if group.oldest_version != group.newest_version
         else 0,
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from miles_async.errors import VersionUnknownError
-from miles_async.types import NO_VERSION, Attempt, Group, Int32, Sample, UInt8, VersionSpan
+from miles_async.types import NO_VERSION, Attempt, Group, Int32, Sample, VersionSpan
 
 EDGE_TOLERANCE = 1
 """Tokens by which each reported start or end may be wrong. An engine that overlaps scheduling with computing
@@ -149,39 +149,32 @@ def versions_per_token(spans: Sequence[VersionSpan], num_tokens: int) -> Int32:
     return np.repeat(versions, [span.end - span.start for span in spans])
 
 
-def _loss_versions(weight_versions: Int32, loss_mask: UInt8) -> Int32:
-    versions: Int32 = weight_versions[loss_mask != 0]
-    if versions.size == 0:
+def loss_versions(sample: Sample) -> Int32:
+    """int32 [L], of the tokens that carry loss, over all branches; prompt and tool-output tokens don't count.
+
+    A branch without a loss token has nothing to train on and no version; it is an error like any other unknown
+    version, for that sample.
+
+    Raises:
+        VersionUnknownError: no token of a branch carries loss, or one that does has no version.
+    """
+    of_branches = [branch.weight_versions[branch.loss_mask != 0] for branch in sample.branches]
+    if not all(map(len, of_branches)):
         raise VersionUnknownError("expected at least one token that carries loss, found none: the sample has no age")
+    versions = np.concatenate(of_branches)
     if versions.min() <= NO_VERSION:
         raise VersionUnknownError("expected a weight version for every token that carries loss, found one without")
     return versions
 
 
-def oldest_version(weight_versions: Int32, loss_mask: UInt8) -> int:
-    """The version that decides the age of a sample: the oldest among its tokens that carry loss.
-
-    Prompt and tool-output tokens don't count. A sample without a loss token has nothing to train on and no
-    version; it is an error like any other unknown version, for that sample.
-
-    Args:
-        weight_versions: int32 [T], NO_VERSION where no engine generated the token.
-        loss_mask: uint8 [T].
-
-    Raises:
-        VersionUnknownError: no token carries loss, or one that does has no version.
-    """
-    return int(_loss_versions(weight_versions, loss_mask).min())
+def oldest_version(sample: Sample) -> int:
+    """The version that decides the age of a sample. Raises VersionUnknownError as :func:`loss_versions` does."""
+    return int(loss_versions(sample).min())
 
 
-def newest_version(weight_versions: Int32, loss_mask: UInt8) -> int:
-    """The newest version among the tokens that carry loss. Arguments and errors of :func:`oldest_version`."""
-    return int(_loss_versions(weight_versions, loss_mask).max())
-
-
-def is_mixed(weight_versions: Int32, loss_mask: UInt8) -> bool:
+def is_mixed(sample: Sample) -> bool:
     """Whether tokens that carry loss came from several versions."""
-    versions = _loss_versions(weight_versions, loss_mask)
+    versions = loss_versions(sample)
     return bool(versions.min() != versions.max())
 
 
@@ -192,9 +185,10 @@ def group_of(attempt: Attempt, samples: Sequence[Sample]) -> Group:
         VersionUnknownError: of one of the samples.
     """
     assert samples, f"attempt {attempt.attempt_id}: a group is never empty"
+    versions = np.concatenate([loss_versions(sample) for sample in samples])
     return Group(
         attempt=attempt,
         samples=tuple(samples),
-        oldest_version=min(oldest_version(s.weight_versions, s.loss_mask) for s in samples),
-        newest_version=max(newest_version(s.weight_versions, s.loss_mask) for s in samples),
+        oldest_version=int(versions.min()),
+        newest_version=int(versions.max()),
     )

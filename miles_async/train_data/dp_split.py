@@ -12,7 +12,7 @@ from miles_async.train_data.packing import Bin, pack, split_to
 from miles_async.types import Int64, TrainBatch, TrainShard
 
 FILLER = -1
-"""Sample id of a copy of a short sample, without loss, that only makes the number of micro-batches equal."""
+"""Sample id of a copy of a short branch, without loss, that only makes the number of micro-batches equal."""
 
 
 def split(
@@ -22,28 +22,30 @@ def split(
     samples_per_optimizer_step: int | None,
     target_version: int,
 ) -> tuple[TrainShard, ...]:
-    """One shard per rank; every sample of the batch is in exactly one micro-batch of one of them.
+    """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them.
 
-    Optimizer steps take samples in batch order, so groups stay together where the sizes allow. Within a
-    step, tokens per rank differ by less than the largest micro-batch. A step whose bins can't be made a
-    multiple of ``dp_size`` (fewer samples than that; possible with partial groups) is filled up with fillers.
+    Optimizer steps take samples in batch order, so groups stay together where the sizes allow, and all branches of a
+    sample do. Within a step, tokens per rank differ by less than the largest micro-batch. A step whose bins can't be
+    made a multiple of ``dp_size`` (fewer branches than that; possible with partial groups) is filled up with fillers.
 
     Args:
-        batch: S samples.
+        batch: in order of ``sample_ids``, which count from 0.
         dp_size: ranks.
         max_tokens: per micro-batch.
-        samples_per_optimizer_step: None: all S in one step. If S is no multiple, steps are as equal as
-            possible.
+        samples_per_optimizer_step: None: all in one step. If there is no multiple of it, steps are as equal as
+            possible. A sample counts once, whatever its branches.
         target_version: the version the batch was cut for.
 
     Raises:
-        ConfigurationError: a sample is longer than ``max_tokens``.
+        ConfigurationError: a branch is longer than ``max_tokens``.
     """
-    assert batch.num_samples > 0
+    assert batch.num_branches > 0
     assert dp_size > 0
-    per_step = samples_per_optimizer_step or batch.num_samples
-    steps = np.array_split(np.arange(batch.num_samples), -(-batch.num_samples // per_step))
-    dealt = [_deal(batch, indices, dp_size, max_tokens) for indices in steps]
+    num_samples = int(batch.sample_ids[-1]) + 1
+    steps = -(-num_samples // (samples_per_optimizer_step or num_samples))
+    firsts = [int(samples[0]) for samples in np.array_split(np.arange(num_samples), steps)]
+    branches = np.split(np.arange(batch.num_branches), np.searchsorted(batch.sample_ids, firsts[1:]))
+    dealt = [_deal(batch, indices, dp_size, max_tokens) for indices in branches]
     loss_tokens = tuple(sum(int(m.loss_mask.sum()) for rank in step for m in rank) for step in dealt)
     return tuple(
         TrainShard(

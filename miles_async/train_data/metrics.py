@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 
+from miles_async.staleness.versions import loss_versions
 from miles_async.train_data.advantages import rewards_of
-from miles_async.types import Group, Int32
+from miles_async.types import FinishReason, Group, Int32, Int64, Sample
 
 
 def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, float]:
@@ -19,14 +23,15 @@ def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, flo
     - ``weight_version/{min,max,mean,std}`` over the tokens that carry loss;
     - ``mixed_version_ratio``: samples whose loss tokens came from several versions;
     - ``age/{mean,max}`` over samples, from their oldest loss token to ``target_version``;
-    - ``zero_std/{all_zero,all_one}_percentage``: groups, in percent, whose rewards are all 0 / all 1.
+    - ``zero_std/{all_zero,all_one}_percentage``: groups, in percent, whose rewards are all 0 / all 1;
+    - ``rollout/...``: see :func:`generation_metrics`.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) - sample.prompt_length for sample in samples])
-    loss_versions = [sample.weight_versions[sample.loss_mask != 0] for sample in samples]
-    versions = np.concatenate(loss_versions)
-    oldest = np.array([of_sample.min() for of_sample in loss_versions])
-    newest = np.array([of_sample.max() for of_sample in loss_versions])
+    by_sample = [loss_versions(sample) for sample in samples]
+    versions = np.concatenate(by_sample)
+    oldest = np.array([of_sample.min() for of_sample in by_sample])
+    newest = np.array([of_sample.max() for of_sample in by_sample])
     ages = target_version - oldest
     return {
         "reward/mean": float(rewards_of(groups).mean()),
@@ -42,12 +47,52 @@ def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, flo
         "age/max": float(ages.max()),
         "zero_std/all_zero_percentage": _percentage_all(groups, 0.0),
         "zero_std/all_one_percentage": _percentage_all(groups, 1.0),
+        **generation_metrics(samples),
     }
 
 
-def age_histogram(oldest_versions: Int32, target_version: int) -> dict[int, int]:
-    """Age in versions → number of samples. ``oldest_versions``: int32 [S], as in ``TrainBatch``."""
-    ages, counts = np.unique(target_version - oldest_versions, return_counts=True)
+def generation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """How samples came about, and what was noted in their metadata. What nobody noted, or not as a number, is left out.
+
+    - ``rollout/finish_reason/{stop,length,abort}``: shares of samples;
+    - ``rollout/branches/mean``: per sample; more than 1 where agents edited or truncated their history;
+    - ``rollout/turns/{mean,max}``, ``rollout/chunks/mean``: generation calls per trajectory, without and with those
+      that went on after a publication had aborted them;
+    - ``rollout/prefix_cache_hit_rate``: cached_tokens / prompt_tokens, over all generation calls;
+    - ``rollout/NAME/mean``: of each NAME in ``metadata["metrics"]``; 0 where a sample has it not.
+    """
+    reasons = Counter(sample.finish_reason for sample in samples)
+    found = {f"rollout/finish_reason/{reason}": reasons[reason] / len(samples) for reason in get_args(FinishReason)}
+    found["rollout/branches/mean"] = sum(len(sample.branches) for sample in samples) / len(samples)
+    noted = {name: _numbers(samples, name) for name in ("turns", "chunks", "prompt_tokens", "cached_tokens")}
+    for name in ("turns", "chunks"):
+        if numbers := noted[name]:
+            found[f"rollout/{name}/mean"] = sum(numbers) / len(numbers)
+    if noted["turns"]:
+        found["rollout/turns/max"] = max(noted["turns"])
+    if prompt_tokens := sum(noted["prompt_tokens"]):
+        found["rollout/prefix_cache_hit_rate"] = sum(noted["cached_tokens"]) / prompt_tokens
+    sums: defaultdict[str, float] = defaultdict(float)
+    for sample in samples:
+        metrics = sample.metadata.get("metrics")
+        for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+            sums[str(name)] += _number(value) or 0.0
+    return found | {f"rollout/{name}/mean": total / len(samples) for name, total in sums.items()}
+
+
+def _numbers(samples: Sequence[Sample], name: str) -> list[float]:
+    """A user's own Generate may note nothing, or anything."""
+    return [number for sample in samples if (number := _number(sample.metadata.get(name))) is not None]
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def age_histogram(oldest_versions: Int32, sample_ids: Int64, target_version: int) -> dict[int, int]:
+    """Age in versions → number of samples, each as old as its oldest branch. Arrays [S] as in a whole TrainBatch."""
+    of_samples = np.minimum.reduceat(oldest_versions, np.flatnonzero(np.diff(sample_ids, prepend=-1)))
+    ages, counts = np.unique(target_version - of_samples, return_counts=True)
     return {int(age): int(count) for age, count in zip(ages, counts, strict=True)}
 
 

@@ -1,12 +1,12 @@
-"""A trajectory: the turns of one episode as a tree over tokens, and the samples that it becomes.
+"""A trajectory: the turns of one episode as a tree over tokens, and the sample that it becomes.
 
 A turn continues the turn whose messages and reply the agent gave back; what is new is tokenized and appended (M14).
 An agent that edits or truncates its history forks the tree at the last turn that it left alone::
 
-    user ── turn ── tool ── turn ── tool ── turn        the path of one sample: appended tokens have loss mask 0,
+    user ── turn ── tool ── turn ── tool ── turn        one branch of the sample: appended tokens have loss mask 0,
                      └───── user ── turn                sampled ones 1, each with its log-prob and weight version (R3)
 
-Every sampled token carries loss in one sample. The one exception is a stop token that the template doesn't write after
+Every sampled token carries loss in one branch. The one exception is a stop token that the template doesn't write after
 the turn, or with which it opens another message: whoever continues that turn continues it as the template has it.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from miles_async.errors import TrajectoryError
@@ -23,7 +24,7 @@ from miles_async.trajectory.messages import Message, canonical, is_echo
 from miles_async.trajectory.rendering import Renderer, check_unchanged
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.turn import SampledTurn
-from miles_async.types import NO_VERSION, FinishReason, Float32, Int32, Sample, UInt8
+from miles_async.types import NO_VERSION, Branch, FinishReason, Float32, Int32, Sample, UInt8
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -151,54 +152,59 @@ class Trajectory:
             kept -= 1
         return kept, np.array(chat.tokenize(closing + rest), np.int32)
 
-    # ------------------------------------------------------------------------------------------- samples
-    def samples(self, finish_reason: FinishReason | None = None) -> tuple[Sample, ...]:
-        """One sample per leaf, the one with most sampled tokens first; they share text and reward.
+    # -------------------------------------------------------------------------------------------- sample
+    def sample(self, finish_reason: FinishReason | None = None) -> Sample | None:
+        """One branch per leaf, the one with most sampled tokens first; None before the first turn.
 
         Turns that several leaves share carry loss in the first of them. ``text`` is the last turn's, so that the
         reward is that of the end of the episode. ``finish_reason``: None: the last turn's.
         """
+        if not self.turns:
+            return None
         inner = {turn.context.parent for turn in self.turns}
         leaves = sorted((turn for turn in self.turns if turn not in inner), key=lambda leaf: -_sampled_tokens(leaf))
         counted: set[Turn] = set()
-        samples = []
+        branches = []
         for leaf in leaves:
-            samples.append(self._sample(leaf, counted, finish_reason))
+            branches.append(_branch(leaf, counted))
             counted.update(_path(leaf))
-        return tuple(samples)
-
-    def _sample(self, leaf: Turn, counted: set[Turn], finish_reason: FinishReason | None) -> Sample:
-        path = [*_path(leaf)]
-        arrays = _Arrays()
-        for turn, following in zip(path, [*path[1:], None], strict=True):
-            arrays.append(turn.context.appended)
-            kept = len(turn.sampled.output_ids) if following is None else following.context.kept
-            arrays.append_sampled(turn.sampled, kept, carries_loss=turn not in counted)
-        last = self.turns[-1]
-        total = sum(len(turn.sampled.output_ids) for turn in self.turns)
+        first, *more = branches
+        last, sampled = self.turns[-1], [turn.sampled for turn in self.turns]
         return Sample(
-            tokens=np.concatenate(arrays.tokens),
-            prompt_length=leaf.context.prompt_length,
-            loss_mask=np.concatenate(arrays.loss_mask),
-            rollout_logprobs=np.concatenate(arrays.logprobs),
-            weight_versions=np.concatenate(arrays.versions),
+            **msgspec.structs.asdict(first),
+            more_branches=tuple(branch for branch in more if branch.loss_mask.any()),
             text=last.text,
             finish_reason=finish_reason or last.sampled.finish_reason,
             metadata={
-                "messages": [message for turn in path for message in (*turn.context.messages, turn.reply)],
-                "turns": len(path),
-                "all_turns": len(self.turns),
-                "other_sampled_tokens": total - _sampled_tokens(leaf),
-                "engines": list(dict.fromkeys(engine for turn in path for engine in turn.sampled.engines)),
-                "chunks": sum(turn.sampled.chunks for turn in path),
-                "prompt_tokens": sum(turn.sampled.prompt_tokens for turn in path),
-                "cached_tokens": sum(turn.sampled.cached_tokens for turn in path),
+                "messages": [m for turn in _path(leaves[0]) for m in (*turn.context.messages, turn.reply)],
+                "turns": len(self.turns),
+                "engines": list(dict.fromkeys(engine for turn in sampled for engine in turn.engines)),
+                "chunks": sum(turn.chunks for turn in sampled),
+                "prompt_tokens": sum(turn.prompt_tokens for turn in sampled),
+                "cached_tokens": sum(turn.cached_tokens for turn in sampled),
             },
         )
 
 
+def _branch(leaf: Turn, counted: set[Turn]) -> Branch:
+    """``counted``: turns that carry loss in other branches."""
+    path = [*_path(leaf)]
+    arrays = _Arrays()
+    for turn, following in zip(path, [*path[1:], None], strict=True):
+        arrays.append(turn.context.appended)
+        kept = len(turn.sampled.output_ids) if following is None else following.context.kept
+        arrays.append_sampled(turn.sampled, kept, carries_loss=turn not in counted)
+    return Branch(
+        tokens=np.concatenate(arrays.tokens),
+        prompt_length=leaf.context.prompt_length,
+        loss_mask=np.concatenate(arrays.loss_mask),
+        rollout_logprobs=np.concatenate(arrays.logprobs),
+        weight_versions=np.concatenate(arrays.versions),
+    )
+
+
 class _Arrays:
-    """The per-token arrays of a sample, in pieces."""
+    """The per-token arrays of a branch, in pieces."""
 
     def __init__(self) -> None:
         self.tokens: list[Int32] = []
@@ -215,7 +221,7 @@ class _Arrays:
         tokens, versions = sampled.output_ids[:count], sampled.weight_versions[:count]
         if carries_loss:
             self._append(tokens, 1, sampled.logprobs[:count], versions)
-        else:  # they do in another sample
+        else:  # they do in another branch
             self.append(tokens)
 
     def _append(self, tokens: Int32, mask: int, logprobs: Float32, versions: Int32) -> None:

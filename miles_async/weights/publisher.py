@@ -1,85 +1,48 @@
-"""Publication (C8): stage → prepare → pause → flush unless in_place → deliver → digests → continue → canary → commit.
+"""Publication: the trainer's weights are exported and staged while engines generate, then engines are brought to them.
 
-What rollouts feel is the time from pause to commit (``pause_seconds``); export, staging
-and what the transport can prepare (``prepare_seconds``) happen before it, while engines generate. Engines are continued
-in a ``finally``.
-
-New requests wait at our side from pause to commit, so none of them meets an unverified engine. The canary
-has to run after ``continue``: a paused SGLang answers no generation request. Requests already in flight go on
-meanwhile; if the canary fails their engine is fenced and they are generated anew elsewhere.
-
-``--publish-order rolling`` brings engines through these steps a few at a time, and commits when all of them are
-through. Requests go on meanwhile, under the version before (``engines/registry.py``).
-
-An engine that fails at any step is fenced; the others go on. An engine that (re)starts is ``joining``: it
-takes no requests until a publication, or :meth:`WeightPublisher.repair` between publications, has brought it
-to the current version and it is verified. So there is one way for weights to reach an engine, whichever transport
-it is (``transports/``).
+An engine that (re)starts is ``joining``: it takes no requests until a publication, or :meth:`WeightPublisher.repair`
+between publications, has brought it to the current version and it is verified. So there is one way for weights to reach
+an engine (``update.py``), whichever transport it is (``transports/``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from enum import Enum
-from functools import partial
-from typing import Any
-
-import structlog
+from collections import deque
 
 from arguments.weights import WeightsArguments
-from miles_async.clock import now
-from miles_async.errors import PublicationError
-from miles_async.protocols import EngineFleet, TrainerSide, WeightTransport
-from miles_async.types import FleetMembers, Publication, StagedWeights
-from miles_async.weights.verify import digest_disagreement, disagreement, max_difference
-
-log = structlog.get_logger(__name__)
-
-
-class PublicationState(Enum):
-    """Where the publisher is; shown by the watchdog."""
-
-    IDLE = "idle"
-    STAGING = "staging"
-    WAITING_FOR_ENGINES = "waiting for engines"
-    PREPARING = "preparing"
-    PAUSING = "pausing"
-    DELIVERING = "delivering"
-    VERIFYING = "verifying"
+from miles_async.protocols import TrainerSide
+from miles_async.types import Publication, StagedWeights
+from miles_async.weights.update import FleetUpdater, PublicationState
 
 
 class WeightPublisher:
-    """Owns the publication state machine; one publication or repair at a time."""
+    """One publication or repair at a time."""
 
     def __init__(
         self,
         trainer: TrainerSide,
-        fleet: EngineFleet,
-        transport: WeightTransport,
+        engines: FleetUpdater,
         arguments: WeightsArguments,
         *,
-        tolerance: float,
-        engines_timeout: float = 900.0,
-        poll_seconds: float = 0.5,
+        evaluation: FleetUpdater | None = None,
     ) -> None:
-        """``tolerance``: of the canary.
-
-        ``engines_timeout``: seconds to wait while no engine is up; they may all be restarting.
-        """
-        self.state = PublicationState.IDLE
+        """``evaluation``: of engines that only evaluate; None: those of training do."""
         self._trainer = trainer
-        self._fleet = fleet
-        self._transport = transport
-        self._arguments = arguments
-        self._tolerance = tolerance
-        self._engines_timeout = engines_timeout
-        self._poll_seconds = poll_seconds
-        self._last_loss = "no engine was lost"  # for the message when none is left
+        self._engines = engines
+        self._evaluation = evaluation
         self._lock = asyncio.Lock()
         self._staged: deque[StagedWeights] = deque(maxlen=arguments.debug_publication_lag + 1)
+
+    @property
+    def state(self) -> PublicationState:
+        """Where it is; for the watchdog."""
+        return self._engines.state
+
+    @property
+    def evaluates_apart(self) -> bool:
+        """Whether publications leave evaluations alone."""
+        return self._evaluation is not None
 
     async def publish(self, version: int) -> Publication:
         """Bring every engine to the trainer's weights, named ``version``.
@@ -88,225 +51,30 @@ class WeightPublisher:
         ``--publication-timeout``, which counts neither a repair under way nor waiting for engines to come up.
         """
         async with self._lock:
+            self._engines.state = PublicationState.STAGING
             try:
-                async with self._deadline(f"version {version} was not exported"):
-                    self.state = PublicationState.STAGING
+                async with self._engines.deadline(f"version {version} was not exported"):
                     self._staged.append(await self._trainer.stage_weights(version))
-                return await self._publish_staged(version)
             finally:
-                self.state = PublicationState.IDLE
+                self._engines.state = PublicationState.IDLE
+            return await self._engines.publish(version, self._staged[0])
 
     async def repair(self) -> tuple[str, ...]:
         """Bring joining engines to the version that the others serve. Returns those that now serve."""
         async with self._lock:
-            joining = (await self._fleet.members()).joining
-            if not joining or not self._staged:
-                return ()
-            try:
-                async with asyncio.timeout(self._arguments.publication_timeout):
-                    return (await self._update(self._staged[0], joining)).present
-            except TimeoutError:
-                await self._fleet.fence(joining, "repair timed out (--publication-timeout)")
-                return ()
-            finally:
-                self.state = PublicationState.IDLE
+            return await self._engines.repair(self._staged[0]) if self._staged else ()
+
+    async def publish_for_evaluation(self) -> None:
+        """Bring the engines that only evaluate, if there are any, to the visible version. Raises PublicationError."""
+        if self._evaluation is None:
+            return
+        async with self._lock:
+            staged = self._staged[0]
+            await self._evaluation.publish(staged.version, staged)
 
     async def close(self) -> None:
-        """End what the transport holds."""
+        """End what the transports hold."""
         async with self._lock:
-            await self._transport.close()
-
-    async def _publish_staged(self, version: int) -> Publication:
-        staged = self._staged[0]
-        updates: list[_Update] = []
-        while not any(update.present for update in updates):
-            for engines in self._portions(await self._wait_for_engines()):
-                async with self._deadline(f"version {version} was not published"):
-                    updates.append(await self._update(staged, engines))
-        return _summary(version, staged, updates)
-
-    def _portions(self, members: FleetMembers) -> Iterator[tuple[str, ...]]:
-        """Which engines are updated together. Those that join stop nobody: first, so that there are more to go on."""
-        if self._arguments.publish_order == "all":
-            yield (*members.serving, *members.joining)
-            return
-        if members.joining:
-            yield members.joining
-        at_once = self._arguments.rolling_engines
-        for first in range(0, len(members.serving), at_once):
-            yield members.serving[first : first + at_once]
-
-    @asynccontextmanager
-    async def _deadline(self, failure: str) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._arguments.publication_timeout):
-                yield
-        except TimeoutError as error:
-            raise PublicationError(
-                f"{failure} within {self._arguments.publication_timeout:g} s (--publication-timeout); "
-                f"last state: {self.state.value}; {self._last_loss}"
-            ) from error
-
-    async def _wait_for_engines(self) -> FleetMembers:
-        self.state = PublicationState.WAITING_FOR_ENGINES
-        members = await self._fleet.members()
-        if not (members.serving or members.joining):
-            log.warning("no engine to publish to; waiting", starting=members.starting)
-        try:
-            async with asyncio.timeout(self._engines_timeout):
-                while not (members.serving or members.joining):
-                    await asyncio.sleep(self._poll_seconds)
-                    members = await self._fleet.members()
-                return members
-        except TimeoutError as error:
-            raise PublicationError(
-                f"the trainer waited {self._engines_timeout:g} s for an engine to publish to; starting: "
-                f"{members.starting or 'none'}; {self._last_loss}"
-            ) from error
-
-    async def _update(self, staged: StagedWeights, engines: Sequence[str]) -> _Update:
-        """Bring ``staged`` to ``engines``, verify, admit. Who fails is absent from the result."""
-        update, fleet = _Update(self._fleet, engines), self._fleet
-        started = now()
-        self.state = PublicationState.PREPARING
-        await update.each("probe", fleet.weight_versions)
-        await update.each("preparing", partial(self._transport.prepare, staged), blame=not self._transport.shares_fate)
-        update.prepare_seconds = now() - started
-        started = now()
-        try:
-            self.state = PublicationState.PAUSING
-            mode = self._arguments.pause_generation_mode
-            await update.each("pausing", lambda present: fleet.pause(present, mode))
-            if mode != "in_place":  # there in-flight requests keep their cache, and SGLang refuses to flush
-                await update.each("flush_cache", fleet.flush_cache)
-            self.state = PublicationState.DELIVERING
-            await self._deliver(staged, update)
-            if self._arguments.verify_weights == "full":
-                await self._compare_digests(staged, update)
-        finally:
-            await update.each("continue", fleet.resume)
-        if self._arguments.verify_weights != "off":
-            await self._compare_scores(staged, update)
-        self._last_loss = update.last_loss or self._last_loss
-        if update.present:
-            with update.timed("admit"):
-                await fleet.admit(update.present, staged.version)
-        update.pause_seconds = now() - started
-        update.sent_fraction = self._transport.sent_fraction
-        return update
-
-    async def _deliver(self, staged: StagedWeights, update: _Update) -> None:
-        """Everything to everyone; who is lost on the way is absent then.
-
-        Where one engine's failure breaks delivery for all, whose fault it was can't be told from outside. So those
-        that still answer get everything again together (they stay paused, since they hold a part of the new
-        weights), and if that breaks too, each by itself: who fails alone is fenced.
-        """
-        deliver = partial(self._transport.deliver, staged)
-        if not self._transport.shares_fate:
-            await update.each("send", deliver)
-            return
-        for _ in range(2):
-            reached = await update.each("send", deliver, blame=len(update.present) == 1)
-            if set(update.present) <= set(reached):
-                return
-            await update.each("probe", self._fleet.weight_versions)
-        for engine in update.present:
-            await update.each("send", deliver, only=engine)
-
-    async def _compare_digests(self, staged: StagedWeights, update: _Update) -> None:
-        """Fence every engine that holds anything else than was staged. While paused: nobody gets a token of it."""
-        self.state = PublicationState.VERIFYING
-        held = await update.each("digests", self._fleet.held_weights)
-        for engine, parts in held.items():
-            if reason := digest_disagreement(staged, parts, skip=self._arguments.verify_weights_skip):
-                await update.lose(engine, reason)
-
-    async def _compare_scores(self, staged: StagedWeights, update: _Update) -> None:
-        """Fence every engine whose canary disagrees."""
-        self.state = PublicationState.VERIFYING
-        scores = await update.each("canary", lambda present: self._fleet.score(present, staged.canary_tokens))
-        for engine, score in scores.items():
-            if reason := disagreement(staged, score, self._tolerance):
-                await update.lose(engine, reason)
-            else:
-                update.canary_difference = max(update.canary_difference, max_difference(staged, score))
-
-
-class _Update:
-    """One update under way: who fails a step is fenced and not called again; steps are timed."""
-
-    def __init__(self, fleet: EngineFleet, engines: Sequence[str]) -> None:
-        self.present = tuple(engines)
-        self.absent: tuple[str, ...] = ()
-        self.last_loss = ""  # who was lost last, and why
-        self.step_seconds: dict[str, float] = {}
-        self.prepare_seconds = 0.0
-        self.pause_seconds = 0.0
-        self.canary_difference = 0.0
-        self.sent_fraction = 0.0
-        self._fleet = fleet
-
-    async def each(
-        self,
-        step: str,
-        call: Callable[[Sequence[str]], Awaitable[Mapping[str, Any]]],
-        *,
-        blame: bool = True,
-        only: str | None = None,
-    ) -> Mapping[str, Any]:
-        """One step for everyone present; results of those that succeed. Who fails is fenced if it is to ``blame``."""
-        engines = self.present if only is None else (only,)
-        if not engines:
-            return {}
-        with self.timed(step):
-            results = await call(engines)
-        for engine, error in results.items():
-            if not isinstance(error, Exception):
-                continue
-            if blame:
-                await self.lose(engine, f"{step}: {error}")
-            else:
-                log.warning("publication step failed", step=step, engine=engine, error=str(error))
-        return {engine: result for engine, result in results.items() if not isinstance(result, Exception)}
-
-    async def lose(self, engine: str, reason: str) -> None:
-        """Fence ``engine``."""
-        log.warning("engine fenced", engine=engine, reason=reason)
-        await self._fleet.fence([engine], reason)
-        self.present = tuple(e for e in self.present if e != engine)
-        self.absent = (*self.absent, engine)
-        self.last_loss = f"{engine} was lost: {reason}"
-
-    @contextmanager
-    def timed(self, step: str) -> Iterator[None]:
-        """Add the seconds inside to ``step``."""
-        started = now()
-        try:
-            yield
-        finally:
-            self.step_seconds[step] = self.step_seconds.get(step, 0.0) + now() - started
-
-
-def _summary(version: int, staged: StagedWeights, updates: Sequence[_Update]) -> Publication:
-    """Of all portions. Seconds of pausing are those of an engine, on average."""
-    present = [len(update.present) for update in updates]
-    steps: Counter[str] = Counter()
-    for update in updates:
-        steps.update(update.step_seconds)
-    return Publication(
-        version=version,
-        sent_version=staged.version,
-        engines=tuple(engine for update in updates for engine in update.present),
-        fenced=tuple(engine for update in updates for engine in update.absent),
-        prepare_seconds=staged.prepare_seconds + sum(update.prepare_seconds for update in updates),
-        pause_seconds=_mean([update.pause_seconds for update in updates], present),
-        step_seconds=steps,
-        canary_difference=max(update.canary_difference for update in updates),
-        total_bytes=staged.total_bytes,
-        sent_fraction=_mean([update.sent_fraction for update in updates], present),
-    )
-
-
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+            await self._engines.close()
+            if self._evaluation is not None:
+                await self._evaluation.close()

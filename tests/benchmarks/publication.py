@@ -24,6 +24,7 @@ from arguments.weights import WeightsArguments
 from miles_async.types import CanaryScore, FleetMembers, Publication, StagedWeights, TensorMeta
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
 from tests.benchmarks.report import Row
 
 SIZES = {"50M": (1024, 48), "500M": (2048, 119)}  # parameters → width and number of square matrices
@@ -321,13 +322,9 @@ async def measure(size: str, receivers: int) -> Row:
 
 async def publish(trainer: Trainer, fleet: Fleet, transport: str, version: int) -> Publication:
     arguments = WeightsArguments(weight_transport=transport)
-    publisher = WeightPublisher(
-        trainer,  # type: ignore[arg-type]
-        fleet,  # type: ignore[arg-type]
-        choose_transport(arguments, trainer, fleet, "cpu"),  # type: ignore[arg-type]
-        arguments,
-        tolerance=1e-3,
-    )
+    chosen = choose_transport(arguments, trainer, fleet, "cpu")  # type: ignore[arg-type]
+    updater = FleetUpdater(fleet, chosen, arguments, tolerance=1e-3)  # type: ignore[arg-type]
+    publisher = WeightPublisher(trainer, updater, arguments)  # type: ignore[arg-type]
     publication = await publisher.publish(version)
     await publisher.close()
     return publication

@@ -89,7 +89,8 @@ async def measure(concurrency: int, seconds: float, log_dir: Path) -> dict[str, 
             added.append(time.perf_counter() - started - engines.took[key])
             messages.append(answer["choices"][0]["message"])
         collected = await service.collect(opened)
-        assert collected.samples[0].metadata["turns"] == TURNS
+        assert collected.sample is not None
+        assert collected.sample.metadata["turns"] == TURNS
 
     try:
         process = psutil.Process(children[0].pid)

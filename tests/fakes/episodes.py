@@ -128,7 +128,7 @@ class Episode:
             output_ids=np.array(output_ids, np.int32),
             logprobs=np.linspace(-1, -0.5, length).astype(np.float32) - self.said,
             weight_versions=np.full(length, self.said, np.int32),
-            finish_reason="stop" if output_ids[-1] in self.chat.stop_ids else "length",
+            finish_reason="stop" if self.chat.stop_ids & {*output_ids[-1:]} else "length",
             engines=("engine-0",),
             chunks=1,
             prompt_tokens=context.length,

@@ -22,21 +22,21 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 MARK = "MILES_ASYNC_TEST_RUN"  # an environment variable: every process of a run inherits it, however it detaches
 LEAVING_SECONDS = 15.0
+REVERSE = (sys.executable, "-m", "miles_async", "train", "@examples/quickstart/reverse.args")
 
 
 class RealRun:
     """One ``miles-async train``, under way or over."""
 
-    def __init__(self, run_dir: Path, flags: tuple[str, ...]) -> None:
+    def __init__(self, run_dir: Path, flags: tuple[str, ...], command: tuple[str, ...] = REVERSE) -> None:
+        """``command``: relative to the root; flags are appended."""
         prepare_quickstart(["--task", "reverse"])  # makes what is absent, in a second
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
         self.output_path = run_dir.with_suffix(".out")
-        command = [sys.executable, "-m", "miles_async", "train", "@examples/quickstart/reverse.args"]
-        command += ["--run-dir", str(run_dir), "--save-hf", "none", "--no-use-wandb", *flags]
         with self.output_path.open("w") as output:
             self.process = subprocess.Popen(
-                command,
+                [*command, "--run-dir", str(run_dir), "--save-hf", "none", "--no-use-wandb", *flags],
                 cwd=ROOT,
                 env={**os.environ, MARK: self._mark},
                 stdout=output,
@@ -106,9 +106,9 @@ class RealRun:
 
 
 @contextmanager
-def real_run(run_dir: Path, *flags: str) -> Iterator[RealRun]:
+def real_run(run_dir: Path, *flags: str, command: tuple[str, ...] = REVERSE) -> Iterator[RealRun]:
     """Start a run; at the end nothing of it is alive."""
-    run = RealRun(run_dir, flags)
+    run = RealRun(run_dir, flags, command)
     try:
         yield run
     finally:

@@ -27,6 +27,7 @@ from miles_async.engines.placement import LocalServers, RayServers
 from miles_async.engines.registry import EngineState
 from miles_async.engines.server import ServerSpec
 from miles_async.engines.stack import EngineStack
+from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import Generation, TensorMeta
@@ -77,15 +78,15 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
         model_path=str(models[0]), device="cpu", dtype="float32", start_timeout=200, log_dir=str(folder / "logs")
     )
     stack = EngineStack(
-        spec,
+        [EngineGroup(engines=1, launch=RayServers(spec))],
         EnginesArguments(request_timeout=120.0, engine_start_timeout=200.0),
-        num_engines=1,
-        launch=RayServers(spec),
+        log_dir=folder / "logs",
+        single_node=True,
         parse_versions=parse_spans,
         publication_timeout=60.0,
     )
     await stack.start()
-    result = Running(stack, models, asyncio.ensure_future(stack.fleet.supervise()))
+    result = Running(stack, models, asyncio.ensure_future(stack.supervise()))
     await result.note_processes()
     try:
         yield result
@@ -403,7 +404,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
         await registry.wait_until(lambda: registry.engines[ENGINE].state is not EngineState.SERVING)
     assert not registry.may_dispatch()
     async with asyncio.timeout(200):
-        await stack.fleet.wait_for_joining()
+        await stack.wait_for_joining()
     await running.note_processes()
     assert await stack.router.workers() == []
     trainer = Trainer(running.models[1])
@@ -418,7 +419,8 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     spec = ServerSpec(model_path=str(tmp_path / "nothing-here"), device="cpu", dtype="float32", log_dir=str(tmp_path))
-    stack = EngineStack(spec, EnginesArguments(), num_engines=1, launch=LocalServers(spec), parse_versions=parse_spans)
+    group = EngineGroup(engines=1, launch=LocalServers(spec))
+    stack = EngineStack([group], EnginesArguments(), log_dir=tmp_path, single_node=True, parse_versions=parse_spans)
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
         async with asyncio.timeout(120):
             await stack.start()

@@ -13,6 +13,7 @@ from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
+from miles_async.engines.router_metrics import router_metrics
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineStartError, TransientEngineError
 from miles_async.staleness.versions import parse_spans
@@ -75,6 +76,18 @@ async def test_a_key_stays_with_its_engine_and_keys_spread(setup: Setup) -> None
     homes = {key: await engine_of(key) for key in map(str, range(24))}
     assert set(homes.values()) == {"engine-0", "engine-1"}
     assert {key: await engine_of(key) for key in homes} == homes
+
+
+async def test_its_own_metrics_are_read(setup: Setup) -> None:
+    for key in map(str, range(6)):
+        await setup.client.generate([5, 6], SAMPLING, routing_key=key)
+    http = Http()
+    async with http.session.get(setup.router.metrics_url) as response:
+        found = router_metrics(await response.text())
+    await http.close()
+    assert (found["workers"], found["requests"], found["failed_requests"], found["affinity"]) == (2, 6, 0, 1)
+    assert 0 < found["request_seconds/mean"] < 20
+    assert found["resident_bytes"] > 1 << 20
 
 
 async def test_all_fields_of_a_request_arrive(setup: Setup) -> None:

@@ -89,7 +89,7 @@ async def test_a_session_samples_through_the_rollout_process(tmp_path: Path) -> 
         with pytest.raises(openai.InternalServerError, match="engines are gone"):
             await chat(session)
         assert (await service.collect(session)).failure == "engines are gone"
-    (sample,) = collected.samples
+    sample = collected.sample
     assert sample.tokens[sample.loss_mask == 1].tolist() == ANSWER
     assert set(sample.weight_versions[sample.loss_mask == 1]) == {5}
     assert model.routing_keys[0] == "7-1"
@@ -112,7 +112,7 @@ async def test_a_server_that_dies_or_hangs_costs_its_open_sessions_and_nothing_e
         again = await service.open(SETTINGS)
         assert again.instance_id not in (first.instance_id, session.instance_id)
         assert await chat(again) == "21"
-        assert len((await service.collect(again)).samples) == 1
+        assert (await service.collect(again)).sample is not None
 
 
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

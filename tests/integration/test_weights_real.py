@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from arguments import WeightsArguments
+from miles_async.engines.external import ExternalServers
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.server import ServerSpec
+from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
 from miles_async.types import FleetMembers, Publication, StagedWeights
@@ -33,6 +35,7 @@ from miles_async.weights.senders.distributed import DistributedSender
 from miles_async.weights.senders.object_store import ObjectStoreSender
 from miles_async.weights.staging import Staging, StagingOptions
 from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_engine import FakeRouter
 from tests.fakes.fake_sides import FakeTrainer
 from tests.integration.served_models import reference_logprobs, save_served
@@ -108,16 +111,17 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
-    fleet = RecordingFleet(registry, router, http, Traffic(), LocalServers(spec), num_engines=1)
+    supervisor = EngineSupervisor(registry, router, http, [EngineGroup(engines=1, launch=LocalServers(spec))])
+    fleet = RecordingFleet(registry, supervisor, http, Traffic())
     await router.start()
-    await fleet.start()
-    handle: Any = fleet._handles[ENGINE]
+    await supervisor.start()
+    handle: Any = supervisor.handle(ENGINE)
     main = psutil.Process(await handle.pid())
     processes = [main, *main.children(recursive=True)]
     yield Server(fleet, registry, http, models, folder, processes)
     host_directory = handle._directory.path
     assert host_directory.is_dir()
-    await fleet.stop()
+    await supervisor.stop()
     assert not host_directory.exists()
     await http.close()
     assert psutil.wait_procs(processes, 10)[1] == []
@@ -165,14 +169,9 @@ async def publisher(server: Server, corrupt: Corrupt | None = None, **flags: Any
         else ObjectStoreSender(options, put=np.array)
     )
     trainer = SavedWeights(server, sender, corrupt)
-    publishing = WeightPublisher(
-        trainer,
-        server.fleet,
-        choose_transport(arguments, trainer, server.fleet, "cpu"),
-        arguments,
-        tolerance=1e-3,
-        engines_timeout=1.0,
-    )
+    transport = choose_transport(arguments, trainer, server.fleet, "cpu")
+    updater = FleetUpdater(server.fleet, transport, arguments, tolerance=1e-3, engines_timeout=1.0)
+    publishing = WeightPublisher(trainer, updater, arguments)
     try:
         yield publishing
     finally:
@@ -249,6 +248,29 @@ async def test_what_is_corrupted_on_the_way_is_never_committed(
     async with publisher(server) as publishing:  # what is right is taken by the same engine
         assert (await publish_next(server, publishing)).engines == (ENGINE,)
     assert server.registry.may_dispatch()
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+async def test_an_external_engine_is_brought_to_the_weights_and_left_running(server: Server, transport: str) -> None:
+    # covers: C8
+    url = server.registry.engines[ENGINE].url
+    assert url is not None
+    registry, attached = (
+        EngineRegistry(),
+        EngineGroup(engines=1, launch=ExternalServers([url.removeprefix("http://")], 30.0)),
+    )
+    router: Any = FakeRouter(registry)
+    supervisor = EngineSupervisor(registry, router, server.http, [attached])
+    await router.start()
+    await supervisor.start()
+    external = replace(server, fleet=RecordingFleet(registry, supervisor, server.http, Traffic()), registry=registry)
+    async with publisher(external, verify_weights="canary", **TRANSPORTS[transport]) as publishing:
+        assert (await publish_next(external, publishing)).engines == (ENGINE,)
+    assert external.fleet.fenced == []
+    await supervisor.stop()
+    server.version = external.version
+    reply = await server.generate(4)
+    assert reply["meta_info"]["weight_versions"] == [{"version": str(server.version), "start": 0, "end": 4}]
 
 
 async def test_nothing_is_left_by_publications(server: Server) -> None:

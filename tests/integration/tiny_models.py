@@ -75,7 +75,10 @@ MIXTURES = ("qwen3-moe", "glm4-moe", "deepseek-v3", "moonlight")
 
 
 def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config: Any) -> Path:
-    """A model of ``FAMILIES``, its parameters and router biases shaken so that no two of them are alike."""
+    """A model of ``FAMILIES``, its parameters and router biases shaken so that no two of them are alike.
+
+    Router biases are in fp32 whatever ``dtype``, as in published checkpoints.
+    """
     import torch
     import transformers
 
@@ -91,7 +94,9 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
                 tensor.data.add_(0.1 * torch.randn_like(tensor))
             else:
                 tensor.data.mul_(3)
-    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.save_pretrained(directory)
     return directory
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from miles_async.staleness.versions import group_of
-from miles_async.types import NO_VERSION, Attempt, FinishReason, Group, Prompt, Sample
+from miles_async.types import NO_VERSION, Attempt, Branch, FinishReason, Group, Prompt, Sample
 
 
 def make_prompt(prompt_id: str = "prompts.jsonl:0") -> Prompt:
@@ -27,24 +28,36 @@ def make_sample(
     finish_reason: FinishReason = "stop",
     first_token: int = 0,
     text: str = "21",
+    more_branches: Sequence[Sequence[int]] = (),
 ) -> Sample:
     """A sample with one sampled token per entry of ``versions``; NO_VERSION entries are tool output.
 
     Tokens count up from ``first_token``, so that every token of a batch can be told from all others.
     """
+    branch = _make_branch(versions, prompt_length, first_token)
+    more: list[Branch] = []
+    for of_branch in more_branches:
+        more.append(_make_branch(of_branch, prompt_length, int([branch, *more][-1].tokens[-1]) + 1))
+    return Sample(
+        **msgspec.structs.asdict(branch),
+        text=text,
+        finish_reason=finish_reason,
+        reward=reward,
+        more_branches=tuple(more),
+    )
+
+
+def _make_branch(versions: Sequence[int], prompt_length: int, first_token: int) -> Branch:
     length = prompt_length + len(versions)
     tokens = np.arange(first_token, first_token + length, dtype=np.int32)
     weight_versions = np.array([NO_VERSION] * prompt_length + list(versions), dtype=np.int32)
     loss_mask = (weight_versions != NO_VERSION).astype(np.uint8)
-    return Sample(
+    return Branch(
         tokens=tokens,
         prompt_length=prompt_length,
         loss_mask=loss_mask,
         rollout_logprobs=(-0.25 * tokens * loss_mask).astype(np.float32),
         weight_versions=weight_versions,
-        text=text,
-        finish_reason=finish_reason,
-        reward=reward,
     )
 
 

@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -31,6 +32,7 @@ from miles_async.staleness.pool import Pool
 from miles_async.types import NO_VERSION
 from tests.property import test_property_pool as pool_properties
 from tests.property import test_property_versions as version_properties
+from tests.property.builders import make_sample
 
 SEEDS = st.integers(0, 2**32 - 1)
 REPRODUCIBLE = settings(
@@ -86,11 +88,13 @@ def label_only(dispatch: int, label: object) -> None:
 @given(st.lists(st.tuples(st.integers(NO_VERSION, 4), st.booleans()), min_size=1, max_size=6))
 def loss_tokens(tokens: list[tuple[int, bool]]) -> None:
     """A sample has an age only if every token that carries loss has a version."""
-    weight_versions = np.array([version for version, _ in tokens], dtype=np.int32)
-    loss_mask = np.array([carries_loss for _, carries_loss in tokens], dtype=np.uint8)
     trained = [version for version, carries_loss in tokens if carries_loss]
+    sample = msgspec.structs.replace(
+        make_sample([version for version, _ in tokens], prompt_length=0),
+        loss_mask=np.array([carries_loss for _, carries_loss in tokens], dtype=np.uint8),
+    )
     try:
-        oldest = versions.oldest_version(weight_versions, loss_mask)
+        oldest = versions.oldest_version(sample)
     except VersionUnknownError:
         assert not trained or NO_VERSION in trained
         return
@@ -199,7 +203,7 @@ MUTANTS = (
     Mutant(
         name="a trimmed group keeps what is too old",
         function=StalenessBuffer._fresh_rest,
-        old="if not is_stale(oldest_version(sample.weight_versions, sample.loss_mask), target_version, self._bound)",
+        old="if not is_stale(oldest_version(sample), target_version, self._bound)",
         new="",
         caught_by=lossy_runs,
         where="start_training",
@@ -262,15 +266,15 @@ MUTANTS = (
     ),
     Mutant(
         name="loss tokens without a version are passed over",
-        function=versions._loss_versions,
-        old="weight_versions[loss_mask != 0]",
-        new="weight_versions[(loss_mask != 0) & (weight_versions != NO_VERSION)]",
+        function=versions.loss_versions,
+        old="[branch.loss_mask != 0]",
+        new="[(branch.loss_mask != 0) & (branch.weight_versions != NO_VERSION)]",
         caught_by=loss_tokens,
         where="loss_tokens",
     ),
     Mutant(
         name="loss tokens without a version have version -1",
-        function=versions._loss_versions,
+        function=versions.loss_versions,
         old="versions.min() <= NO_VERSION",
         new="versions.min() < NO_VERSION",
         caught_by=loss_tokens,

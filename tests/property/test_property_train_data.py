@@ -22,42 +22,46 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 @st.composite
 def batches(draw: st.DrawFn) -> TrainBatch:
-    """Up to five groups of one to four samples; every token of the batch differs from all others."""
+    """Up to five groups of one to four samples of one to three branches; every token differs from all others."""
+    versions = st.lists(st.integers(NO_VERSION, 4), max_size=7).flatmap(
+        lambda before: st.integers(0, 4).map(lambda last: [*before, last])
+    )
     groups, next_token, sizes = [], 0, draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     for attempt_id, size in enumerate(sizes):
         samples = []
         for _ in range(size):
-            versions = [*draw(st.lists(st.integers(NO_VERSION, 4), max_size=7)), draw(st.integers(0, 4))]
             sample = make_sample(
-                versions,
+                draw(versions),
+                more_branches=draw(st.just([]) | st.lists(versions, max_size=2)),
                 prompt_length=draw(st.integers(1, 3)),
                 reward=draw(st.sampled_from([0.0, 0.5, 1.0])),
                 first_token=next_token,
             )
-            next_token += len(sample.tokens)
+            next_token += sum(len(branch.tokens) for branch in sample.branches)
             samples.append(sample)
         groups.append(group_of(make_attempt(attempt_id), samples))
     rewards = np.array([s.reward for g in groups for s in g.samples], dtype=np.float32)
     return build_batch(groups, advantages(rewards, sizes, "grpo"))
 
 
-def samples_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
-    """Everything that is known of each sample, by sample id."""
+def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
+    """Everything that is known of each branch, by its first token."""
     result: dict[int, tuple[object, ...]] = {}
-    for s, sample_id in enumerate(batch.sample_ids.tolist()):
+    for s in range(batch.num_branches):
         tokens = slice(batch.offsets[s], batch.offsets[s + 1])
         per_token = (batch.tokens, batch.loss_mask, batch.rollout_logprobs, batch.weight_versions)
-        per_sample = (batch.oldest_versions, batch.advantages, batch.rewards)
-        result[sample_id] = (*(tuple(a[tokens]) for a in per_token), *(a[s].item() for a in per_sample))
-    assert len(result) == batch.num_samples
+        per_branch = (batch.oldest_versions, batch.advantages, batch.rewards, batch.sample_ids)
+        first = int(batch.tokens[batch.offsets[s]])
+        result[first] = (*(tuple(a[tokens]) for a in per_token), *(a[s].item() for a in per_branch))
+    assert len(result) == batch.num_branches
     return result
 
 
 @given(batches(), st.data())
 def test_select_keeps_every_array_aligned(batch: TrainBatch, data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.integers(0, batch.num_samples - 1), unique=True))
-    whole = samples_of(batch)
-    assert samples_of(select(batch, chosen)) == {index: whole[index] for index in chosen}
+    chosen = data.draw(st.lists(st.integers(0, batch.num_branches - 1), unique=True))
+    whole = list(branches_of(batch).items())
+    assert branches_of(select(batch, chosen)) == dict(whole[index] for index in chosen)
 
 
 @given(LENGTHS, st.integers(50, 120))
@@ -85,30 +89,33 @@ def test_splitting_bins_reaches_any_count_up_to_one_sample_each(
 def test_split(batch: TrainBatch, dp_size: int, max_tokens: int, per_step: int | None) -> None:
     shards = split(batch, dp_size, max_tokens, per_step, target_version=4)
     assert [(s.dp_rank, s.dp_size, s.target_version) for s in shards] == [(r, dp_size, 4) for r in range(dp_size)]
-    assert_every_sample_once(batch, shards)
+    assert_every_branch_once(batch, shards)
     assert_in_step_and_balanced(shards, max_tokens)
     # One rank alone gets the same samples per optimizer step, and the same tokens to divide the loss by.
     (alone,) = split(batch, 1, max_tokens, per_step, target_version=4)
     assert all(shard.loss_tokens == alone.loss_tokens for shard in shards)
     assert sum(alone.loss_tokens) == batch.loss_mask.sum()
+    seen: set[int] = set()
     for step, micro_batches in enumerate(alone.optimizer_steps):
         expected = {i for m in micro_batches for i in m.sample_ids.tolist()}
         found = {i for s in shards for m in s.optimizer_steps[step] for i in m.sample_ids.tolist()} - {FILLER}
         assert found == expected
         assert expected == set(range(min(expected), max(expected) + 1))  # in batch order: groups stay together
-        assert per_step is None or len(expected) <= per_step
+        assert per_step is None or len(expected) <= per_step  # samples, however many branches
+        assert not seen & expected  # all branches of a sample are in one step
+        seen |= expected
 
 
-def assert_every_sample_once(batch: TrainBatch, shards: tuple[TrainShard, ...]) -> None:
+def assert_every_branch_once(batch: TrainBatch, shards: tuple[TrainShard, ...]) -> None:
     found: dict[int, tuple[object, ...]] = {}
     for micro_batch in (m for shard in shards for step in shard.optimizer_steps for m in step):
         if micro_batch.sample_ids.tolist() == [FILLER]:
             assert not micro_batch.loss_mask.any()
             continue
-        samples = samples_of(micro_batch)
-        assert not samples.keys() & found.keys()
-        found |= samples
-    assert found == samples_of(batch)
+        branches = branches_of(micro_batch)
+        assert not branches.keys() & found.keys()
+        found |= branches
+    assert found == branches_of(batch)
 
 
 def assert_in_step_and_balanced(shards: tuple[TrainShard, ...], max_tokens: int) -> None:
@@ -120,7 +127,7 @@ def assert_in_step_and_balanced(shards: tuple[TrainShard, ...], max_tokens: int)
         rounds = list(zip(*sizes, strict=True))
         assert max(totals) - min(totals) <= max(max(of_round) - min(of_round) for of_round in rounds)
         fillers = sum(m.sample_ids[0] == FILLER for of_rank in micro_batches for m in of_rank)
-        alone = sum(m.num_samples == 1 for of_rank in micro_batches for m in of_rank)
+        alone = sum(m.num_branches == 1 for of_rank in micro_batches for m in of_rank)
         assert fillers == 0 or alone == sum(map(len, micro_batches))  # only when no bin can be split further
 
 

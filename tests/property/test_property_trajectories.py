@@ -44,7 +44,9 @@ def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
     turns = [episode.turn(data.draw(questions()), data.draw(anything()))]
     for appended, say in data.draw(rounds(anything())):
         turns.append(episode.turn(appended, say))
-    (sample,) = episode.trajectory.samples()
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    assert not sample.more_branches
 
     mask = sample.loss_mask.astype(bool)
     kept = [following.context.kept for following in turns[1:]] + [len(turns[-1].sampled.output_ids)]
@@ -112,7 +114,9 @@ def test_a_model_that_writes_as_the_template_does_gives_the_templates_own_tokens
         turn = episode.turn(appended, say)
         assert turn.context.parent is (None if len(episode.trajectory.turns) == 1 else episode.trajectory.turns[-2])
         appended = following
-    (sample,) = episode.trajectory.samples()
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    assert not sample.more_branches
     *history, _ = (canonical(message) for message in episode.messages)
     prompt = episode.chat.render(history, tools, {}, generation_prompt=True)
     assert sample.tokens.tolist() == [*episode.chat.tokenize(prompt), *turn.sampled.output_ids.tolist()]
@@ -134,14 +138,16 @@ def test_an_agent_that_goes_back_forks_and_each_sampled_token_carries_loss_once(
         episode.messages = [] if parent is None else list(episode.histories[parent])
         turns.append(episode.turn(messages, say))
         assert turns[-1].context.parent is parent
-    samples = episode.trajectory.samples()
+    sample = episode.trajectory.sample()
+    assert sample is not None
 
     parents = {turn.context.parent for turn in turns}
-    assert len(samples) == len(turns) - len(parents - {None})
-    carrying = np.concatenate([sample.weight_versions[sample.loss_mask == 1] for sample in samples]).tolist()
+    leaves = [turn for turn in turns if turn not in parents]
+    assert len(sample.more_branches) in (len(leaves) - 1, sum(len(t.sampled.output_ids) > 0 for t in leaves) - 1)
+    carrying = np.concatenate([branch.weight_versions[branch.loss_mask == 1] for branch in sample.branches]).tolist()
     for number, turn in enumerate(turns, start=1):  # which is its version, too
         said = len(turn.sampled.output_ids)
         assert carrying.count(number) in ({said, said - 1} if turn in parents else {said})
-    for sample in samples:
-        assert ((sample.weight_versions != NO_VERSION) == (sample.loss_mask == 1)).all()
-    assert {sample.text for sample in samples} == {episode.chat.decode(turns[-1].sampled.output_ids)}
+    for branch in sample.branches:
+        assert ((branch.weight_versions != NO_VERSION) == (branch.loss_mask == 1)).all()
+    assert sample.text == episode.chat.decode(turns[-1].sampled.output_ids)

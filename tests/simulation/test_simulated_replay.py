@@ -48,8 +48,8 @@ def test_a_run_with_faults_is_replayed_step_by_step(tmp_path: Path) -> None:
     assert [batch.step for batch in batches] == [step.step for step in result.steps]
     for batch, step in zip(batches, result.steps, strict=True):
         assert {batch.target_version - int(oldest) for oldest in batch.batch.oldest_versions} == set(step.ages)
-        assert sum(step.ages.values()) == batch.batch.num_samples
-    assert any(batch.batch.num_samples < chosen.rollout.samples_per_rollout for batch in batches)  # trimmed
+        assert sum(step.ages.values()) == batch.batch.num_branches
+    assert any(batch.batch.num_branches < chosen.rollout.samples_per_rollout for batch in batches)  # trimmed
     assert replay.complete
     with pytest.raises(ReplayDifference):
         list(replay_of(replace(chosen, staleness=replace(chosen.staleness, stale_group_action="drop"))))

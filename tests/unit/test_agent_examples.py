@@ -18,7 +18,7 @@ from examples.calculator_tool.calculator import CALCULATOR, calculate
 from examples.calculator_tool.environment import CalculatorEnvironment
 from examples.calculator_tool.prepare import main as prepare_calculator
 from examples.calculator_tool.prepare import questions
-from examples.quickstart.tokenizer import MODEL_MAX_LENGTH
+from examples.quickstart.tokenizer import MODEL_MAX_LENGTH, VOCABULARY
 from examples.search_agent.environment import Retrieval
 from examples.search_agent.prepare import corpus_and_questions
 from examples.search_agent.retrieval_server import CORPUS, Index, application
@@ -55,6 +55,7 @@ async def test_the_calculator_answers_calls_and_pays_for_right_answers_that_ende
     observed = await environment.step(said("<call>17*23</call>"))
     assert [message["content"] for message in observed.messages] == ["391"]
     assert not observed.done
+    assert observed.metrics == {"tool_calls": 1}
     assert (await environment.step(said("391"))).reward == 1.0
     assert (await environment.step(said("391", finish_reason="length"))).reward == 0.0
     assert (await environment.step(said("392"))).reward == 0.0
@@ -121,9 +122,45 @@ def test_dialogues_are_what_the_chat_template_writes() -> None:
         assert any(by_model)
 
 
+def test_turns_of_a_dialogue_are_what_the_model_says_after_what_it_sees() -> None:
+    dialogue = TASKS[1](random.Random(0), True)
+    ids, _ = dialogue.tokens()
+    said_by_model = [content for role, content in dialogue.messages if role == "assistant"]
+    turns = dialogue.turns()
+    assert [decoded(said) for _, said in turns] == [f"{content}<eos>" for content in said_by_model]
+    assert all(ids[: len(before) + len(said)] == before + said for before, said in turns)
+
+
+def decoded(ids: list[int]) -> str:
+    return "".join(VOCABULARY[token] for token in ids)
+
+
+def test_shipped_model_uses_tools_in_some_dialogues_and_knows_how() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from examples.tool_model.warm_start import MODEL, TOOL_SHARE, shares_as_taught
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, local_files_only=True)
+    for task in TASKS:
+        uses_tool, *then = shares_as_taught(model, task)
+        assert uses_tool == pytest.approx(TOOL_SHARE, abs=0.15)  # where RL can learn: both happen
+        assert min(then) > 0.9
+    assert (MODEL / "model.safetensors").stat().st_size < 2_000_000
+
+
+def test_shipped_tokenizer_of_the_model_is_the_one_of_the_source(tmp_path: Path) -> None:
+    from examples.quickstart.tokenizer import build_tokenizer
+    from examples.tool_model.warm_start import MODEL
+
+    build_tokenizer().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (MODEL / name).read_text() == (tmp_path / name).read_text()
+
+
 @pytest.mark.parametrize("name", ["calculator_tool/calculator", "blackbox_agent/blackbox", "search_agent/search"])
 def test_argument_files_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     arguments = parse_arguments([f"@examples/{name}.args"]).arguments
     assert arguments.sessions.is_multi_turn
+    assert arguments.model.hf_checkpoint.is_dir()
     assert arguments.sessions.tool_call_parser == "examples.tool_model.calls:parse_calls"

@@ -20,6 +20,7 @@ from miles_async.controller import Controller, Position
 from miles_async.errors import ContractViolation, EngineError, TrainerError, first_error
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
 
 
@@ -69,6 +70,8 @@ def bench(
     action: str = "recycle",
     age: int = 0,
     evaluate: bool = False,
+    eval_interval: int | None = None,
+    apart: FakeFleet | None = None,
     save_interval: int | None = None,
     resume: Position | None = None,
     tmp: Any = None,
@@ -77,8 +80,12 @@ def bench(
     rollout, trainer, records = FakeRollout(events, age=age), FakeTrainer(events, buckets=1), Records()
     weights = WeightsArguments(update_weights_interval=interval)
     fleet = FakeFleet([])
-    transport = choose_transport(weights, trainer, fleet, "cpu")
-    publisher = WeightPublisher(trainer, fleet, transport, weights, tolerance=1e-3)
+
+    def updater(of: FakeFleet) -> FleetUpdater:
+        transport = choose_transport(weights, trainer, of, "cpu")
+        return FleetUpdater(of, transport, weights, tolerance=1e-3, engines_timeout=0.0)
+
+    publisher = WeightPublisher(trainer, updater(fleet), weights, evaluation=updater(apart) if apart else None)
     controller = Controller(
         rollout=rollout,  # type: ignore[arg-type]
         trainer=trainer,
@@ -88,7 +95,7 @@ def bench(
         rollout_arguments=RolloutArguments(num_rollout=steps),
         staleness=StalenessArguments(max_weight_staleness=bound, stale_group_action=action),
         weights=weights,
-        evaluation=EvaluationArguments(eval_prompt_data="x" if evaluate else None),  # type: ignore[arg-type]
+        evaluation=EvaluationArguments(eval_prompt_data=("x",) if evaluate else None, eval_interval=eval_interval),
         checkpoint=CheckpointArguments(save="y" if save_interval else None, save_interval=save_interval),  # type: ignore[arg-type]
     )
     return Bench(events, rollout, trainer, records, controller)
@@ -164,6 +171,42 @@ async def test_publication_waits_for_the_evaluation_of_the_visible_version() -> 
         assert "stage 1" not in b.events
         gate.set()
     assert "stage 1" in b.events
+
+
+async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
+    # covers: R4
+    apart = FakeFleet([])
+    b = bench(steps=4, evaluate=True, eval_interval=2, apart=apart)
+    gates = [asyncio.Event() for _ in range(3)]
+    plain, evaluations = b.rollout.evaluate, iter(gates)
+    pinned = []
+
+    async def slow() -> Mapping[str, float]:
+        gate = next(evaluations)
+        pinned.append(apart.versions["engine-0"])
+        await gate.wait()
+        return await plain()
+
+    b.rollout.evaluate = slow
+    async with asyncio.TaskGroup() as scope:
+        scope.create_task(b.controller.run())
+        for _ in range(300):
+            await asyncio.sleep(0)
+        assert "stage 2" in b.events, "training goes on during the evaluation of version 0"
+        assert "stage 3" not in b.events, "until the next evaluation wants the same engines"
+        assert apart.versions["engine-0"] == 0
+        for gate in gates:
+            gate.set()
+    assert pinned == [0, 2, 4]
+    assert b.records.evaluations == [0, 2, 4]
+
+
+async def test_engines_for_evaluation_that_fail_do_not_stop_training() -> None:
+    # covers: C9
+    b = bench(steps=2, evaluate=True, apart=FakeFleet([], joining=()))
+    await b.controller.run()
+    assert len(b.records.steps) == 2
+    assert b.records.evaluations == []
 
 
 async def test_failing_evaluation_does_not_stop_training() -> None:

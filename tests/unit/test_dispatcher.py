@@ -16,6 +16,7 @@ from arguments import RolloutArguments
 from miles_async.errors import (
     DataError,
     RequestRejectedError,
+    RewardUnavailableError,
     StalledError,
     TransientEngineError,
     first_error,
@@ -292,6 +293,37 @@ def fail_for(prompt_id: str) -> Any:
         return 1.0
 
     return failing
+
+
+async def test_while_a_reward_is_not_to_be_had_its_sample_waits_and_nothing_else() -> None:
+    # covers: C6
+    asked: list[str] = []
+
+    async def down_at_first(prompt: Prompt, sample: Sample) -> float:
+        asked.append(sample.text)
+        if len(asked) <= 2:
+            raise RewardUnavailableError("connection refused")
+        return 1.0
+
+    bench = Bench(reward=down_at_first, total_groups=BATCH)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+    assert bench.engine.calls == 2 * BATCH  # nothing was generated again
+    assert len(asked) == 2 * BATCH + 2
+    assert bench.balance()["failed"] == 0
+
+
+async def test_a_reward_that_stays_away_is_charged_to_the_infrastructure() -> None:
+    # covers: C6
+    async def down(prompt: Prompt, sample: Sample) -> float:
+        if prompt.prompt_id == "p1":
+            raise RewardUnavailableError("connection refused")
+        return 1.0
+
+    bench = Bench(reward=down)
+    async with running(bench):
+        await until(lambda: len(bench.dispatcher.pool.dead_letters) == 1)
+    assert bench.dispatcher.pool.dead_letters[0].reasons == ("infrastructure: connection refused",) * 2
 
 
 async def test_too_many_quarantined_prompts_stop_the_run() -> None:

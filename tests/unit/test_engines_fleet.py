@@ -12,8 +12,9 @@ import pytest
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.errors import EngineError, EngineStartError
+from miles_async.errors import ConfigurationError, EngineError, EngineStartError
 from miles_async.types import TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
@@ -32,15 +33,14 @@ class Setup:
         self.traffic = Traffic()
         self.servers: list[list[FakeServer]] = [[] for _ in range(num_engines)]
         self._make = make or (lambda index, incarnation: FakeServer(FakeEngine()))
-        self.fleet = Fleet(
+        self.supervisor = EngineSupervisor(
             self.registry,
             self.router,  # type: ignore[arg-type]
             self.http,
-            self.traffic,
-            self._launch,
-            num_engines=num_engines,
+            [EngineGroup(engines=num_engines, launch=self._launch)],
             max_restarts=max_restarts,
         )
+        self.fleet = Fleet(self.registry, self.supervisor, self.http, self.traffic)
 
     def _launch(self, index: int, incarnation: int) -> FakeServer:
         server = self._make(index, incarnation)
@@ -70,14 +70,14 @@ class Setup:
 async def started(num_engines: int, **options: object) -> AsyncIterator[Setup]:
     setup = Setup(num_engines, **options)  # type: ignore[arg-type]
     await setup.router.start()
-    await setup.fleet.start()
-    supervision = asyncio.ensure_future(setup.fleet.supervise())
+    await setup.supervisor.start()
+    supervision = asyncio.ensure_future(setup.supervisor.supervise())
     try:
         yield setup
     finally:
         supervision.cancel()
         await asyncio.gather(supervision, return_exceptions=True)
-        await setup.fleet.stop()
+        await setup.supervisor.stop()
         await setup.http.close()
 
 
@@ -255,22 +255,22 @@ async def test_a_fenced_engine_is_out_at_once_and_restarted() -> None:  # covers
         assert setup.router.registered == []
         assert not setup.registry.may_dispatch()
         async with asyncio.timeout(5):
-            await setup.fleet.wait_for_joining()
+            await setup.supervisor.wait_for_joining()
         assert setup.servers[0][0].stopped
         assert setup.registry.engines["engine-0"].reason == "canary disagrees"
 
 
 async def test_supervision_ends_when_cancelled_in_the_moment_of_a_fence() -> None:
     setup = Setup(1)
-    await setup.fleet.start()
-    supervision = asyncio.ensure_future(setup.fleet.supervise())
+    await setup.supervisor.start()
+    supervision = asyncio.ensure_future(setup.supervisor.supervise())
     await asyncio.sleep(0.05)
     await setup.fleet.fence(("engine-0",), "test")
     await asyncio.sleep(0)  # the wait for the fence has its result, who waits for it has not seen it
     supervision.cancel()
     done, _ = await asyncio.wait([supervision], timeout=2)
     assert done
-    await setup.fleet.stop()
+    await setup.supervisor.stop()
     await setup.http.close()
 
 
@@ -299,7 +299,7 @@ async def test_an_engine_that_dies_while_it_is_admitted_does_not_serve() -> None
 async def test_restarts_are_bounded_and_the_last_engine_ends_the_run() -> None:  # covers: C10
     setup = Setup(1, max_restarts=2)
     await setup.router.start()
-    await setup.fleet.start()
+    await setup.supervisor.start()
 
     async def keep_crashing() -> None:
         while True:
@@ -310,11 +310,11 @@ async def test_restarts_are_bounded_and_the_last_engine_ends_the_run() -> None: 
     crashing = asyncio.ensure_future(keep_crashing())
     with pytest.raises(EngineError, match=r"restarted 2 times \(--engine-max-restarts\).*out of memory"):
         async with asyncio.timeout(5):
-            await setup.fleet.supervise()
+            await setup.supervisor.supervise()
     crashing.cancel()
     await asyncio.gather(crashing, return_exceptions=True)
     assert len(setup.servers[0]) == 3
-    await setup.fleet.stop()
+    await setup.supervisor.stop()
     await setup.http.close()
 
 
@@ -325,7 +325,7 @@ async def test_start_raises_the_first_error_and_stops_the_others() -> None:
 
     setup = Setup(2, make=make)
     with pytest.raises(EngineStartError, match="no such model"):
-        await setup.fleet.start()
+        await setup.supervisor.start()
     assert all(server.stopped for servers in setup.servers for server in servers)
     await setup.http.close()
 
@@ -342,3 +342,54 @@ async def test_process_group_ranks_follow_tensor_parallel_sizes() -> None:
         setup.fleet._api.join_group = join  # type: ignore[method-assign, assignment]
         await setup.fleet.connect(("engine-0", "engine-1"), "g", "host", 1, 5, "gloo")
         assert sorted(bodies) == [(1, 5), (3, 5)]
+
+
+# ------------------------------------------------------------------------------------------------ how many
+async def test_a_group_grows_and_its_new_engines_join() -> None:  # covers: R4
+    async with started(1) as setup:
+        await setup.publish(("engine-0",), 3)
+        setup.servers.append([])
+        await setup.supervisor.scale("engine", 2)
+        await setup.until(lambda: bool(setup.registry.in_state(EngineState.JOINING)))
+        assert setup.registry.may_dispatch(), "the one that serves goes on"
+        await setup.publish(("engine-1",), 3)
+        assert (await setup.fleet.members()).serving == ("engine-0", "engine-1")
+
+
+async def test_an_engine_that_is_not_wanted_finishes_its_requests_first() -> None:  # covers: R4
+    async with started(2) as setup:
+        await setup.publish(("engine-0", "engine-1"), 3)
+        engine = setup.servers[1][0].engine
+        engine.token_seconds = 0.02
+        body = {"rid": "a", "input_ids": [5], "sampling_params": {"max_new_tokens": 20}, "return_logprob": True}
+        async with setup.http.session.post(f"{engine.url}/generate", json=body) as response:
+            await setup.supervisor.scale("engine", 1)
+            await setup.until(lambda: setup.registry.engines["engine-1"].state is EngineState.DRAINING)
+            assert setup.registry.answering_at(engine.url) is not None, "its answers count"
+            assert (await setup.fleet.members()).serving == ("engine-0",), "no publication waits for it"
+            assert len((await response.json())["output_ids"]) == 20
+        await setup.until(lambda: "engine-1" not in setup.registry.engines)
+        assert setup.servers[1][0].stopped
+        assert setup.router.registered == [setup.servers[0][0].engine.url]
+        assert len(setup.servers[1]) == 1, "it is not restarted"
+        assert set((await setup.fleet.pause(("engine-0", "engine-1"), "retract"))) == {"engine-0", "engine-1"}
+
+
+async def test_an_engine_can_go_before_it_is_up_and_come_again() -> None:
+    async with started(2) as setup:
+        await setup.publish(("engine-0",), 0)
+        await setup.supervisor.scale("engine", 1)
+        await setup.until(lambda: "engine-1" not in setup.registry.engines)
+        await setup.supervisor.scale("engine", 2)
+        await setup.until(lambda: bool(setup.registry.in_state(EngineState.JOINING)))
+        assert len(setup.servers[1]) == 2
+
+
+@pytest.mark.parametrize(("group", "engines", "message"), [("other", 1, "no group other; there are engine"),
+                                                           ("engine", 0, "at least one has to be left"),
+                                                           ("engine", -1, "at least one")])  # fmt: skip
+async def test_what_cannot_be_scaled(group: str, engines: int, message: str) -> None:
+    async with started(1) as setup:
+        await asyncio.sleep(0)
+        with pytest.raises(ConfigurationError, match=message):
+            await setup.supervisor.scale(group, engines)

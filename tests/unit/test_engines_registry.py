@@ -47,9 +47,10 @@ def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
         assert registry.may_dispatch() is (router_up and any(r.verified and not r.paused for r in here))
         version = min((r.version for r in here if r.version is not None), default=version)
         assert registry.version == version, "the oldest that may serve a request; as before while nobody serves"
+        answering = [*here, *registry.in_state(EngineState.DRAINING)]
         urls = [f"http://engine-{i}:{n}" for i in range(ENGINES) for n in range(number + 1)]
         for url in [*urls, ""]:
-            assert registry.serving_at(url) is next((r for r in here if r.url == url), None)
+            assert registry.answering_at(url) is next((r for r in answering if r.url == url), None)
 
 
 def open_registry() -> tuple[EngineRegistry, EngineRecord]:
@@ -60,7 +61,7 @@ def open_registry() -> tuple[EngineRegistry, EngineRecord]:
 def test_an_engine_that_is_given_at_the_start_counts() -> None:
     registry, record = open_registry()
     assert registry.may_dispatch()
-    assert registry.serving_at("http://a") is record
+    assert registry.answering_at("http://a") is record
 
 
 async def test_a_thousand_requests_that_wait_go_on_a_few_per_turn_of_the_loop() -> None:  # covers: C10

@@ -16,6 +16,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.protocols import EngineFleet, EngineLoads, RolloutSide, TrainerSide
 from miles_async.rollout.manager import RolloutManager
@@ -56,13 +57,14 @@ async def real_fleet(num_engines: int) -> AsyncIterator[Fleet]:
     """The real fleet and its HTTP calls; only the servers and the router process are fakes."""
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
-    fleet = Fleet(registry, router, http, Traffic(), lambda index, _: FakeServer(FakeEngine()), num_engines=num_engines)
+    group = EngineGroup(engines=num_engines, launch=lambda index, _: FakeServer(FakeEngine()))
+    supervisor = EngineSupervisor(registry, router, http, [group])
     await router.start()
-    await fleet.start()
+    await supervisor.start()
     try:
-        yield fleet
+        yield Fleet(registry, supervisor, http, Traffic())
     finally:
-        await fleet.stop()
+        await supervisor.stop()
         await http.close()
 
 

@@ -20,6 +20,7 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.senders.object_store import ObjectStoreSender
 from miles_async.weights.staging import StagingOptions
 from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer
 
 FROZEN = "embed"  # a bucket of its own, which training leaves alone
@@ -102,7 +103,8 @@ class Setup:
         self.fleet = FileFleet(directory, [f"engine-{index}" for index in range(engines)])
         self.trainer = FileTrainer(self.fleet.events, self.sender)
         transport = choose_transport(arguments, self.trainer, self.fleet, "cpu")
-        self.publisher = WeightPublisher(self.trainer, self.fleet, transport, arguments, tolerance=1e-3)
+        updater = FleetUpdater(self.fleet, transport, arguments, tolerance=1e-3)
+        self.publisher = WeightPublisher(self.trainer, updater, arguments)
 
     async def publish(self, version: int) -> float:
         """The fraction sent; every serving engine holds exactly what was exported."""

@@ -79,7 +79,7 @@ class Engines:
         await asyncio.Event().wait()
 
     def stats(self) -> dict[str, Any]:
-        return {"in_flight": 0, "busy_seconds": 0.0}
+        return {"in_flight": 0, "busy_seconds": 0.0, "router": {"workers": 2.0}}
 
     async def stop(self) -> None: ...
 

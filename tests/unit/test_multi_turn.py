@@ -49,7 +49,8 @@ class Lookup:
         if not calls:
             return Observation(done=True, reward=float(turn.text == "68"))
         return Observation(
-            messages=tuple({"role": "tool", "content": "68", "tool_call_id": call["id"]} for call in calls)
+            messages=tuple({"role": "tool", "content": "68", "tool_call_id": call["id"]} for call in calls),
+            metrics={"lookups": len(calls), "tool_errors": 0.5},
         )
 
     async def close(self) -> None:
@@ -109,6 +110,11 @@ async def test_a_turn_that_a_publication_aborts_goes_on_under_the_new_version() 
     assert sample.metadata["chunks"] == 3
 
 
+async def test_what_an_environment_counts_is_added_up() -> None:
+    sample = await generate_with()(ScriptedModel(says(CALL, CALL, "68")), ATTEMPT, 0)
+    assert sample.metadata["metrics"] == {"lookups": 2, "tool_errors": 1.0}
+
+
 async def test_an_episode_without_end_is_cut_after_so_many_turns() -> None:
     model = ScriptedModel(says(CALL))
     sample = await generate_with(max_turns=3)(model, ATTEMPT, 0)
@@ -161,6 +167,17 @@ async def test_an_environment_that_hangs_is_given_up_by_name_of_the_flag() -> No
 
     with pytest.raises(TimeoutError, match="--environment-timeout"):
         await generate_with(Hanging, step_timeout=0.02)(ScriptedModel(says("a")), ATTEMPT, 0)
+    assert Lookup.made[-1].closed == 1
+
+
+async def test_an_environment_that_cannot_connect_costs_its_sample_and_not_the_prompt() -> None:
+    # covers: C6
+    class Unreachable(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            raise ConnectionRefusedError("retrieval server")
+
+    with pytest.raises(TransientEngineError, match="could not connect: retrieval server"):
+        await generate_with(Unreachable)(ScriptedModel(says("a")), ATTEMPT, 0)
     assert Lookup.made[-1].closed == 1
 
 

@@ -12,13 +12,13 @@ from miles_async.errors import EngineError, PublicationError
 from miles_async.types import HeldPart
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer
 
 
 def make(fleet: FakeFleet, engines_timeout: float = 10.0, **flags: object) -> WeightPublisher:
     trainer, arguments = FakeTrainer(fleet.events), WeightsArguments(**flags)
-    return WeightPublisher(
-        trainer,
+    updater = FleetUpdater(
         fleet,
         choose_transport(arguments, trainer, fleet, "cpu"),
         arguments,
@@ -26,6 +26,7 @@ def make(fleet: FakeFleet, engines_timeout: float = 10.0, **flags: object) -> We
         engines_timeout=engines_timeout,
         poll_seconds=0.01,
     )
+    return WeightPublisher(trainer, updater, arguments)
 
 
 async def test_order_of_a_publication() -> None:
@@ -252,7 +253,7 @@ async def test_engine_that_holds_something_else_is_fenced_and_nothing_is_committ
     publication = await publisher.publish(1)
     assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
     assert fleet.serving == ["engine-1"]
-    assert "t0 has other elements than were sent (and 1 of 2 more tensors)" in publisher._last_loss
+    assert "t0 has other elements than were sent (and 1 of 2 more tensors)" in publisher._engines._last_loss
 
 
 async def test_tensors_that_are_skipped_may_differ() -> None:

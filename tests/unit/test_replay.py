@@ -54,7 +54,7 @@ def test_replay_says_step_by_step_that_all_is_identical(run: RecordedRun, capsys
     assert len(lines) == STEPS + 1
     for step, (batch, line) in enumerate(zip(Replay.of_run(run.run_dir), lines, strict=False)):
         assert line == (
-            f"step {step}: 2 groups, {batch.batch.num_samples} samples, {len(batch.batch.tokens)} tokens for version "
+            f"step {step}: 2 groups, {batch.batch.num_branches} samples, {len(batch.batch.tokens)} tokens for version "
             f"{batch.target_version}: identical"
         )
     finished = sum(isinstance(f, PoolFrame) and isinstance(f.call, Finished) for f in run.frames())

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from miles_async.errors import RewardError
-from miles_async.rewards import remote
+from miles_async.errors import RewardError, RewardUnavailableError
+from miles_async.rewards import posting
 from miles_async.rewards.remote import RemoteReward
 from miles_async.types import Prompt
 from tests.property.builders import make_sample
@@ -75,11 +75,20 @@ async def test_what_may_pass_is_tried_again(status: int):
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"), [(400, "status 400: b'busy'"), (404, "404"), ("no", "expected a number"), ("{}", "reward")]
+    ("answer", "message"), [(400, "status 400: b'busy'"), (422, "422"), ("no", "expected a number"), ("{}", "reward")]
 )
 async def test_what_will_not_pass_is_an_error_at_once(answer: Any, message: str):
     async with serving(lambda n: answer) as (server, reward):
-        with pytest.raises(RewardError, match=message):
+        with pytest.raises(RewardError, match=message) as caught:
+            await reward(PROMPT, SAMPLE)
+    assert not isinstance(caught.value, RewardUnavailableError)  # the data's failure: there is nothing to wait for
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_wrong_address_or_key_is_no_fault_of_the_sample_and_not_worth_another_try(status: int):
+    async with serving(lambda n: status) as (server, reward):
+        with pytest.raises(RewardUnavailableError, match=str(status)):
             await reward(PROMPT, SAMPLE)
     assert len(server.requests) == 1
 
@@ -87,7 +96,7 @@ async def test_what_will_not_pass_is_an_error_at_once(answer: Any, message: str)
 async def test_a_server_that_never_works_costs_the_time_limit_and_says_what_it_answered():
     async with serving(lambda n: 500, timeout=1.0) as (server, reward):
         started = time.monotonic()
-        with pytest.raises(RewardError, match=r"status 500: b'busy', for 1 s \(--reward-timeout\)"):
+        with pytest.raises(RewardUnavailableError, match=r"status 500: b'busy', for 1 s \(--reward-timeout\)"):
             await reward(PROMPT, SAMPLE)
         assert 0.9 < time.monotonic() - started < 8.0
     assert 2 <= len(server.requests) <= 8  # the waits between them grow
@@ -101,16 +110,16 @@ async def test_a_server_that_hangs_is_asked_again_in_time():
 
 async def test_a_server_that_always_hangs_or_is_not_there_is_an_error_in_time():
     async with serving(lambda n: None, timeout=0.6) as (_, reward):
-        with pytest.raises(RewardError, match=r"no answer, for 0\.6 s"):
+        with pytest.raises(RewardUnavailableError, match=r"no answer, for 0\.6 s"):
             await reward(PROMPT, SAMPLE)
     absent = RemoteReward("http://127.0.0.1:1/score", 0.6)
-    with pytest.raises(RewardError, match="Cannot connect"):
+    with pytest.raises(RewardUnavailableError, match="Cannot connect"):
         await absent(PROMPT, SAMPLE)
     await absent.close()
 
 
 async def test_samples_wait_for_their_turn_without_their_time_running(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remote, "_REQUESTS", 2)
+    monkeypatch.setattr(posting, "_REQUESTS", 2)
     async with serving(lambda n: json.dumps(n)) as (server, reward):
         rewards = await asyncio.gather(*(reward(PROMPT, SAMPLE) for _ in range(20)))
     assert sorted(rewards) == list(range(20))

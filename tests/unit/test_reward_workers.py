@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles_async.errors import RewardError
+from miles_async.errors import RewardError, RewardUnavailableError
+from miles_async.rewards import workers as workers_module
 from miles_async.rewards.workers import WorkerPool
 from tests.fakes.worker_functions import die, double, explode, fail, hang, hang_in_c, pid, shout, sleep
 
@@ -46,17 +47,26 @@ async def test_results_come_back_and_the_worker_is_used_again():
 async def test_a_hang_is_killed_and_the_next_call_is_fine(endless: Callable[[], object]):
     async with pool(timeout=1.0) as workers:
         first = psutil.Process(await workers.call(pid))
-        with pytest.raises(RewardError, match=r"took longer than --reward-timeout 1 s"):
+        with pytest.raises(RewardError, match=r"took longer than --reward-timeout 1 s") as caught:
             await workers.call(endless)
+        assert not isinstance(caught.value, RewardUnavailableError)  # the answer's own doing: it would hang again
         assert await workers.call(double, 4) == 8
         assert not psutil.wait_procs([first], timeout=5)[1]
 
 
-async def test_a_worker_that_dies_costs_its_call():
+async def test_a_worker_that_dies_costs_its_call_and_is_not_the_samples_fault():
+    # covers: C6
     async with pool() as workers:
-        with pytest.raises(RewardError, match=r"died \(exit status -9\)"):
+        with pytest.raises(RewardUnavailableError, match=r"died \(exit status -9\)"):
             await workers.call(die)
         assert await workers.call(double, 4) == 8
+
+
+async def test_a_worker_that_does_not_start_is_not_the_samples_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers_module, "_START_SECONDS", 0.001)
+    async with pool() as workers:
+        with pytest.raises(RewardUnavailableError, match=r"longer than 0\.001 s to start"):
+            await workers.call(double, 4)
 
 
 async def test_a_worker_that_dies_idle_costs_nothing():
@@ -105,6 +115,7 @@ async def test_nothing_starts_before_the_first_call_and_nothing_is_left_after_cl
 def test_workers_die_with_their_parent():
     program = """
 import asyncio, os
+from miles_async.rewards import workers as workers_module
 from miles_async.rewards.workers import WorkerPool
 from tests.fakes.worker_functions import hang, pid
 async def main():

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import AsyncMock
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from msgspec import structs
 
 from arguments import RewardArguments
 from arguments.rewards import REWARD_NAMES, parse_rm_type
-from miles_async.errors import ConfigurationError, RewardError
+from miles_async.errors import ConfigurationError, RewardError, RewardUnavailableError
 from miles_async.hooks import load_object
 from miles_async.protocols import Generate, GroupFilter, PromptSource, Reward
 from miles_async.rewards.exact_match import exact_match
@@ -113,7 +114,11 @@ class TestHub:
 
     async def test_a_part_that_fails_is_an_error_of_the_sum_not_a_zero_in_it(self):
         hub = hub_with("math:1.0+format:0.1", math=RewardError("cannot tell"), format=1.0)
-        with pytest.raises(RewardError, match="math: cannot tell"):
+        with pytest.raises(RewardError, match="math: cannot tell") as caught:
+            await hub(PROMPT, sample("21"))
+        assert not isinstance(caught.value, RewardUnavailableError)
+        hub = hub_with("format:0.1+remote_rm", format=1.0, remote_rm=RewardUnavailableError("down"))
+        with pytest.raises(RewardUnavailableError, match="remote_rm: down"):
             await hub(PROMPT, sample("21"))
 
     async def test_a_row_may_name_its_own_reward(self):
@@ -165,6 +170,14 @@ class TestGuardedReward:
             raise AssertionError("no label")
 
         with pytest.raises(RewardError, match="AssertionError"):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    @pytest.mark.parametrize("error", [ConnectionRefusedError(), aiohttp.ServerDisconnectedError()])
+    async def test_what_it_could_not_reach_is_not_the_samples_fault(self, error: Exception):
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            raise error
+
+        with pytest.raises(RewardUnavailableError, match="could not connect"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
     async def test_it_takes_bounded_time(self):

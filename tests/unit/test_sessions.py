@@ -101,7 +101,8 @@ async def test_chat_is_token_level_generation_of_the_same_tokens() -> None:
     assert answer.choices[0].finish_reason == "stop"
     prompt = CHAT.encode([QUESTION])
     direct = await take_turn(ScriptedModel(says("It is 68."), version=3), prompt, model.sampling[0], routing_key="7-1")
-    (sample,) = collected.samples
+    sample = collected.sample
+    assert sample is not None
     assert model.requests == [list(prompt)]
     assert sample.tokens.tolist() == [*prompt, *direct.output_ids.tolist()]
     assert sample.rollout_logprobs[sample.loss_mask == 1].tolist() == direct.logprobs.tolist()
@@ -124,7 +125,8 @@ async def test_a_tool_call_and_its_result_extend_the_tokens() -> None:
         second = (await agent.chat(QUESTION, first.message, result, tools=TOOLS)).choices[0]
         assert second.message.content == "68"
         status = await agent.status()
-        (sample,) = (await agent.collect()).samples
+        sample = (await agent.collect()).sample
+    assert sample is not None
     assert model.requests[1][: len(model.requests[0])] == model.requests[0]
     assert CHAT.decode_all(model.requests[1]).endswith("68\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert (sample.metadata["turns"], sample.text) == (2, "68")
@@ -182,7 +184,7 @@ async def test_a_conversation_without_room_is_refused_as_clients_know_it() -> No
         assert caught.value.code == "context_length_exceeded"
         collected = await agent.collect()
     assert collected.cut
-    assert collected.samples[0].finish_reason == "length"
+    assert collected.sample.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ async def test_errors_keep_the_upstreams_status_and_text(
             assert caught.value.status_code == status
         collected = await agent.collect()
     assert (collected.failure is None) == (status == 413)  # that one is the agent's fault
-    assert collected.samples == ()
+    assert collected.sample is None
 
 
 # ------------------------------------------------------------------------------------------------------ sessions
@@ -225,7 +227,8 @@ async def test_the_last_word_of_an_agent_is_its_reward() -> None:
             await agent.chat(QUESTION, answer.choices[0].message, QUESTION)
         assert (await agent.post("finish", {}))[0] == 410
         collected = await agent.collect()
-        assert (collected.ending, collected.reward, len(collected.samples)) == ("finished", 0.5, 1)
+        assert (collected.ending, collected.reward) == ("finished", 0.5)
+        assert collected.sample is not None
         assert (await agent.post("heartbeat"))[0] == 404
 
 
@@ -267,7 +270,7 @@ async def test_late_turns_never_revive_a_session_that_was_collected() -> None:
             await late
         with pytest.raises(openai.NotFoundError, match="it is over, or the server was restarted"):
             await agent.chat(QUESTION)
-    assert (collected.samples, collected.waiting) == ((), True)
+    assert (collected.sample, collected.waiting) == (None, True)
 
 
 async def test_an_agent_that_hangs_up_ends_its_generation() -> None:
@@ -279,7 +282,7 @@ async def test_an_agent_that_hangs_up_ends_its_generation() -> None:
         await asyncio.sleep(0.1)
         assert (await agent.status())["idle_seconds"] > 0
         collected = await agent.collect()
-    assert (collected.samples, collected.waiting) == ((), True)
+    assert (collected.sample, collected.waiting) == (None, True)
 
 
 async def test_parallel_requests_become_branches() -> None:
@@ -287,5 +290,5 @@ async def test_parallel_requests_become_branches() -> None:
     async with agent_of(model) as agent:
         await asyncio.gather(*(agent.chat({"role": "user", "content": f"part {n}"}) for n in range(3)))
         collected = await agent.collect()
-    assert len(collected.samples) == 3
-    assert len({sample.text for sample in collected.samples}) == 1
+    assert len(collected.sample.branches) == 3
+    assert all(branch.loss_mask.any() for branch in collected.sample.branches)

@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from miles_async.errors import VersionUnknownError
 from miles_async.staleness.versions import (
+    group_of,
     is_mixed,
-    newest_version,
+    loss_versions,
     oldest_version,
     parse_spans,
     versions_per_token,
 )
 from miles_async.types import NO_VERSION, VersionSpan
-from tests.property.builders import make_group
+from tests.property.builders import make_attempt, make_group, make_sample
 
 
 def report(*spans: tuple[Any, Any, Any]) -> list[dict[str, Any]]:
@@ -116,22 +118,36 @@ def test_no_tokens_no_spans() -> None:
 
 
 def test_age_is_decided_by_the_oldest_token_that_carries_loss() -> None:
-    versions = np.array([NO_VERSION, 1, 4, NO_VERSION, 5], dtype=np.int32)  # prompt, masked out, turn, tool, turn
-    loss_mask = np.array([0, 0, 1, 0, 1], dtype=np.uint8)
-    assert oldest_version(versions, loss_mask) == 4
-    assert newest_version(versions, loss_mask) == 5
-    assert is_mixed(versions, loss_mask)
-    assert not is_mixed(versions, np.array([0, 0, 0, 0, 1], dtype=np.uint8))
+    sample = make_sample([1, 4, NO_VERSION, 5], prompt_length=1)  # masked out, turn, tool, turn
+    sample = structs.replace(sample, loss_mask=np.array([0, 0, 1, 0, 1], dtype=np.uint8))
+    assert loss_versions(sample).tolist() == [4, 5]
+    assert oldest_version(sample) == 4
+    assert is_mixed(sample)
+    assert not is_mixed(structs.replace(sample, loss_mask=np.array([0, 0, 0, 0, 1], dtype=np.uint8)))
+
+
+def test_a_sample_is_as_old_as_the_oldest_of_its_branches() -> None:
+    sample = make_sample([4, 5], more_branches=[[6], [3]])
+    assert loss_versions(sample).tolist() == [4, 5, 6, 3]
+    assert oldest_version(sample) == 3
+    assert is_mixed(make_sample([4], more_branches=[[5]]))
+    group = group_of(make_attempt(), [sample])
+    assert (group.oldest_version, group.newest_version) == (3, 6)
 
 
 def test_sample_without_loss_tokens_has_no_age() -> None:
     with pytest.raises(VersionUnknownError, match="at least one token"):
-        oldest_version(np.array([3], dtype=np.int32), np.array([0], dtype=np.uint8))
+        oldest_version(make_sample([NO_VERSION]))
+
+
+def test_branch_without_loss_tokens_has_no_age() -> None:
+    with pytest.raises(VersionUnknownError, match="at least one token"):
+        oldest_version(make_sample([3], more_branches=[[4], [NO_VERSION]]))
 
 
 def test_loss_token_without_version_is_an_error() -> None:
     with pytest.raises(VersionUnknownError, match="found one without"):
-        oldest_version(np.array([3, NO_VERSION], dtype=np.int32), np.array([1, 1], dtype=np.uint8))
+        oldest_version(structs.replace(make_sample([3, NO_VERSION], prompt_length=0), loss_mask=np.ones(2, np.uint8)))
 
 
 def test_group_is_as_old_as_its_oldest_sample() -> None:

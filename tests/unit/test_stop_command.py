@@ -19,7 +19,7 @@ DRIVER = """
 import signal, subprocess, sys, time
 from pathlib import Path
 from miles_async.run.process import note_run_process
-note_run_process(Path(sys.argv[1]))
+note_run_process(Path(sys.argv[1]), Path("absent"))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 if "obedient" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: (child.kill() if "tidy" in sys.argv else None, sys.exit(130)))

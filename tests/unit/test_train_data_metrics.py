@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.metrics import age_histogram, batch_metrics
+from miles_async.train_data.metrics import age_histogram, batch_metrics, generation_metrics
 from miles_async.types import NO_VERSION, Group
 from tests.property.builders import make_attempt, make_sample
 
@@ -44,8 +45,41 @@ def test_metrics(groups: list[Group]) -> None:
             "age/max": 2.0,
             "zero_std/all_zero_percentage": 100 / 3,
             "zero_std/all_one_percentage": 100 / 3,
+            "rollout/finish_reason/stop": 5 / 6,
+            "rollout/finish_reason/length": 1 / 6,
+            "rollout/finish_reason/abort": 0.0,
+            "rollout/branches/mean": 1.0,
         }
     )
+
+
+def test_what_generation_noted_is_logged_and_what_is_no_number_is_passed_over() -> None:
+    # covers: M13, M18
+    notes = [
+        {"turns": 2, "chunks": 3, "prompt_tokens": 10, "cached_tokens": 4, "metrics": {"tool_errors": 1, "odd": "x"}},
+        {"turns": 4, "chunks": 4, "prompt_tokens": 30, "cached_tokens": 26, "metrics": {"tool_errors": 2}},
+        {"turns": "many", "metrics": 7},
+        {},
+    ]
+    samples = [structs.replace(make_sample([0]), metadata=note) for note in notes]
+    samples[0] = structs.replace(samples[0], more_branches=make_sample([0], more_branches=[[0]]).branches)
+    found = generation_metrics(samples)
+    assert {name: value for name, value in found.items() if "finish_reason" not in name} == {
+        "rollout/branches/mean": 1.5,
+        "rollout/turns/mean": 3.0,
+        "rollout/turns/max": 4.0,
+        "rollout/chunks/mean": 3.5,
+        "rollout/prefix_cache_hit_rate": 0.75,
+        "rollout/tool_errors/mean": 0.75,
+        "rollout/odd/mean": 0.0,
+    }
+
+
+def test_branches_count_for_ages_and_not_twice_for_rewards() -> None:
+    samples = [make_sample([6], reward=1.0, more_branches=[[3], [6]]), make_sample([6], reward=0.0)]
+    found = batch_metrics([group_of(make_attempt(), samples)], target_version=6)
+    assert (found["reward/mean"], found["age/max"], found["age/mean"]) == (0.5, 3.0, 1.5)
+    assert found["mixed_version_ratio"] == 0.5
 
 
 def test_metrics_are_plain_floats(groups: list[Group]) -> None:
@@ -53,6 +87,7 @@ def test_metrics_are_plain_floats(groups: list[Group]) -> None:
 
 
 def test_age_histogram_counts_samples() -> None:
-    histogram = age_histogram(np.array([6, 5, 6, 4, 6, 5], dtype=np.int32), target_version=6)
+    oldest = np.array([6, 5, 6, 6, 4, 6, 5], dtype=np.int32)
+    histogram = age_histogram(oldest, np.array([0, 1, 2, 3, 3, 4, 5]), target_version=6)  # sample 3 has two branches
     assert histogram == {0: 3, 1: 2, 2: 1}
     assert {type(key) for key in histogram} == {int}

@@ -10,9 +10,11 @@ import time
 import numpy as np
 import pytest
 
+from arguments.algorithm import AlgorithmArguments
 from miles_async.errors import ConfigurationError, VersionUnknownError
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.batch import build_batch, oldest_per_sample
+from miles_async.train_data.advantages import compute_advantages
+from miles_async.train_data.batch import build_batch, oldest_per_branch
 from miles_async.train_data.dp_split import FILLER, split
 from miles_async.train_data.packing import pack, split_to
 from miles_async.types import NO_VERSION, TrainBatch
@@ -43,13 +45,35 @@ def test_batch_is_flat_with_offsets() -> None:
     }  # fmt: skip
 
 
+def test_branches_of_a_sample_share_its_reward_and_advantage() -> None:
+    samples = [make_sample([5], reward=1.0, more_branches=[[4], [6, 6]]), make_sample([5], reward=0.0)]
+    group = group_of(make_attempt(), samples)
+    advantages = compute_advantages([group], AlgorithmArguments(grpo_std_normalization=False))
+    assert advantages.tolist() == [0.5, -0.5]  # each trajectory counts once
+    batch = build_batch([group], advantages)
+    assert batch.sample_ids.tolist() == [0, 0, 0, 1]
+    assert np.diff(batch.offsets).tolist() == [3, 3, 4, 3]
+    assert batch.oldest_versions.tolist() == [5, 4, 6, 5]
+    assert batch.rewards.tolist() == [1, 1, 1, 0]
+    assert batch.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_optimizer_steps_count_samples_and_keep_their_branches_together() -> None:
+    samples = [make_sample([3]), make_sample([3], more_branches=[[3]] * 5), make_sample([3]), make_sample([3])]
+    batch = build_batch([group_of(make_attempt(), samples)], np.zeros(4, np.float32))
+    (shard,) = split(batch, 1, 100, samples_per_optimizer_step=2, target_version=3)
+    steps = [sorted(i for m in step for i in m.sample_ids.tolist()) for step in shard.optimizer_steps]
+    assert steps == [[0, 1, 1, 1, 1, 1, 1], [2, 3]]
+    assert shard.loss_tokens == (7, 2)
+
+
 @pytest.mark.parametrize("versions", [[-1, -1], [-1, 4]])
 def test_batch_needs_a_version_for_every_loss_token(versions: list[int]) -> None:
     weight_versions = np.array([2, *versions], dtype=np.int32)
-    with pytest.raises(VersionUnknownError, match=r"samples \[1\]"):
-        oldest_per_sample(weight_versions, np.ones(3, dtype=np.uint8), np.array([0, 1, 3]))
-    with pytest.raises(VersionUnknownError, match=r"samples \[0\]"):
-        oldest_per_sample(weight_versions, np.zeros(3, dtype=np.uint8), np.array([0, 3]))
+    with pytest.raises(VersionUnknownError, match=r"branches \[1\]"):
+        oldest_per_branch(weight_versions, np.ones(3, dtype=np.uint8), np.array([0, 1, 3]))
+    with pytest.raises(VersionUnknownError, match=r"branches \[0\]"):
+        oldest_per_branch(weight_versions, np.zeros(3, dtype=np.uint8), np.array([0, 3]))
 
 
 def test_pack_fills_the_fullest_bin_that_has_room() -> None:
@@ -86,7 +110,7 @@ def test_optimizer_steps_take_samples_in_order() -> None:
 
 def test_steps_are_as_equal_as_possible_if_sizes_do_not_divide() -> None:
     (shard,) = split(batch_of([3] * 9), 1, 100, samples_per_optimizer_step=4, target_version=0)
-    assert [sum(m.num_samples for m in step) for step in shard.optimizer_steps] == [3, 3, 3]
+    assert [sum(m.num_branches for m in step) for step in shard.optimizer_steps] == [3, 3, 3]
 
 
 def test_filler_takes_the_place_of_a_micro_batch_that_no_sample_is_left_for() -> None:

@@ -26,7 +26,8 @@ def result(content: str) -> dict[str, str]:
 def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
     episode = Episode("qwen3")
     turns = [episode.turn([user("a")], Say(text="b", stop=None)), episode.turn([user("c")], Say(text="d"))]
-    (sample,) = episode.trajectory.samples()
+    sample = episode.trajectory.sample()
+    assert sample is not None
     assert episode.chat.decode_all(sample.tokens) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
@@ -42,7 +43,8 @@ def test_a_stop_token_that_opens_the_wrong_message_is_replaced_where_the_turn_go
     first = episode.turn([user("a")], Say(calls=(("search", "b"),), stop=1))
     assert episode.chat.decode_all(first.sampled.output_ids[-1:]) == "<|user|>"
     second = episode.turn([result("c")], Say(text="d", stop=1))
-    (sample,) = episode.trajectory.samples()
+    sample = episode.trajectory.sample()
+    assert sample is not None
     assert "</tool_call><|observation|>\n<tool_response>" in episode.chat.decode_all(sample.tokens)
     assert sample.loss_mask.sum() == len(first.sampled.output_ids) - 1 + len(second.sampled.output_ids)
 
@@ -117,12 +119,29 @@ def test_edited_history_forks_at_the_last_turn_that_was_left_alone() -> None:
     third = episode.turn([user("e")], Say(text="f"))
     assert (second.context.parent, third.context.parent) == (first, first)
     assert [message["content"] for message in third.context.messages] == ["c", "edited", "e"]
-    longest, other = episode.trajectory.samples()
-    assert longest.metadata["turns"] == other.metadata["turns"] == 2
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    longest, other = sample.branches
     assert longest.loss_mask.sum() == 4
     assert other.loss_mask.sum() == 2  # "f" and its end: what was said before is counted with the first
     assert "edited" in episode.chat.decode_all(other.tokens)
-    assert longest.metadata["other_sampled_tokens"] == 2
+    assert sample.metadata["turns"] == 3
+    assert sample.text == "f"  # the end of the episode, on whichever branch
+
+
+def test_a_branch_without_a_sampled_token_of_its_own_is_none() -> None:
+    """There would be nothing to train on, and no version."""
+    episode = Episode("qwen3")
+    episode.turn([user("a")], Say(text="b"))
+    history = list(episode.messages)
+    episode.turn([user("c")], Say(text="d"))
+    episode.messages = history
+    nothing = episode.turn([user("e")], Say(text="", stop=None))
+    assert len(nothing.sampled.output_ids) == 0
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    assert len(sample.branches) == 1
+    assert sample.text == ""
 
 
 def test_truncated_history_begins_another_branch() -> None:
@@ -133,7 +152,9 @@ def test_truncated_history_begins_another_branch() -> None:
     turn = episode.turn([user("e")], Say(text="f"))
     assert turn.context.parent is None
     assert turn.context.prompt_length == turn.context.length
-    assert len(episode.trajectory.samples()) == 2
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    assert len(sample.branches) == 2
 
 
 def test_other_tools_begin_another_branch() -> None:

@@ -127,9 +127,13 @@ class MegatronBackend:
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) in a fixed order, dtypes as trained. Every rank must iterate to the end."""
+        """(HF name, tensor) in a fixed order, dtypes as trained. Every rank must iterate to the end.
+
+        Without lm_head of a tied model, which the bridge repeats if the checkpoint does: engines don't hold it.
+        """
         for name, tensor in self._model.bridge.export_hf_weights(self._model.modules, show_progress=False):
-            yield name, tensor.detach()
+            if not (self._model.tied and name == "lm_head.weight"):
+                yield name, tensor.detach()
 
     def save(self, directory: Path) -> None:
         from miles_async.backends.megatron import checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron.core.transformer.module import Float16Module
 
 # The bias of a router's choice (DeepSeek, GLM) and the decay of linear attention (Mamba, gated delta net): small steps
 # between large values, which bfloat16 would swallow. transformers and SGLang keep them in fp32 too.
-KEPT_IN_FP32 = frozenset({"expert_bias", "A_log"})
+KEPT_IN_FP32 = (".expert_bias", ".A_log")  # ends of names
 
 
 class MixedPrecision(Float16Module):
@@ -28,10 +29,26 @@ class MixedPrecision(Float16Module):
 
 
 def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Every floating parameter becomes ``dtype``. Before DistributedDataParallel, whose buffers are made per dtype."""
+    """Every floating parameter becomes ``dtype``, or fp32 if it stays that.
+
+    Before weights are loaded, which would be rounded to what a layer was built with, and before
+    DistributedDataParallel, whose buffers are made per dtype.
+    """
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float32 if _stays(name) else dtype)
+
+
+def index_groups(optimizer: Any) -> None:
+    """Where megatron finds the state of each parameter in the optimizer.
+
+    DistributedOptimizer (megatron-core 0.16) puts a group's fp32 parameters before the others, but numbers them as they
+    come: with both in one group, checkpoints would hold each other's state.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+            for order, parameter in enumerate(itertools.chain(*groups)):
+                part.model_param_group_index_map[parameter] = index, order
 
 
 def kept_in_fp32(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,4 +58,4 @@ def kept_in_fp32(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stays(name: str) -> bool:
-    return name.rpartition(".")[2] in KEPT_IN_FP32
+    return name.endswith(KEPT_IN_FP32)

@@ -35,6 +35,11 @@ class LoadedModel:
         config = get_model_config(self.modules[0])
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
+    @property
+    def tied(self) -> bool:
+        """The output layer has the weights of the embedding."""
+        return bool(get_model_config(self.modules[0]).share_embeddings_and_output_weights)
+
 
 def load_model(directory: Path, model: ModelArguments, platform: Platform, *, trainable: bool) -> LoadedModel:
     """The model with its weights on this rank's device. Collective.
@@ -48,17 +53,13 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
     hf_config.check_model(config, directory)
     provider = _provider(bridge, config, model, platform)
 
-    def check(modules: list[Any]) -> list[Any]:
+    def prepare(modules: list[Any]) -> list[Any]:
+        for module in modules:
+            dtypes.enforce(module, provider.params_dtype)
         coverage.check(bridge, modules)
         return modules
 
-    def enforce_dtype(modules: list[Any]) -> list[Any]:
-        for module in modules:
-            dtypes.enforce(module, provider.params_dtype)
-        return modules
-
-    provider.register_pre_wrap_hook(check, prepend=True)  # before the bridge's own, which loads the weights
-    provider.register_pre_wrap_hook(enforce_dtype)
+    provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's own, which loads the weights
     if not parallel_state.is_initialized():
         provider.initialize_model_parallel(seed=model.seed)
     ddp = DistributedDataParallelConfig(
@@ -104,6 +105,7 @@ def make_optimizer(
         ),
         modules,
     )
+    dtypes.index_groups(optimizer)
     adam_state.make_state(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,

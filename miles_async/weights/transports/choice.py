@@ -12,14 +12,15 @@ from miles_async.weights.transports.ipc import IpcTransport
 
 
 def choose_transport(
-    arguments: WeightsArguments, trainer: TrainerSide, fleet: EngineFleet, device: str
+    arguments: WeightsArguments, trainer: TrainerSide, fleet: EngineFleet, device: str, *, name: str = "weights"
 ) -> WeightTransport:
-    """The driver's half. ``device``: "cpu" or "cuda"."""
+    """The driver's half. ``device``: "cpu" or "cuda"; ``name``: of the fleet, unique in a run."""
     keep = arguments.weight_delta != "off"
     flush_cache = arguments.pause_generation_mode != "in_place"  # there SGLang refuses to
     match arguments.weight_transport:
         case "distributed":
-            return DistributedTransport(trainer, fleet, backend=group_backend(device), flush_cache=flush_cache)
+            backend = group_backend(device)
+            return DistributedTransport(trainer, fleet, backend=backend, flush_cache=flush_cache, name=name)
         case "disk" if not keep:
             return DiskTransport(fleet, flush_cache=flush_cache)
         case "disk" | "object_store" as kind:

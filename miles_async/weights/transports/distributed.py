@@ -28,8 +28,13 @@ class DistributedTransport:
     shares_fate = True  # a member that fails breaks the group for all, and whose fault it was can't be told
     sent_fraction = 1.0
 
-    def __init__(self, trainer: TrainerSide, fleet: EngineFleet, *, backend: str, flush_cache: bool) -> None:
-        """``backend``: "gloo" or "nccl". ``flush_cache``: after every bucket, see ``EngineFleet.receive_bucket``."""
+    def __init__(
+        self, trainer: TrainerSide, fleet: EngineFleet, *, backend: str, flush_cache: bool, name: str = "weights"
+    ) -> None:
+        """``backend``: "gloo" or "nccl". ``flush_cache``: after every bucket, see ``EngineFleet.receive_bucket``.
+        ``name``: of its process groups; one per fleet that the sender sends to.
+        """
+        self._name = name
         self._trainer = trainer
         self._fleet = fleet
         self._backend = backend
@@ -46,7 +51,7 @@ class DistributedTransport:
         await self._leave(engines)
         world_size = 1 + sum(members.ranks.get(engine, 1) for engine in engines)
         self._groups_made += 1
-        group = _Group(f"weights-{self._groups_made}", wanted)
+        group = _Group(f"{self._name}-{self._groups_made}", wanted)
         address, port = await self._trainer.call_sender("open_group", (group.name, world_size))
         self._groups.append(group)
         errors = await self._together(

@@ -1,0 +1,145 @@
+"""Which engines a run has: one group of them by flags, or several by the file of ``--server-groups``.
+
+>>> # fleet.toml
+>>> # [groups.train]
+>>> # engines = 6
+>>> # [groups.eval]
+>>> # role = "evaluation"
+>>> # [groups.judge]
+>>> # role = "frozen"
+>>> # model = "models/judge"
+>>> # port = 8400
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from arguments import Arguments
+from miles_async.errors import ConfigurationError
+
+DEFAULT_GROUP = "engine"
+
+
+class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines that are alike; one table of the file, ``[groups.NAME]``."""
+
+    name: str = ""  # that of the table
+    # train: generates for training, gets every version. evaluation: generates for evaluation, gets the version that is
+    # evaluated. frozen: keeps the weights that it started with, for rewards; nothing of the run asks it by itself.
+    role: Literal["train", "evaluation", "frozen"] = "train"
+    engines: int = 1
+    gpus_per_engine: int = 1  # its tensor-parallel size
+    model: str | None = None  # frozen: a Hugging Face directory, if it is not that of --hf-checkpoint
+    port: int | None = None  # frozen: of its router, where rewards ask
+    sglang: dict[str, str | int | float | bool] = {}  # SGLang's own arguments for these engines; they win
+    external: tuple[str, ...] = ()  # host:port of servers that are up already, instead of ``engines``
+
+    @property
+    def num_engines(self) -> int:
+        """Owned or external."""
+        return len(self.external) or self.engines
+
+    @property
+    def sglang_extra(self) -> tuple[str, ...]:
+        """As SGLang reads them."""
+        return tuple(
+            f"--{name}" if value is True else f"--{name}={value}"
+            for name, value in self.sglang.items()
+            if value is not False
+        )
+
+
+def server_groups(arguments: Arguments) -> tuple[ServerGroup, ...]:
+    """All groups of a run. Raises ConfigurationError naming file and key."""
+    if arguments.engines.server_groups is not None:
+        return read_server_groups(arguments.engines.server_groups)
+    cluster = arguments.cluster
+    return (
+        ServerGroup(
+            name=DEFAULT_GROUP,
+            engines=cluster.num_engines,
+            gpus_per_engine=cluster.rollout_num_gpus_per_engine,
+            external=arguments.engines.rollout_external,
+        ),
+    )
+
+
+def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
+    """Raises ConfigurationError naming file and key."""
+    where = f"--server-groups {path}"
+    try:
+        content = msgspec.toml.decode(path.read_bytes(), type=dict[str, dict[str, dict[str, Any]]])
+        if set(content) != {"groups"}:
+            raise ConfigurationError(f"{where}: expected tables [groups.NAME], found {', '.join(content) or 'none'}")
+        groups = []
+        for name, table in content["groups"].items():
+            where = f"--server-groups {path}: [groups.{name}]"
+            group = msgspec.convert({**table, "name": name}, ServerGroup)
+            model = group.model and str(Path(group.model).expanduser().absolute())
+            groups.append(msgspec.structs.replace(group, model=model))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+    return tuple(groups)
+
+
+def of_role(groups: Sequence[ServerGroup], role: str) -> tuple[ServerGroup, ...]:
+    """Those groups."""
+    return tuple(group for group in groups if group.role == role)
+
+
+def check_server_groups(arguments: Arguments) -> Iterator[str]:
+    """Groups can work by themselves and with the rest of the flags."""
+    engines = arguments.engines
+    if engines.server_groups is not None and engines.rollout_external:
+        yield "--rollout-external with --server-groups: write `external = [...]` in the file"
+        return
+    try:
+        groups = server_groups(arguments)
+    except ConfigurationError as error:
+        yield str(error)
+        return
+    if engines.server_groups is None and not engines.rollout_external:
+        return  # the one group of flags that other checks look at
+    where = f"--server-groups {engines.server_groups}: " if engines.server_groups else ""
+    for group in groups:
+        yield from (f"{where}{problem}" for problem in _group_problems(group))
+    if not of_role(groups, "train"):
+        yield f'{where}expected at least one group with role = "train", which generates for training'
+    if of_role(groups, "evaluation"):
+        if arguments.evaluation.eval_prompt_data is None:
+            yield f"{where}a group for evaluation, and no --eval-prompt-data"
+        if arguments.sessions.runs_agent:
+            yield f"{where}a group for evaluation: agents always talk to the engines of training; leave it out"
+    if any(group.external for group in groups):
+        yield from _external_problems(arguments)
+
+
+def _group_problems(group: ServerGroup) -> Iterator[str]:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", group.name):
+        yield f"group {group.name!r}: expected a name of small letters, digits and _, such as train or big_gpus"
+    if group.engines < 1 or group.gpus_per_engine < 1:
+        yield f"group {group.name}: expected at least one engine, of at least one GPU"
+    if group.role != "frozen" and (group.model is not None or group.port is not None):
+        yield f'group {group.name}: model and port are for groups with role = "frozen", not {group.role}'
+    for address in group.external:
+        if not re.fullmatch(r"[\w.\-]+:\d{1,5}", address):
+            yield f"group {group.name}: expected external engines as host:port, found {address!r}"
+    if group.external and (group.sglang or group.model is not None):
+        yield f"group {group.name}: external engines are up already, so sglang and model would have no effect"
+
+
+def _external_problems(arguments: Arguments) -> Iterator[str]:
+    weights = arguments.weights
+    if weights.weight_transport not in ("distributed", "disk") or weights.weight_delta != "off":
+        yield (
+            f"external engines with --weight-transport {weights.weight_transport}, --weight-delta "
+            f"{weights.weight_delta}: nothing of ours runs on their hosts; use distributed, or disk without delta"
+        )
+    if weights.verify_weights == "full":
+        yield "external engines with --verify-weights full: only servers that we start can say what they hold"

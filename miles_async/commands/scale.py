@@ -1,0 +1,41 @@
+"""``miles-async scale``: more or fewer engines while the run goes on; without a number, which there are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles_async.commands.parser import CommandParser
+from miles_async.errors import ConfigurationError
+from miles_async.run.control import call
+from miles_async.run.process import find_driver, read_run_process
+
+
+def scale(words: Sequence[str]) -> str:
+    """What ``miles-async scale`` prints.
+
+    Raises:
+        ConfigurationError: no such run or group, or the run is over, on another machine, or starting.
+    """
+    parser = CommandParser(
+        prog="miles-async scale",
+        description="Have a group of engines grow or shrink while the run goes on. New engines are brought to the "
+        "current weights; engines that are not wanted any more finish their requests first. Without GROUP: list groups "
+        "and engines.",
+    )
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="the run directory")
+    parser.add_argument("group", nargs="?", metavar="GROUP", help="of --server-groups; engine if there is no such file")
+    parser.add_argument("engines", nargs="?", type=int, metavar="N", help="engines that the group is to have")
+    parsed = parser.parse_args(words)
+    if (parsed.group is None) != (parsed.engines is None):
+        raise ConfigurationError(f"expected GROUP and N, or neither; see {parser.prog} --help")
+    run = read_run_process(parsed.directory)
+    if run.host != socket.gethostname():
+        raise ConfigurationError(f"{parsed.directory}: the run was started on {run.host}; call this there")
+    if find_driver(run) is None:
+        raise ConfigurationError(f"the run in {parsed.directory} is over")
+    path = Path(run.control)
+    if parsed.group is None:
+        return call(path, "engines") + "\n"
+    return call(path, "scale", group=parsed.group, engines=parsed.engines) + "\n"

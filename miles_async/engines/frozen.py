@@ -1,0 +1,36 @@
+"""Engines that keep the weights they were started with: a judge, a reward model."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import structlog
+
+from miles_async.engines.registry import EngineRecord, EngineState
+from miles_async.engines.stack import EngineStack
+from miles_async.errors import EngineError
+from miles_async.together import together
+
+log = structlog.get_logger(__name__)
+
+
+class FrozenEngines(EngineStack):
+    """A stack of its own, with a router of its own; an engine that is up serves."""
+
+    async def supervise(self) -> None:
+        """As ``EngineStack.supervise``; also routes requests to engines that came up."""
+        await together(super().supervise(), self._admit())
+
+    async def _admit(self) -> NoReturn:
+        while True:
+            await self.wait_for_joining()
+            for record in self.registry.in_state(EngineState.JOINING):
+                await self._admit_one(record)
+
+    async def _admit_one(self, record: EngineRecord) -> None:
+        assert record.url is not None
+        record.verified = True
+        try:
+            await self.supervisor.make_routable(record, record.url)
+        except EngineError as error:
+            await self.supervisor.fence(record, str(error))

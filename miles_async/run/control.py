@@ -1,0 +1,78 @@
+"""How commands talk to a run: one line of JSON each way, over a Unix socket that only this user can reach.
+
+The socket is in a directory of its own, since paths of sockets are short; ``run.json`` says where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_async.errors import ConfigurationError, MilesAsyncError
+
+REQUEST_SECONDS = 60.0
+
+Handler = Callable[..., Awaitable[str]]
+
+
+class ControlServer:
+    """Answers requests while its context is open.
+
+    >>> async with ControlServer({"scale": scale}) as server:
+    ...     server.path
+    """
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        """``handlers``: command → a function of its arguments by name, which says what it did or raises
+        MilesAsyncError.
+        """
+        self._handlers = handlers
+        self._directory = tempfile.TemporaryDirectory(prefix="miles-async-")
+        self.path = Path(self._directory.name) / "control"
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> ControlServer:
+        self._server = await asyncio.start_unix_server(self._answer, self.path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        await asyncio.to_thread(self._directory.cleanup)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            request = json.loads(await reader.readline())
+            try:
+                answer = {"result": await self._handlers[request.pop("command")](**request)}
+            except (MilesAsyncError, KeyError, TypeError) as error:
+                answer = {"error": str(error)}
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+        except (ValueError, ConnectionError):  # not ours to answer, or it did not wait
+            pass
+        finally:
+            writer.close()
+
+
+def call(path: Path, command: str, **arguments: Any) -> str:
+    """What the run says to a command. Raises ConfigurationError with what it has against it, or if it is not there."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(REQUEST_SECONDS)
+        try:
+            connection.connect(str(path))
+            connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
+            line = connection.makefile("rb").readline()
+        except OSError as error:
+            raise ConfigurationError(f"the run does not answer ({error}): is it still starting, or ending?") from None
+    if not line:
+        raise ConfigurationError("the run closed the connection: it is ending")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise ConfigurationError(answer["error"])
+    return str(answer["result"])

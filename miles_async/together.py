@@ -1,0 +1,19 @@
+"""Several coroutines at once, as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from miles_async.errors import first_error
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> None:
+    """All of them, to the end of the last. The first error ends the others, and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as scope:
+            for part in work:
+                scope.create_task(part)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None

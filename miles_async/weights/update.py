@@ -1,0 +1,295 @@
+"""One fleet is brought to staged weights (C8): prepare → pause → flush unless in_place → deliver → digests → continue →
+canary → commit.
+
+What rollouts feel is the time from pause to commit (``pause_seconds``); what the transport can prepare
+(``prepare_seconds``) happens before it, while engines generate. Engines are continued in a ``finally``.
+
+New requests wait at our side from pause to commit, so none of them meets an unverified engine. The canary
+has to run after ``continue``: a paused SGLang answers no generation request. Requests already in flight go on
+meanwhile; if the canary fails their engine is fenced and they are generated anew elsewhere.
+
+``--publish-order rolling`` brings engines through these steps a few at a time, and commits when all of them are
+through. Requests go on meanwhile, under the version before (``engines/registry.py``).
+
+An engine that fails at any step is fenced; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import structlog
+
+from arguments.weights import WeightsArguments
+from miles_async.clock import now
+from miles_async.errors import PublicationError
+from miles_async.protocols import EngineFleet, WeightTransport
+from miles_async.types import FleetMembers, Publication, StagedWeights
+from miles_async.weights.verify import digest_disagreement, disagreement, max_difference
+
+log = structlog.get_logger(__name__)
+
+
+class PublicationState(Enum):
+    """Where the publisher is; shown by the watchdog."""
+
+    IDLE = "idle"
+    STAGING = "staging"
+    WAITING_FOR_ENGINES = "waiting for engines"
+    PREPARING = "preparing"
+    PAUSING = "pausing"
+    DELIVERING = "delivering"
+    VERIFYING = "verifying"
+
+
+class FleetUpdater:
+    """Brings staged weights to the engines of one fleet. One call at a time: who calls sees to that."""
+
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        transport: WeightTransport,
+        arguments: WeightsArguments,
+        *,
+        tolerance: float,
+        engines_timeout: float = 900.0,
+        poll_seconds: float = 0.5,
+    ) -> None:
+        """``tolerance``: of the canary.
+
+        ``engines_timeout``: seconds to wait while no engine is up; they may all be restarting.
+        """
+        self.state = PublicationState.IDLE
+        self._fleet = fleet
+        self._transport = transport
+        self._arguments = arguments
+        self._tolerance = tolerance
+        self._engines_timeout = engines_timeout
+        self._poll_seconds = poll_seconds
+        self._last_loss = "no engine was lost"  # for the message when none is left
+
+    async def publish(self, version: int, staged: StagedWeights) -> Publication:
+        """Bring every engine to ``staged``, as ``version``. Returns when at least one serves it, verified.
+
+        Raises PublicationError past ``--publication-timeout``, which does not count waiting for engines to come up.
+        """
+        updates: list[_Update] = []
+        try:
+            while not any(update.present for update in updates):
+                for engines in self._portions(await self._wait_for_engines()):
+                    async with self.deadline(f"version {version} was not published"):
+                        updates.append(await self._update(staged, engines))
+        finally:
+            self.state = PublicationState.IDLE
+        return _summary(version, staged, updates)
+
+    async def repair(self, staged: StagedWeights) -> tuple[str, ...]:
+        """Bring joining engines to what the others serve. Returns those that now serve, too."""
+        joining = (await self._fleet.members()).joining
+        if not joining:
+            return ()
+        try:
+            async with asyncio.timeout(self._arguments.publication_timeout):
+                return (await self._update(staged, joining)).present
+        except TimeoutError:
+            await self._fleet.fence(joining, "repair timed out (--publication-timeout)")
+            return ()
+        finally:
+            self.state = PublicationState.IDLE
+
+    async def close(self) -> None:
+        """End what the transport holds."""
+        await self._transport.close()
+
+    def _portions(self, members: FleetMembers) -> Iterator[tuple[str, ...]]:
+        """Which engines are updated together. Those that join stop nobody: first, so that there are more to go on."""
+        if self._arguments.publish_order == "all":
+            yield (*members.serving, *members.joining)
+            return
+        if members.joining:
+            yield members.joining
+        at_once = self._arguments.rolling_engines
+        for first in range(0, len(members.serving), at_once):
+            yield members.serving[first : first + at_once]
+
+    @asynccontextmanager
+    async def deadline(self, failure: str) -> AsyncIterator[None]:
+        """What is inside may take ``--publication-timeout``; past it PublicationError, with ``failure``."""
+        try:
+            async with asyncio.timeout(self._arguments.publication_timeout):
+                yield
+        except TimeoutError as error:
+            raise PublicationError(
+                f"{failure} within {self._arguments.publication_timeout:g} s (--publication-timeout); "
+                f"last state: {self.state.value}; {self._last_loss}"
+            ) from error
+
+    async def _wait_for_engines(self) -> FleetMembers:
+        self.state = PublicationState.WAITING_FOR_ENGINES
+        members = await self._fleet.members()
+        if not (members.serving or members.joining):
+            log.warning("no engine to publish to; waiting", starting=members.starting)
+        try:
+            async with asyncio.timeout(self._engines_timeout):
+                while not (members.serving or members.joining):
+                    await asyncio.sleep(self._poll_seconds)
+                    members = await self._fleet.members()
+                return members
+        except TimeoutError as error:
+            raise PublicationError(
+                f"the trainer waited {self._engines_timeout:g} s for an engine to publish to; starting: "
+                f"{members.starting or 'none'}; {self._last_loss}"
+            ) from error
+
+    async def _update(self, staged: StagedWeights, engines: Sequence[str]) -> _Update:
+        """Bring ``staged`` to ``engines``, verify, admit. Who fails is absent from the result."""
+        update, fleet = _Update(self._fleet, engines), self._fleet
+        started = now()
+        self.state = PublicationState.PREPARING
+        await update.each("probe", fleet.weight_versions)
+        await update.each("preparing", partial(self._transport.prepare, staged), blame=not self._transport.shares_fate)
+        update.prepare_seconds = now() - started
+        started = now()
+        try:
+            self.state = PublicationState.PAUSING
+            mode = self._arguments.pause_generation_mode
+            await update.each("pausing", lambda present: fleet.pause(present, mode))
+            if mode != "in_place":  # there in-flight requests keep their cache, and SGLang refuses to flush
+                await update.each("flush_cache", fleet.flush_cache)
+            self.state = PublicationState.DELIVERING
+            await self._deliver(staged, update)
+            if self._arguments.verify_weights == "full":
+                await self._compare_digests(staged, update)
+        finally:
+            await update.each("continue", fleet.resume)
+        if self._arguments.verify_weights != "off":
+            await self._compare_scores(staged, update)
+        self._last_loss = update.last_loss or self._last_loss
+        if update.present:
+            with update.timed("admit"):
+                await fleet.admit(update.present, staged.version)
+        update.pause_seconds = now() - started
+        update.sent_fraction = self._transport.sent_fraction
+        return update
+
+    async def _deliver(self, staged: StagedWeights, update: _Update) -> None:
+        """Everything to everyone; who is lost on the way is absent then.
+
+        Where one engine's failure breaks delivery for all, whose fault it was can't be told from outside. So those
+        that still answer get everything again together (they stay paused, since they hold a part of the new
+        weights), and if that breaks too, each by itself: who fails alone is fenced.
+        """
+        deliver = partial(self._transport.deliver, staged)
+        if not self._transport.shares_fate:
+            await update.each("send", deliver)
+            return
+        for _ in range(2):
+            reached = await update.each("send", deliver, blame=len(update.present) == 1)
+            if set(update.present) <= set(reached):
+                return
+            await update.each("probe", self._fleet.weight_versions)
+        for engine in update.present:
+            await update.each("send", deliver, only=engine)
+
+    async def _compare_digests(self, staged: StagedWeights, update: _Update) -> None:
+        """Fence every engine that holds anything else than was staged. While paused: nobody gets a token of it."""
+        self.state = PublicationState.VERIFYING
+        held = await update.each("digests", self._fleet.held_weights)
+        for engine, parts in held.items():
+            if reason := digest_disagreement(staged, parts, skip=self._arguments.verify_weights_skip):
+                await update.lose(engine, reason)
+
+    async def _compare_scores(self, staged: StagedWeights, update: _Update) -> None:
+        """Fence every engine whose canary disagrees."""
+        self.state = PublicationState.VERIFYING
+        scores = await update.each("canary", lambda present: self._fleet.score(present, staged.canary_tokens))
+        for engine, score in scores.items():
+            if reason := disagreement(staged, score, self._tolerance):
+                await update.lose(engine, reason)
+            else:
+                update.canary_difference = max(update.canary_difference, max_difference(staged, score))
+
+
+class _Update:
+    """One update under way: who fails a step is fenced and not called again; steps are timed."""
+
+    def __init__(self, fleet: EngineFleet, engines: Sequence[str]) -> None:
+        self.present = tuple(engines)
+        self.absent: tuple[str, ...] = ()
+        self.last_loss = ""  # who was lost last, and why
+        self.step_seconds: dict[str, float] = {}
+        self.prepare_seconds = 0.0
+        self.pause_seconds = 0.0
+        self.canary_difference = 0.0
+        self.sent_fraction = 0.0
+        self._fleet = fleet
+
+    async def each(
+        self,
+        step: str,
+        call: Callable[[Sequence[str]], Awaitable[Mapping[str, Any]]],
+        *,
+        blame: bool = True,
+        only: str | None = None,
+    ) -> Mapping[str, Any]:
+        """One step for everyone present; results of those that succeed. Who fails is fenced if it is to ``blame``."""
+        engines = self.present if only is None else (only,)
+        if not engines:
+            return {}
+        with self.timed(step):
+            results = await call(engines)
+        for engine, error in results.items():
+            if not isinstance(error, Exception):
+                continue
+            if blame:
+                await self.lose(engine, f"{step}: {error}")
+            else:
+                log.warning("publication step failed", step=step, engine=engine, error=str(error))
+        return {engine: result for engine, result in results.items() if not isinstance(result, Exception)}
+
+    async def lose(self, engine: str, reason: str) -> None:
+        """Fence ``engine``."""
+        log.warning("engine fenced", engine=engine, reason=reason)
+        await self._fleet.fence([engine], reason)
+        self.present = tuple(e for e in self.present if e != engine)
+        self.absent = (*self.absent, engine)
+        self.last_loss = f"{engine} was lost: {reason}"
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Add the seconds inside to ``step``."""
+        started = now()
+        try:
+            yield
+        finally:
+            self.step_seconds[step] = self.step_seconds.get(step, 0.0) + now() - started
+
+
+def _summary(version: int, staged: StagedWeights, updates: Sequence[_Update]) -> Publication:
+    """Of all portions. Seconds of pausing are those of an engine, on average."""
+    present = [len(update.present) for update in updates]
+    steps: Counter[str] = Counter()
+    for update in updates:
+        steps.update(update.step_seconds)
+    return Publication(
+        version=version,
+        sent_version=staged.version,
+        engines=tuple(engine for update in updates for engine in update.present),
+        fenced=tuple(engine for update in updates for engine in update.absent),
+        prepare_seconds=staged.prepare_seconds + sum(update.prepare_seconds for update in updates),
+        pause_seconds=_mean([update.pause_seconds for update in updates], present),
+        step_seconds=steps,
+        canary_difference=max(update.canary_difference for update in updates),
+        total_bytes=staged.total_bytes,
+        sent_fraction=_mean([update.sent_fraction for update in updates], present),
+    )
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

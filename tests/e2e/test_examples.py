@@ -1,0 +1,33 @@
+"""The examples of agents as they are shipped, to their end. Minutes each:
+
+pytest tests/e2e/test_examples.py -m e2e
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.example_runs import assert_turns_were_trained
+from tests.integration.real_run import real_run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1000)]
+
+STEPS = 20
+
+
+@pytest.mark.parametrize(
+    ("example", "most_turns"), [("calculator_tool", 2), ("search_agent", 3), ("blackbox_agent", 2)]
+)
+def test_example_learns_to_use_its_tool(example: str, most_turns: int, tmp_path: Path) -> None:
+    # covers: R2, R3, R12, C2, M13
+    with real_run(tmp_path / "run", "--record", command=(f"examples/{example}/run.sh",)) as run:
+        assert run.wait(900) == 0, run.output
+        run.assert_nothing_left()
+    samples = assert_turns_were_trained(run, STEPS, most_turns=most_turns)
+    assert run.summary["reward_last"] > 0.8 > 0.5 > run.summary["reward_first"]
+    assert run.summary["eval_accuracy_last"] > 0.8 > 0.5 > run.summary["eval_accuracy_first"]
+    if example == "blackbox_agent":  # what the agent says of its turns is what the session server saw
+        ended = [sample.metadata for sample in samples if sample.finish_reason == "stop"]
+        assert [noted["agent_turns"] for noted in ended] == [noted["turns"] for noted in ended] != []

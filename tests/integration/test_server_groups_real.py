@@ -1,0 +1,90 @@
+"""A run with engines for training, for evaluation and a frozen one, which grows and shrinks on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from miles_async.engines.addresses import LOOPBACK, HeldPort
+from tests.integration.real_run import RealRun, real_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+SECONDS = 400.0  # for three engines and a few steps, on a busy machine
+FLEET = """
+[groups.train]
+engines = 1
+[groups.eval]
+role = "evaluation"
+[groups.judge]
+role = "frozen"
+port = {port}
+"""
+
+
+def scale(run: RealRun, *words: str) -> str:
+    command = [sys.executable, "-m", "miles_async", "scale", str(run.run_dir), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def until(run: RealRun, *states: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not all(state in scale(run) for state in states):
+        assert run.process.poll() is None, run.output
+        assert time.monotonic() < deadline, (states, scale(run))
+        time.sleep(0.5)
+
+
+def ask(port: int) -> str:
+    body = {"model": "judge", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+    request = urllib.request.Request(
+        f"http://{LOOPBACK}:{port}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())["choices"][0]["finish_reason"]
+
+
+def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path) -> None:
+    # covers: C8, R4
+    with HeldPort(LOOPBACK) as held:
+        port = held.number
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(FLEET.format(port=port))
+    flags = ("--server-groups", str(fleet), "--num-rollout", "1000", "--eval-interval", "3")
+    flags += ("--actor-num-gpus-per-node", "1", "--save-hf", "none")
+    with real_run(tmp_path / "run", *flags) as run:
+        run.wait_for_steps(1, SECONDS)
+        assert "train-0 serving" in scale(run)
+        assert "judge-0 serving" in scale(run)
+        assert ask(port) in ("stop", "length")
+        assert "train-1 starting" in scale(run, "train", "2")
+        until(run, "train-0 serving", "train-1 serving")
+        steps = len(run.steps)
+        run.wait_for_steps(steps + 4, SECONDS)
+        scale(run, "train", "1")
+        until(run, "train-0 serving; ")
+        steps = len(run.steps)
+        run.wait_for_steps(steps + 3, SECONDS)
+        command = [sys.executable, "-m", "miles_async", "stop", str(run.run_dir)]
+        subprocess.run(command, timeout=120, check=True)
+        assert run.wait(60) == 130, run.output
+        run.assert_nothing_left()
+    assert run.summary["balanced"]
+    assert run.summary["logprob_diff"]["max"] < 1e-4
+    log = [json.loads(line) for line in (run.run_dir / "logs" / "rollout.log").read_text().splitlines()]
+    warnings = [entry for entry in log if entry["level"] != "info"]
+    assert not warnings, "nobody was lost, nothing was tried again"
+    records = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [record for record in records if "eval/accuracy" in record]
+    assert len(evaluations) >= 2
+    for record in evaluations:  # each from exactly the version that was visible when it began
+        versions = {value for name, value in record.items() if "weight_version" in name}
+        assert versions == {record["step"]}, record
