@@ -23,6 +23,7 @@ AT_LEAST: dict[str, int] = {
     "num_rollout": 1,
     "rollout_batch_size": 1,
     "n_samples_per_prompt": 1,
+    "extra_samples_per_prompt": 0,
     "rollout_max_response_len": 1,
     "rollout_concurrency_per_engine": 1,
     "rm_workers": 1,

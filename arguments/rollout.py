@@ -14,6 +14,12 @@ class RolloutArguments:
     num_rollout: int = flag(1, "rollout steps to train: batches cut, trained on and (by interval) published")
     rollout_batch_size: int = flag(32, "prompts per rollout step")
     n_samples_per_prompt: int = flag(8, "samples of each prompt, compared with each other")
+    extra_samples_per_prompt: int = flag(
+        0,
+        "samples begun beyond --n-samples-per-prompt: a group is whole when enough of them are finished, and the "
+        "slowest are stopped; saves the wait for stragglers, and favours short responses (rollout/length_bias says how "
+        "much)",
+    )
     rollout_max_response_len: int = flag(1024, "tokens a response may have")
     rollout_temperature: float = flag(1.0, "sampling temperature; the trainer's log-probs use it too")
     rollout_top_p: float = flag(1.0, "nucleus sampling")

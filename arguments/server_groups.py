@@ -136,10 +136,10 @@ def _group_problems(group: ServerGroup) -> Iterator[str]:
 
 def _external_problems(arguments: Arguments) -> Iterator[str]:
     weights = arguments.weights
-    if weights.weight_transport not in ("distributed", "disk") or weights.weight_delta != "off":
+    if weights.weight_transport != "distributed":
         yield (
-            f"external engines with --weight-transport {weights.weight_transport}, --weight-delta "
-            f"{weights.weight_delta}: nothing of ours runs on their hosts; use distributed, or disk without delta"
+            f"external engines with --weight-transport {weights.weight_transport}: nothing of ours runs on their hosts, "
+            "to see to files there; use distributed"
         )
     if weights.verify_weights == "full":
         yield "external engines with --verify-weights full: only servers that we start can say what they hold"

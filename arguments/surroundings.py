@@ -15,6 +15,8 @@ from arguments import Arguments
 from arguments.evaluation import parse_data_sets
 from miles_async.errors import ConfigurationError
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
+
 
 def check_model(arguments: Arguments) -> Iterator[str]:
     """The model directories hold what will be read from them."""
@@ -53,16 +55,24 @@ def _model_config(path: Path) -> dict[str, Any]:
 
 def check_model_fits(arguments: Arguments) -> Iterator[str]:
     """The model divides by the parallel sizes, and has positions for prompt and response."""
-    path = arguments.model.hf_checkpoint
+    model, path = arguments.model, arguments.model.hf_checkpoint
     config = _model_config(path) if path else {}
     sizes = {
-        "--tensor-model-parallel-size": (arguments.model.tensor_model_parallel_size, "num_attention_heads"),
-        "--pipeline-model-parallel-size": (arguments.model.pipeline_model_parallel_size, "num_hidden_layers"),
+        "--tensor-model-parallel-size": (model.tensor_model_parallel_size, "num_attention_heads"),
+        "--pipeline-model-parallel-size": (model.pipeline_model_parallel_size, "num_hidden_layers"),
         "--rollout-num-gpus-per-engine": (
             arguments.cluster.rollout_num_gpus_per_engine,
             "num_attention_heads",
         ),
     }
+    if experts := next((name for name in EXPERT_COUNTS if config.get(name)), None):
+        sizes["--expert-model-parallel-size"] = model.expert_model_parallel_size, experts
+        sizes["--expert-tensor-parallel-size"] = model.expert_tensor_size, "moe_intermediate_size"
+    elif config and (model.expert_model_parallel_size > 1 or model.expert_tensor_parallel_size is not None):
+        yield (
+            "--expert-model-parallel-size and --expert-tensor-parallel-size split the experts of a mixture, but "
+            f"--hf-checkpoint {path} has none: leave them out"
+        )
     for flag, (size, key) in sizes.items():
         found = config.get(key)
         if isinstance(found, int) and found % size:

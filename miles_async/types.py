@@ -134,6 +134,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...]
     oldest_version: int  # over the tokens of all samples that carry loss
     newest_version: int
+    stopped: int = 0  # samples that were still being generated when enough were finished
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from examples.quickstart.tokenizer import EOS_ID, VOCABULARY
 
 IDS = {token: i for i, token in enumerate(VOCABULARY)}
-ROLES = ("user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,15 @@ class Dialogue:
 
     def turns(self) -> list[tuple[list[int], list[int]]]:
         """(what stands before it, what is said) of each turn of the assistant, as token ids."""
-        ids, said = self.tokens()
-        starts = [i for i in range(1, len(ids)) if said[i] and not said[i - 1]]
-        ends = [i for i in range(1, len(ids) + 1) if said[i - 1] and not (i < len(ids) and said[i])]
-        return [(ids[:start], ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+        ids, turns = [IDS["<bos>"]], []
+        for role, content in self.messages:
+            ids.append(IDS[f"<|{role}|>"])
+            body = _characters(content)
+            if role == "assistant":
+                body.append(EOS_ID)
+                turns.append(([*ids], body))
+            ids += body
+        return turns
 
 
 def _characters(content: str) -> list[int]:

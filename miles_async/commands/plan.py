@@ -14,6 +14,7 @@ from rich_argparse import RawDescriptionRichHelpFormatter
 from arguments.parser import parse_arguments
 from arguments.problems import refuse
 from arguments.ranges import range_problems
+from arguments.server_groups import of_role, server_groups
 from arguments.validation import check_deadlines, check_staleness
 from miles_async.errors import ConfigurationError
 from miles_async.simulation.distributions import Fixed, parse_distribution
@@ -78,7 +79,7 @@ def _flags(words: Sequence[str], slots: int | None) -> Flags:
     arguments = parse_arguments(words, prog="miles-async plan").arguments
     problems = [*range_problems(arguments)]
     refuse(problems or [*check_staleness(arguments), *check_deadlines(arguments)])
-    if arguments.cluster.num_engines < 1:
+    if arguments.engines.server_groups is None and arguments.cluster.num_engines < 1:
         raise ConfigurationError(
             f"--rollout-num-gpus {arguments.cluster.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "
             f"{arguments.cluster.rollout_num_gpus_per_engine}: there would be no engine"
@@ -88,7 +89,7 @@ def _flags(words: Sequence[str], slots: int | None) -> Flags:
         staleness=arguments.staleness,
         weights=arguments.weights,
         engines=arguments.engines,
-        num_engines=arguments.cluster.num_engines,
+        num_engines=sum(group.num_engines for group in of_role(server_groups(arguments), "train")),
         trainer_ranks=arguments.cluster.trainer_world_size,
         slots_per_engine=slots,
         stall_timeout=arguments.observability.stall_timeout,

@@ -11,6 +11,7 @@ from arguments import Arguments
 from arguments.config_file import to_toml
 from arguments.evaluation import parse_data_sets
 from arguments.parser import parse_arguments
+from arguments.server_groups import ServerGroup, server_groups
 from arguments.validation import validate
 
 
@@ -72,8 +73,8 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     lines = {
         "model": model.hf_checkpoint,
         "trainer": f"{cluster.trainer_world_size} ranks on {cluster.device}: "
-        + ", ".join(f"{name} {size}" for name, size in ranks.items()),
-        "engines": f"{cluster.num_engines} of {cluster.rollout_num_gpus_per_engine} GPUs (CPU: processes) each",
+        + ", ".join(f"{name} {size}" for name, size in ranks.items() if size > 1 or name == "DP"),
+        "engines": "; ".join(map(_describe_group, server_groups(arguments))),
         **{f"prompts {number}": f"{path} ({count})" for number, (path, count) in enumerate(prompts.items(), start=1)},
         "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
         f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
@@ -84,3 +85,9 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     return "Dry run: flags, model directory, prompts and hooks are in order. Nothing was started.\n" + "\n".join(
         f"  {name:<14} {value}" for name, value in lines.items()
     )
+
+
+def _describe_group(group: ServerGroup) -> str:
+    kind = "external, " if group.external else ""
+    kind += "" if group.role == "train" else f"{group.role}, "
+    return f"{group.name}: {group.num_engines} ({kind}{group.gpus_per_engine} GPUs each; CPU: processes)"

@@ -177,20 +177,27 @@ class EngineSupervisor:
             await self._registry.wait_until(lambda: record.incarnation != incarnation)
             return record.reason
 
-        return await _first_of(self.handle(record.engine_id).wait_exit(), self._until_unreachable(record), fenced())
+        return await _first_of(self.handle(record.engine_id).wait_exit(), self._until_unusable(record), fenced())
 
-    async def _until_unreachable(self, record: EngineRecord) -> str:
-        """For machines that vanish without closing connections; SGLang's own watchdog ends a stuck scheduler."""
+    async def _until_unusable(self, record: EngineRecord) -> str:
+        """For machines that vanish without closing connections, and for servers that somebody else gave other weights.
+        SGLang's own watchdog ends a stuck scheduler.
+        """
         failures, url = 0, record.url
         assert url is not None
         while failures < _PROBE_FAILURES:
             await asyncio.sleep(_PROBE_INTERVAL)
+            expected = record.version if record.verified else None
             try:
-                await self._api.model_info(url, _PROBE_SECONDS)
+                found = (await self._api.model_info(url, _PROBE_SECONDS)).weight_version
                 failures = 0
             except EngineError as error:
                 failures += 1
                 log.warning("engine does not answer", engine=record.engine_id, failures=failures, error=str(error))
+                continue
+            still = record.version if record.verified else None
+            if expected is not None and still == expected and found != str(expected):
+                return f"says that it holds version {found}, and was given {expected}"
         return f"did not answer {failures} times in a row"
 
     # --------------------------------------------------------------------------------- in and out of the router

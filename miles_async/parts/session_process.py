@@ -20,7 +20,6 @@ from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.factory import trajectory_factory
 
 REPORT_SECONDS = 1.0
-SWITCH_SECONDS = 0.0005  # Python's default of 5 ms is what the event loop may wait for a thread after each system call
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +58,6 @@ async def serve(settings: ServerSettings, socket_path: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Exit code 1 when the rollout process is gone, which is how it ends."""
     settings, socket_path = arguments
-    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         asyncio.run(serve(msgspec.json.decode(settings, type=ServerSettings), Path(socket_path)))
     except* TransientEngineError as errors:

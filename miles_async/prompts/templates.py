@@ -109,7 +109,13 @@ class ChatTemplate:
 
     def tokenize(self, text: str) -> list[int]:
         """Of rendered text: nothing is added to it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:  # a tokenizer in Python
+            slowly: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+            return slowly
+        # Less than half the time of the tokenizer's own encode, which finds out the characters of every token, too.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode_all(self, token_ids: Sequence[int]) -> str:

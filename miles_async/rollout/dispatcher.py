@@ -134,27 +134,39 @@ class Dispatcher:
             raise AttemptFailed(f"group filter raised {error!r}", infrastructure=False) from error
 
     async def _generate_group(self, attempt: Attempt) -> Group:
-        """All samples, or those that didn't fail while enough remain (C7)."""
+        """As many samples as a group has, or those that didn't fail while enough remain (C7). Of samples begun beyond
+        that (``--extra-samples-per-prompt``) the slowest are stopped.
+        """
         whole = self._arguments.n_samples_per_prompt
-        spare = whole - self._min_samples
+        begun = whole + self._arguments.extra_samples_per_prompt
+        spare = begun - self._min_samples
+        running: set[int] = set()  # indices of samples that are being generated
+        finished: dict[int, Sample] = {}
+        stopped = 0
 
-        async def sample_or_none(index: int) -> Sample | None:
-            nonlocal spare
+        async def sample(index: int) -> None:
+            nonlocal spare, stopped
             try:
-                return await self._generate_sample(attempt, index)
+                made = await self._generate_sample(attempt, index, running)
             except AttemptFailed as failure:
                 if spare == 0:
                     raise
                 spare -= 1
                 log.warning("sample left out", prompt_id=attempt.prompt.prompt_id, reason=failure.reason)
-                return None
+                return
+            if len(finished) < whole:
+                finished[index] = made
+                if len(finished) == whole:
+                    stopped = len(running)
+                    for task in tasks:
+                        task.cancel()  # those that are done don't mind
 
         async with asyncio.TaskGroup() as scope:
-            tasks = [scope.create_task(sample_or_none(index)) for index in range(whole)]
-        samples = (task.result() for task in tasks)
-        return group_of(attempt, [sample for sample in samples if sample is not None])
+            tasks = [scope.create_task(sample(index)) for index in range(begun)]
+        group = group_of(attempt, [finished[index] for index in sorted(finished)])
+        return msgspec.structs.replace(group, stopped=stopped)
 
-    async def _generate_sample(self, attempt: Attempt, index: int) -> Sample:
+    async def _generate_sample(self, attempt: Attempt, index: int, running: set[int]) -> Sample:
         """One rewarded sample; an infrastructure failure refills this sample only (C6).
 
         What was generated stays while its reward is not to be had: what crashes a reward must not be sampled away.
@@ -165,7 +177,11 @@ class Dispatcher:
             try:
                 if sample is None:
                     async with self.concurrency.slots:
-                        generated = await self._hooks.generate(self._client, attempt, index)
+                        running.add(index)
+                        try:
+                            generated = await self._hooks.generate(self._client, attempt, index)
+                        finally:
+                            running.discard(index)
                     loss_versions(generated)  # unusable versions: not a sample
                     sample = generated
                 reward = await self._hooks.reward(attempt.prompt, sample)

@@ -24,6 +24,7 @@ def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, flo
     - ``mixed_version_ratio``: samples whose loss tokens came from several versions;
     - ``age/{mean,max}`` over samples, from their oldest loss token to ``target_version``;
     - ``zero_std/{all_zero,all_one}_percentage``: groups, in percent, whose rewards are all 0 / all 1;
+    - ``rollout/stopped_samples``, ``rollout/length_bias``: see :func:`length_bias`;
     - ``rollout/...``: see :func:`generation_metrics`.
     """
     samples = [sample for group in groups for sample in group.samples]
@@ -47,8 +48,26 @@ def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, flo
         "age/max": float(ages.max()),
         "zero_std/all_zero_percentage": _percentage_all(groups, 0.0),
         "zero_std/all_one_percentage": _percentage_all(groups, 1.0),
+        **length_bias(groups),
         **generation_metrics(samples),
     }
+
+
+def length_bias(groups: Sequence[Group]) -> dict[str, float]:
+    """What stopping the slowest samples of groups (``--extra-samples-per-prompt``) does to lengths; {} if none was.
+
+    ``rollout/length_bias``: mean length of the samples ÷ what it would be at least with those that were stopped, each
+    as long as the longest of its group, since it was still going on when that one was finished. 1: none; less is
+    worse, and the truth may be less than what it says.
+    """
+    stopped = np.array([group.stopped for group in groups])
+    if not stopped.any():
+        return {}
+    lengths = [np.array([len(s.tokens) - s.prompt_length for s in group.samples]) for group in groups]
+    total, count = sum(int(of_group.sum()) for of_group in lengths), sum(map(len, lengths))
+    longest = np.array([of_group.max() for of_group in lengths])
+    at_least = (total + int((stopped * longest).sum())) / (count + int(stopped.sum()))
+    return {"rollout/stopped_samples": float(stopped.sum()), "rollout/length_bias": total / count / at_least}
 
 
 def generation_metrics(samples: Sequence[Sample]) -> dict[str, float]:

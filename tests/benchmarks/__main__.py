@@ -9,7 +9,15 @@ import argparse
 import sys
 import time
 
-from tests.benchmarks import buffer_cost, ledger_store, loop_lag, publication, quickstart_overlap, simulated_scale
+from tests.benchmarks import (
+    buffer_cost,
+    ledger_store,
+    loop_lag,
+    publication,
+    quickstart_overlap,
+    sessions,
+    simulated_scale,
+)
 from tests.benchmarks.report import report
 
 PARTS = {
@@ -21,6 +29,7 @@ PARTS = {
     "ledger_store": ledger_store.rows,
     "loop_lag": loop_lag.rows,
     "publication": publication.rows,
+    "sessions": sessions.rows,
 }
 
 

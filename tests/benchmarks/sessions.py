@@ -1,18 +1,15 @@
 """What the session server adds to a turn: chat completions through it against direct calls of the same engines.
 
-    python -m tests.benchmarks.sessions
-
 Engines are simulated: a turn takes some seconds, spread so that agents don't move in step. Each session has 8 turns.
 What is added is the time a turn takes for the agent beyond what the engine took for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +24,7 @@ from miles_async.parts.session_process import ServerSettings
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.types import Generation, VersionSpan
+from tests.benchmarks.report import Row, report
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
 TURNS = 8
@@ -105,16 +103,21 @@ async def measure(concurrency: int, seconds: float, log_dir: Path) -> dict[str, 
     return {"p50_ms": 1e3 * p50, "p99_ms": 1e3 * p99, "cpu_ms_per_turn": 1e3 * cpu / len(added), "turns": len(added)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0, help="an engine takes for a turn, on average")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64, 1024], help="sessions at once")
-    options = parser.parse_args()
-    for concurrency in options.concurrency:
+def rows() -> Iterator[Row]:
+    """One row per number of sessions at once. Engines take longer where there are more, so that turns come as fast as
+    a fleet would answer them: some hundred per second at most.
+    """
+    for sessions, seconds in ((1, 1.0), (64, 2.0), (1024, 10.0)):
         with TemporaryDirectory() as directory:
-            result = asyncio.run(measure(concurrency, options.seconds, Path(directory)))
-        print(f"{concurrency:5d} sessions: " + ", ".join(f"{name} {value:.2f}" for name, value in result.items()))
+            result = asyncio.run(measure(sessions, seconds, Path(directory)))
+        yield {
+            "sessions": sessions,
+            "turns": int(result["turns"]),
+            "added_p50_ms": round(result["p50_ms"], 1),
+            "added_p99_ms": round(result["p99_ms"], 1),
+            "cpu_ms_per_turn": round(result["cpu_ms_per_turn"], 2),
+        }
 
 
 if __name__ == "__main__":
-    main()
+    report("sessions", rows())

@@ -26,6 +26,10 @@ VARIANTS = {
     "two optimizer steps, TIS": ("--global-batch-size", "64", "--no-use-rollout-logprobs", "--use-tis"),
     "KL loss": ("--use-kl-loss", "--kl-loss-coef", "0.01"),
     "unbounded": ("--max-weight-staleness", "none", "--max-rollout-lead", "none"),
+    "rolling": ("--publish-order", "rolling"),
+    "object store": ("--weight-transport", "object_store"),
+    "disk, xor": ("--weight-transport", "disk", "--weight-delta", "xor", "--verify-weights", "full"),
+    "extra samples": ("--extra-samples-per-prompt", "2"),
     "drop": ("--stale-group-action", "drop", "--max-weight-staleness", "1"),
 }
 

@@ -114,9 +114,9 @@ def test_bridge_still_corrupts_row_parallel_weights(without: dict[str, Any]) -> 
     assert {"model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"} <= {*without["splits"]}
 
 
-def test_bridge_still_misplaces_experts(without: dict[str, Any]) -> None:
-    """bridge_fixes: SequentialMLP's, over expert-parallel ranks."""
-    assert any("experts" in name for name in without["experts"])
+def test_bridge_still_cannot_number_experts(without: dict[str, Any]) -> None:
+    """bridge_fixes: SequentialMLP's, over expert-parallel ranks; coverage notices."""
+    assert "tensors of the checkpoint that the model has no place for: model.layers.0.mlp.experts" in without["experts"]
 
 
 def test_float16_module_still_rounds_what_stays_in_fp32(without: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def test_optimizer_still_misplaces_the_state_of_mixed_groups(without: dict[str, 
 
 def test_optimizer_still_cannot_be_saved_before_its_first_step(without: dict[str, Any]) -> None:
     """adam_state.make_state."""
-    assert "Error" in without["make_state"]
+    assert "AssertionError" in without["make_state"]
 
 
 def test_parameters_still_share_a_step_after_a_load(without: dict[str, Any]) -> None:
@@ -142,8 +142,7 @@ def test_parameters_still_share_a_step_after_a_load(without: dict[str, Any]) -> 
 def test_split_down_projections_still_lose_gradients(without: dict[str, Any], models: Path) -> None:
     """host_spec.LatentAttention, at TP 2."""
     plain = PlainTrainer(models / "moonlight", lr=0.0).train([toy_samples(8)])
-    assert without["LatentAttention"] == pytest.approx(plain["grad_norm"], rel=0.5)
-    assert without["LatentAttention"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+    assert without["LatentAttention"] != pytest.approx(plain["grad_norm"], rel=1e-4)
 
 
 def test_provider_still_misses_what_we_set(without: dict[str, Any]) -> None:
@@ -173,7 +172,7 @@ def _splits(make: MakeBackend, models: Path) -> list[str]:
 
 
 def _experts(make: MakeBackend, models: Path) -> list[str]:
-    with patch(f"{BACKEND}.bridge_fixes.apply"), patch(f"{BACKEND}.coverage.check"):
+    with patch(f"{BACKEND}.bridge_fixes.apply"):
         return _differences(make(models / "qwen3-moe", Layout(2, expert=2)), models / "qwen3-moe")
 
 

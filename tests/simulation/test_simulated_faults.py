@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from arguments import EnginesArguments
+from arguments import EnginesArguments, WeightsArguments
 from miles_async.errors import EngineError, PublicationError, StalledError, TrainerError
-from miles_async.simulation.distributions import Fixed, Trace
+from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import CallFault, Crash, Faults
 from tests.simulation.scenario import settings
@@ -129,3 +131,42 @@ def test_slow_publications_hold_back_generation_and_nothing_is_lost() -> None:
     assert result.pause_seconds > 5
     assert result.balance["trained"] == 60
     assert result.balance["failed"] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(3))
+def test_half_an_hour_of_random_faults_leaves_the_books_balanced_and_the_trainer_stepping(seed: int) -> None:
+    # covers: C1, C2, C3, C6, C8, C10
+    chance = random.Random(seed)
+    paths = (*PUBLICATION, "/generate", "/model_info")
+    calls = tuple(
+        CallFault(
+            engine=chance.randrange(4),
+            path=chance.choice(paths),
+            call=chance.randrange(2, 400),
+            action=chance.choice(["crash", "refuse", "hang"]),
+        )
+        for _ in range(60)
+    )
+    order, mode = chance.choice(["all", "rolling"]), chance.choice(["abort", "retract"])
+    result = simulate(
+        settings(
+            steps=450,
+            num_engines=4,
+            seed=seed,
+            weights=WeightsArguments(pause_generation_mode=mode, publish_order=order),
+            engines=EnginesArguments(engine_max_restarts=10_000, request_timeout=60.0),
+            response_seconds=LogNormal(3.0, 1.0),
+            token_seconds=0.3,
+            train_seconds=Fixed(4.0),
+            faults=Faults(calls=calls, mean_seconds_between_crashes=60.0),
+        )
+    )
+    assert result.seconds >= 1800
+    assert died(result.trace) > 60
+    assert len(result.steps) == 450
+    assert result.steps[-1].ended >= 1800, "still stepping"
+    assert max(result.ages) <= 1
+    balance = dict(result.balance)
+    assert balance.pop("issued") == sum(balance.values())
+    assert balance["trained"] == 900

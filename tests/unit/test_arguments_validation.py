@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ def valid(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def case(name: str, change: dict[str, Any], *messages: str) -> Any:
-    return pytest.param(change, messages, id=name)
+def case(name: str, *change_and_messages: Any) -> Any:
+    """Of one or more dicts, then messages."""
+    dicts = [value for value in change_and_messages if isinstance(value, dict)]
+    return pytest.param(*dicts, change_and_messages[len(dicts) :], id=name)
 
 
 def refusal(values: dict[str, Any]) -> str:
@@ -315,6 +318,48 @@ def test_model_directory_without_its_files(valid: dict[str, Any]):
     (model / "config.json").unlink()
     assert "has no config.json" in refusal(valid)
     assert "found a file" in refusal(valid | {"hf_checkpoint": valid["prompt_data"]})
+
+
+MIXTURE = {"n_routed_experts": 12, "moe_intermediate_size": 32}
+EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "messages"),
+    [
+        case("experts of none", {}, {EXPERT: 2}, "--expert-model-parallel-size", "model has none: leave them out"),
+        case("matrices of none", {}, {EXPERT_TENSOR: 1}, "--expert-tensor-parallel-size", "has none: leave them out"),
+        case("experts", MIXTURE, {EXPERT: 5}, "--expert-model-parallel-size 5 does not divide", "n_routed_experts 12"),
+        case("experts, qwen", {"num_experts": 8}, {EXPERT: 3}, "does not divide the model's num_experts 8"),
+        case("matrices", MIXTURE, {EXPERT_TENSOR: 3}, "--expert-tensor-parallel-size 3", "moe_intermediate_size 32"),
+        case(
+            "ranks",
+            MIXTURE,
+            {EXPERT: 4, EXPERT_TENSOR: 2, "actor_num_gpus_per_node": 4},
+            "4 trainer ranks do not divide into sets of experts on 8 ranks",
+            "--expert-tensor-parallel-size 2 × --expert-model-parallel-size 4 × --pipeline-model-parallel-size 1",
+        ),
+        case("no size", MIXTURE, {EXPERT: 0}, "--expert-model-parallel-size: expected at least 1, found 0"),
+    ],
+)
+def test_experts_that_cannot_be_split(
+    valid: dict[str, Any], config: dict[str, Any], change: dict[str, Any], messages: tuple[str, ...]
+):
+    describe_model(valid, config)
+    found = refusal(valid | change)
+    for message in messages:
+        assert message in found
+
+
+@pytest.mark.parametrize("change", [{}, {EXPERT: 4}, {EXPERT: 2, EXPERT_TENSOR: 2}, {EXPERT_TENSOR: 4}], ids=str)
+def test_experts_that_can_be_split(valid: dict[str, Any], change: dict[str, Any]):
+    describe_model(valid, MIXTURE)
+    validate(assemble(valid | {"actor_num_gpus_per_node": 4} | change, {}))
+
+
+def describe_model(values: dict[str, Any], more: dict[str, Any]) -> None:
+    path: Path = values["hf_checkpoint"] / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
 
 def test_run_directory_that_is_a_file(valid: dict[str, Any]):

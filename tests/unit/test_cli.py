@@ -69,7 +69,13 @@ def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Any], ca
     assert "Nothing was started" in printed
     assert "(9)" in printed
     assert "age at most 2, 3 batch(es) admitted ahead" in printed
+    assert "1 ranks on auto: DP 1\n" in printed
     assert not runs
+
+
+def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+    assert main([*flags, "--dry-run", "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]) == 0
+    assert "4 ranks on auto: DP 2, TP 2\n" in capsys.readouterr().out
 
 
 def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Path, capsys: Any):

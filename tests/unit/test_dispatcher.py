@@ -454,3 +454,37 @@ async def test_end_of_run_cancels_what_is_live_and_the_balance_adds_up() -> None
     assert balance["issued"] == sum(count for name, count in balance.items() if name != "issued")
     assert balance["cancelled"] == balance["issued"]
     assert balance["in_flight"] == balance["buffered"] == balance["cut"] == 0
+
+
+async def test_of_more_samples_than_a_group_has_the_slowest_are_stopped() -> None:
+    # covers: C2, C7
+    bench = Bench(extra_samples_per_prompt=2, total_groups=1)
+    plain, stopped = bench.engine.generate, []
+
+    async def some_hang(*args: Any, **options: Any) -> Generation:
+        if len(bench.engine.requests) in (0, 2):  # the first and the third
+            bench.engine.requests.append(([], 0))
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                stopped.append(True)
+                raise
+        return await plain(*args, **options)
+
+    bench.engine.generate = some_hang  # type: ignore[method-assign]
+    async with running(bench):
+        await until(lambda: bench.balance()["buffered"] == 1)
+        assert len(stopped) == 2
+        (group,) = bench.dispatcher.pool.snapshot().groups
+    assert (len(group.samples), group.stopped) == (2, 2)
+
+
+async def test_extra_samples_take_the_place_of_failed_ones() -> None:
+    # covers: C7
+    bench = Bench(extra_samples_per_prompt=1, total_groups=1)
+    bench.engine.script = lambda call: RequestRejectedError("too long") if call == 0 else None
+    async with running(bench):
+        await until(lambda: bench.balance()["buffered"] == 1)
+        (group,) = bench.dispatcher.pool.snapshot().groups
+    assert (len(group.samples), group.stopped) == (2, 0)
+    assert bench.balance()["failed"] == 0

@@ -393,3 +393,16 @@ async def test_what_cannot_be_scaled(group: str, engines: int, message: str) -> 
         await asyncio.sleep(0)
         with pytest.raises(ConfigurationError, match=message):
             await setup.supervisor.scale(group, engines)
+
+
+async def test_an_engine_that_comes_to_hold_another_version_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C8
+    monkeypatch.setattr("miles_async.engines.supervisor._PROBE_INTERVAL", 0.02)
+    async with started(2) as setup:
+        await setup.publish(("engine-0", "engine-1"), 3)
+        await asyncio.sleep(0.1)
+        assert len(setup.registry.in_state(EngineState.SERVING)) == 2
+        setup.servers[0][0].engine.weight_version = "2"  # somebody else's doing
+        await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+        assert setup.registry.engines["engine-0"].reason == "says that it holds version 2, and was given 3"
+        assert setup.registry.engines["engine-1"].restarts == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from arguments.model import ModelArguments
+from arguments.parser import parse_arguments
 from miles_async.backends.megatron import hf_config
 from miles_async.errors import ConfigurationError
 
@@ -84,9 +85,51 @@ def test_impossible_layouts_are_refused(layout: dict[str, int], world_size: int,
         hf_config.check_layout(QWEN3, ModelArguments(**layout), world_size)
 
 
+MIXTURE = MOE | {"moe_intermediate_size": 6}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "world_size", "message"),
+    [
+        (QWEN3, {"expert_model_parallel_size": 2}, 2, "model_type 'qwen3'.* has no experts"),
+        (QWEN3, {"expert_tensor_parallel_size": 1}, 2, "has no experts"),
+        (MIXTURE, {"expert_model_parallel_size": 3}, 3, "--expert-model-parallel-size 3 does not divide 4 experts"),
+        (MIXTURE, {"expert_tensor_parallel_size": 4}, 4, "does not divide moe_intermediate_size 6"),
+        (MIXTURE, {"expert_model_parallel_size": 2}, 3, "3 trainer ranks"),
+        (MIXTURE, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, 2, "--no-sequence-parallel"),
+    ],
+)
+def test_impossible_layouts_of_experts_are_refused(
+    config: dict[str, Any], layout: dict[str, Any], world_size: int, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        hf_config.check_layout(config, ModelArguments(**layout), world_size)
+
+
 def test_possible_layouts_pass() -> None:
+    split = ModelArguments(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    hf_config.check_layout(MIXTURE, split, 8)
     both = ModelArguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     hf_config.check_layout(QWEN3, both, 8)
+
+
+@pytest.mark.parametrize(
+    ("preset", "published", "ranks"),
+    [
+        ("qwen3-4b", {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}, 2),
+        (
+            "qwen3-30b-a3b",
+            MOE
+            | {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936}
+            | {"num_experts": 128, "moe_intermediate_size": 768},
+            16,
+        ),
+    ],
+)
+def test_presets_split_the_models_that_they_are_for(preset: str, published: dict[str, Any], ranks: int) -> None:
+    """By the figures of their config.json on huggingface.co/Qwen."""
+    parsed = parse_arguments([f"@arguments/presets/models/{preset}.args"], prog="test").arguments
+    hf_config.check_layout(QWEN3 | published, parsed.model, ranks)
 
 
 def test_rope_theta_of_both_formats() -> None:

@@ -87,7 +87,7 @@ def test_a_file_that_is_absent(tmp_path: Path) -> None:
         ("[groups.a]\nengines = 0", {}, "group a: expected at least one engine"),
         ('[groups.a]\nmodel = "m"', {}, 'model and port are for groups with role = "frozen", not train'),
         ('[groups.a]\nexternal = ["a"]', {}, "expected external engines as host:port, found 'a'"),
-        ('[groups.a]\nexternal = ["a:1"]\nsglang = ["--x"]', {}, "external engines are up already"),
+        ('[groups.a]\nexternal = ["a:1"]\nsglang = { x = 1 }', {}, "external engines are up already"),
         (
             '[groups.a]\n[groups.b]\nrole = "evaluation"',
             {"evaluation": EvaluationArguments()},

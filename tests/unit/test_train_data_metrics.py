@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.metrics import age_histogram, batch_metrics, generation_metrics
+from miles_async.train_data.metrics import age_histogram, batch_metrics, generation_metrics, length_bias
 from miles_async.types import NO_VERSION, Group
 from tests.property.builders import make_attempt, make_sample
 
@@ -91,3 +91,13 @@ def test_age_histogram_counts_samples() -> None:
     histogram = age_histogram(oldest, np.array([0, 1, 2, 3, 3, 4, 5]), target_version=6)  # sample 3 has two branches
     assert histogram == {0: 3, 1: 2, 2: 1}
     assert {type(key) for key in histogram} == {int}
+
+
+def test_samples_that_were_stopped_would_have_been_at_least_as_long_as_the_longest(groups: list[Group]) -> None:
+    assert length_bias(groups) == {}
+    cut_short = [groups[0], structs.replace(groups[1], stopped=2), groups[2]]  # lengths 2, 2; 1, 3; 3, 1
+    assert length_bias(cut_short) == {
+        "rollout/stopped_samples": 2.0,
+        "rollout/length_bias": pytest.approx((12 / 6) / ((12 + 2 * 3) / 8)),
+    }
+    assert length_bias(cut_short).items() <= batch_metrics(cut_short, target_version=6).items()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments.model import ModelArguments
+from arguments.surroundings import EXPERT_COUNTS
 from miles_async.errors import ConfigurationError
 
 # ``model_type`` of what tests/integration/test_megatron_layouts.py compares with transformers: log-probs, export and
@@ -96,9 +97,7 @@ def _check_expert_layout(config: Mapping[str, Any], model: ModelArguments, world
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Routed experts per layer, 0 for a dense model."""
-    return next(
-        (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0
-    )
+    return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
