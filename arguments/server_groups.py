@@ -138,8 +138,8 @@ def _external_problems(arguments: Arguments) -> Iterator[str]:
     weights = arguments.weights
     if weights.weight_transport != "distributed":
         yield (
-            f"external engines with --weight-transport {weights.weight_transport}: nothing of ours runs on their hosts, "
-            "to see to files there; use distributed"
+            f"external engines with --weight-transport {weights.weight_transport}: nothing of ours runs on their "
+            "hosts, to see to files there; use distributed"
         )
     if weights.verify_weights == "full":
         yield "external engines with --verify-weights full: only servers that we start can say what they hold"

@@ -295,6 +295,11 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
             "--publish-order rolling needs engines to flush their caches, since requests of two versions share their "
             "keys meanwhile: --pause-generation-mode retract or abort, not in_place"
         )
+    if not weights.keep_aborted and weights.pause_generation_mode != "abort":
+        yield (
+            f"--no-keep-aborted has no effect with --pause-generation-mode {weights.pause_generation_mode}, which "
+            "aborts nothing: use abort"
+        )
     if weights.rolling_engines > 1 and weights.publish_order != "rolling":
         yield f"--rolling-engines {weights.rolling_engines} has no effect without --publish-order rolling"
 

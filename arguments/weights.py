@@ -20,6 +20,11 @@ class WeightsArguments:
         "version), retract drops and rebuilds their KV cache, in_place keeps it",
         choices=("abort", "retract", "in_place"),
     )
+    keep_aborted: bool = flag(
+        True,
+        "with --pause-generation-mode abort: what was generated is kept, and goes on under the new version; else "
+        "requests are generated anew, so that no sample mixes versions",
+    )
     publish_order: str = flag(
         "all",
         "all pauses all engines together, which takes the least time; rolling brings --rolling-engines of them at a "

@@ -37,6 +37,7 @@ ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 
 _ABORT_SECONDS = 1.0
 _ABORT_CALLS = 256  # at once
+_ABORTS = 100  # of one request, where what was generated is thrown away: it waits for a longer publication interval
 _READ_AT_ONCE = 8  # answers of hundreds of tokens
 _ERROR_TEXT = 500  # characters of an answer that go into a message
 
@@ -92,9 +93,11 @@ class RouterClient:
         request_timeout: float,
         retries: int,
         gate_timeout: float,
+        keep_aborted: bool = True,
         backoff_seconds: float = 0.2,
     ) -> None:
-        """``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
+        """``keep_aborted``: a publication that aborts requests gives the caller what was generated; else they are
+        generated anew. ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
         ``backoff_seconds``: before the first retry; doubles, with jitter, up to 10 s.
         """
         self._traffic = traffic
@@ -106,6 +109,7 @@ class RouterClient:
         self._request_timeout = request_timeout
         self._tries = retries + 1
         self._gate_timeout = gate_timeout
+        self._keep_aborted = keep_aborted
         self._backoff_seconds = backoff_seconds
         self._abort_calls = 0  # under way
         self._answers_read = Turns(_READ_AT_ONCE)
@@ -149,11 +153,15 @@ class RouterClient:
         raise AssertionError("stamina returns or raises")
 
     async def _try(self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str) -> Generation:
-        await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
-        answer = await self._request(input_ids, sampling, routing_key)
-        await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
-        await self._verified(answer.engine_url)
-        return self._generation(answer)
+        for _ in range(_ABORTS):
+            await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
+            answer = await self._request(input_ids, sampling, routing_key)
+            await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
+            await self._verified(answer.engine_url)
+            generation = self._generation(answer)
+            if self._keep_aborted or generation.finish_reason != "abort":
+                return generation
+        raise TransientEngineError(f"{generation.engine_id} aborted a request {_ABORTS} times in a row")
 
     async def _wait_until(self, condition: Callable[[], bool], complaint: str) -> None:
         """Raises StalledError with ``complaint`` past the gate's deadline."""

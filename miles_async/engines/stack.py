@@ -38,6 +38,7 @@ class EngineStack:
         single_node: bool,
         parse_versions: ParseVersions,
         publication_timeout: float = 300.0,
+        keep_aborted: bool = True,
         name: str = "router",
         port: int | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class EngineStack:
             self.traffic,
             router_url=lambda: self.router.url,
             parse_versions=parse_versions,
+            keep_aborted=keep_aborted,
             request_timeout=arguments.request_timeout,
             retries=arguments.request_retries,
             # The longest legitimate wait: every engine restarts, then weights are published to it.

@@ -113,6 +113,7 @@ class _StackMaker:
             single_node=arguments.cluster.ray_address is None,
             parse_versions=parse_spans,
             publication_timeout=arguments.weights.publication_timeout,
+            keep_aborted=arguments.weights.keep_aborted,
             name=name,
             port=port,
         )

@@ -100,8 +100,10 @@ class SessionServer:
     def __init__(
         self, client: EngineClient, make_trajectory: MakeTrajectory, *, session_timeout: float, threads: int = 2
     ) -> None:
-        """``session_timeout``: seconds without a request or heartbeat after which a session expires. ``threads``: more of
-        them would only fight over the interpreter, which most of their work needs.
+        """``session_timeout``: seconds without a request or heartbeat after which a session expires.
+
+        ``threads``: for what takes as long as there are tokens. More of them would only fight with each other, and with
+        the event loop, over the interpreter.
         """
         self.instance_id = uuid.uuid4().hex
         self.url = ""

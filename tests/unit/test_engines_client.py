@@ -216,6 +216,24 @@ async def test_an_answer_waits_for_its_own_engine_only(setup: Setup) -> None:  #
     await setup.client.generate([5], SAMPLING, routing_key="a")  # whoever sent it to a paused engine: it waits there
 
 
+@pytest.mark.parametrize("keep", [True, False])
+async def test_what_was_generated_before_an_abort_is_kept_or_done_anew(setup: Setup, keep: bool) -> None:  # covers: P4
+    setup.client._keep_aborted = keep
+    aborted = []
+
+    def abort_first(reply: dict) -> dict:
+        if not aborted:
+            aborted.append(reply["meta_info"]["id"])
+            reply["meta_info"]["finish_reason"] = {"type": "abort"}
+        return reply
+
+    setup.engine.transform = abort_first
+    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert generation.finish_reason == ("abort" if keep else "length")
+    assert [request["rid"] for request in setup.engine.requests[:1]] == aborted
+    assert len(setup.engine.requests) == (1 if keep else 2)
+
+
 async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> None:
     setup.engine.token_seconds = 10.0
     task = asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key="a"))
