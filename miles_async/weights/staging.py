@@ -28,6 +28,8 @@ from miles_async.weights.delta import Bytes, Encoding, encode
 from miles_async.weights.export import Bucket, into_buckets, on_host
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
 
+_LIST = b"\xdd"  # of MessagePack; its length follows in 4 bytes
+
 KEPT_VERSIONS = 2  # an engine may still be reading the version before
 
 
@@ -141,17 +143,23 @@ class _DeltaWriter:
         return WeightDelta(base_version=self._base.version, bucket_bytes=tuple(self._bytes))
 
     def write(self, path: Path, bucket: Bucket) -> None:
-        changes = []
-        for name, tensor in bucket.items():
-            if (old := self._old(name)) is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
-                self._same_tensors = False
-                return
-            if changed := encode(name, _raw(old), _raw(tensor), tensor.itemsize, self._encoding):
-                changes.append(changed)
-        data = msgspec.msgpack.encode(changes) if changes else b""
-        if data:
-            path.write_bytes(data)
-        self._bytes.append(len(data))
+        """One tensor after another: together they may be as large as the bucket. No file if nothing changed."""
+        count = 0
+        with path.open("wb") as file:
+            file.write(_LIST + bytes(4))
+            for name, tensor in bucket.items():
+                if (old := self._old(name)) is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                    self._same_tensors = False
+                    break
+                if changed := encode(name, _raw(old), _raw(tensor), tensor.itemsize, self._encoding):
+                    file.write(msgspec.msgpack.encode(changed))
+                    count += 1
+            size = file.tell()
+            file.seek(len(_LIST))
+            file.write(count.to_bytes(4, "big"))
+        if not count or not self._same_tensors:
+            path.unlink()
+        self._bytes.append(size if count else 0)
 
     def _old(self, name: str) -> Tensor | None:
         index = self._bucket_of.get(name)

@@ -8,6 +8,7 @@ files. One core each at best, so with more receivers than cores everything is sl
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import tempfile
 import threading
@@ -147,6 +148,7 @@ class AnonymousMemory:
         self._thread = threading.Thread(target=self._watch)
 
     def __enter__(self) -> AnonymousMemory:
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed, and would be used again unseen
         self._before = self._now()
         self._thread.start()
         return self

@@ -43,6 +43,12 @@ def assert_observations_carry_no_loss(sample: Sample) -> None:
     assert observed <= unsampled <= observed + turns  # the template ends turns that were cut
 
 
+def assert_agent_agrees(samples: list[Sample]) -> None:
+    """The turns that an agent says it took are those that the session server saw; one that had no room says nothing."""
+    ended = [sample.metadata for sample in samples if sample.finish_reason == "stop"]
+    assert [noted["agent_turns"] for noted in ended] == [noted["turns"] for noted in ended] != []
+
+
 def trained_samples(run: RealRun) -> Iterator[Sample]:
     """Of a run with ``--record``, in the order of its batches; they are made again on the way, and compared."""
     for batch in Replay.of_run(run.run_dir):

@@ -1,4 +1,4 @@
-"""An example of agents on the real stack, for a few steps; tests/e2e/test_examples.py runs all of them to their end."""
+"""Examples of agents on the real stack, for a few steps; tests/e2e/test_examples.py runs all of them to their end."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.example_runs import assert_turns_were_trained
-from tests.integration.real_run import real_run
+from tests.integration.example_runs import assert_agent_agrees, assert_turns_were_trained
+from tests.integration.real_run import RealRun, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 STEPS = 3
 
 
-def test_the_calculator_is_called_and_its_answers_carry_no_loss(tmp_path: Path) -> None:
-    # covers: R2, R3, C2, C7
+def run_of(example: str, run_dir: Path) -> RealRun:
     flags = ("--num-rollout", str(STEPS), "--eval-prompt-data", "none", "--eval-interval", "none", "--record")
-    with real_run(tmp_path / "run", *flags, command=("examples/calculator_tool/run.sh",)) as run:
+    with real_run(run_dir, *flags, command=(f"examples/{example}/run.sh",)) as run:
         assert run.wait(300) == 0, run.output
         run.assert_nothing_left()
+    return run
+
+
+def test_an_environment_answers_turns_and_its_answers_carry_no_loss(tmp_path: Path) -> None:
+    # covers: R2, R3, C2, C7
+    run = run_of("calculator_tool", tmp_path / "run")
     assert_turns_were_trained(run, STEPS, most_turns=2)
+    assert all(0 < step["rollout/tool_calls/mean"] < 1 for step in run.steps)
+
+
+def test_an_agent_with_an_openai_client_is_trained_on_what_its_session_saw(tmp_path: Path) -> None:
+    # covers: M13, M14, R3, C2, C7
+    run = run_of("blackbox_agent", tmp_path / "run")
+    assert_agent_agrees(assert_turns_were_trained(run, STEPS, most_turns=2))

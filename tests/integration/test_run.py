@@ -138,12 +138,16 @@ def stop_command(run: RealRun) -> None:
     assert done.stdout == f"stopping the run in {run.run_dir} (process {run.process.pid})\n"
 
 
-@pytest.mark.parametrize("interrupt", [ctrl_c, stop_command])
+OBJECT_STORE = ("--weight-transport", "object_store")
+DISK_DELTA = ("--weight-transport", "disk", "--weight-delta", "xor", "--verify-weights", "full")
+
+
+@pytest.mark.parametrize(("interrupt", "transport"), [(ctrl_c, OBJECT_STORE), (stop_command, DISK_DELTA)])
 def test_interruption_stops_cleanly_and_says_what_was_done(
-    interrupt: Callable[[RealRun], None], tmp_path: Path
+    interrupt: Callable[[RealRun], None], transport: tuple[str, ...], tmp_path: Path
 ) -> None:
-    # covers: C10
-    with real_run(tmp_path / "run", "--num-rollout", "1000", "--pause-generation-mode", "abort") as run:
+    # covers: C10, C8
+    with real_run(tmp_path / "run", "--num-rollout", "1000", "--pause-generation-mode", "abort", *transport) as run:
         run.wait_for_steps(2, RUN_SECONDS)
         interrupt(run)
         assert run.wait(60) == 130, run.output
@@ -152,6 +156,8 @@ def test_interruption_stops_cleanly_and_says_what_was_done(
     summary = run.summary
     assert summary["ending"] == "interrupted"
     assert summary["steps"] >= 2
+    assert summary["logprob_diff"]["max"] < 1e-4  # by every transport
+    assert list((run.run_dir / "weights").iterdir()) == []
     assert summary["balanced"]
     assert summary["groups"]["cancelled"] > 0
     assert summary["groups"]["in_flight"] == 0

@@ -406,3 +406,18 @@ async def test_an_engine_that_comes_to_hold_another_version_is_fenced(monkeypatc
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
         assert setup.registry.engines["engine-0"].reason == "says that it holds version 2, and was given 3"
         assert setup.registry.engines["engine-1"].restarts == 0
+
+
+async def test_an_engine_that_lives_and_does_not_answer_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C10
+    monkeypatch.setattr("miles_async.engines.supervisor._PROBE_INTERVAL", 0.01)
+    async with started(1) as setup:
+        await setup.publish(("engine-0",), 3)
+        await setup.fleet.pause(("engine-0",), "retract")
+        await asyncio.sleep(0.2)
+        assert len(setup.servers[0]) == 1, "a paused engine answers, and is not ill"
+        await setup.servers[0][0].engine.die()  # the machine is gone; nobody sees the process end
+        await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+        assert setup.registry.engines["engine-0"].reason == "did not answer 6 times in a row"
+        assert len(setup.servers[0]) == 2
+
