@@ -15,6 +15,7 @@ from tests.benchmarks import (
     loop_lag,
     publication,
     quickstart_overlap,
+    requests,
     sessions,
     simulated_scale,
 )
@@ -30,6 +31,8 @@ PARTS = {
     "loop_lag": loop_lag.rows,
     "publication": publication.rows,
     "sessions": sessions.rows,
+    "requests": requests.rows,
+    "request_rates": requests.rates,
 }
 
 

@@ -132,11 +132,11 @@ def test_a_full_disk_names_the_flag(staging: Staging, monkeypatch: pytest.Monkey
         staging.stage(4, tensors())
 
 
-@pytest.mark.parametrize("delta", [None, "xor", "overwrite"])
+@pytest.mark.parametrize("delta", [None, "xor"])
 def test_host_memory_beside_the_model_stays_within_two_buckets(tmp_path: Path, delta: Encoding | None) -> None:
     """Measured, with changes that cannot be compressed; test_megatron_backend.py has the export with it."""
     bucket_bytes, tensor_bytes = 20 * 2**20, 2**20
-    model = [(f"layers.{layer}.linear.weight", torch.randn(tensor_bytes // 4)) for layer in range(8 * 20)]
+    model = [(f"layers.{layer}.linear.weight", torch.randn(tensor_bytes // 4)) for layer in range(5 * 20)]
     staging = Staging(StagingOptions(parent=tmp_path, bucket_bytes=bucket_bytes, delta=delta))
     staging.stage(0, model)
     for _, tensor in model:
@@ -145,4 +145,4 @@ def test_host_memory_beside_the_model_stays_within_two_buckets(tmp_path: Path, d
         staged = staging.stage(1, model)
     staging.close()
     assert (staged.delta is not None) is (delta is not None)
-    assert bucket_bytes < memory.above < 2 * bucket_bytes + 8 * tensor_bytes
+    assert bucket_bytes / 2 < memory.above <= 2 * bucket_bytes
