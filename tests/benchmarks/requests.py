@@ -1,5 +1,5 @@
-"""What a request costs on its way: to an engine directly, through the router, through our client and the router; and how
-many requests per second the client's event loop takes before it falls behind.
+"""What a request costs on its way: to an engine directly, through the router, through our client and the router; and
+how many requests per second the client's event loop takes before it falls behind.
 
 One fake engine in another process answers the same after a given time. What is added is the time beyond that.
 """

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from miles_async.errors import CheckpointError, ContractViolation, TrainerError
+from miles_async.weights.staging import Staging, StagingOptions
+from tests.benchmarks.publication import AnonymousMemory
 from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
@@ -21,6 +23,7 @@ from tests.integration.toy_batches import to_shards, toy_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
+BUCKET = 16 * 2**20
 TOKENIZER = {"tokenizer.json": '{"made": "for this test"}', "tokenizer_config.json": "{}"}
 
 
@@ -35,15 +38,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a single rank saw."""
-    return run_ranks(1, _single_rank, model, tmp_path_factory.mktemp("single"))[0]
+    large = tmp_path_factory.mktemp("model") / "large"
+    save_tiny_qwen3(large, tied=False, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, head_dim=64)
+    return run_ranks(1, _single_rank, model, large, tmp_path_factory.mktemp("single"))[0]
 
 
 # ------------------------------------------------------------------------------------------- in the ranks
-def _single_rank(rank: int, world_size: int, store: dist.Store, model: Path, scratch: Path) -> dict[str, Any]:
-    def backend(name: str, **optimizer: Any) -> Any:
-        return make_backend(rank, world_size, dist.PrefixStore(name, store), model, Layout(), **optimizer)
+def _single_rank(
+    rank: int, world_size: int, store: dist.Store, model: Path, large: Path, scratch: Path
+) -> dict[str, Any]:
+    def backend(name: str, directory: Path = model, **optimizer: Any) -> Any:
+        return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, Layout(), **optimizer)
 
     seen: dict[str, Any] = {}
+    exporting = backend("large", large)
+    with AnonymousMemory() as memory:
+        staged = Staging(StagingOptions(parent=scratch, bucket_bytes=BUCKET)).stage(0, exporting.export_weights())
+    seen["staged"] = len(staged.buckets), memory.above
+    exporting.close()
+
     samples = toy_samples(8)
     [shard] = to_shards([samples], dp_size=1, micro_batches=2)
 
@@ -115,6 +128,13 @@ def test_hf_export_holds_the_trained_weights_and_the_source_s_own_files(seen: di
     for name, text in TOKENIZER.items():
         assert (exported / name).read_text() == text
     assert json.loads((exported / "config.json").read_text()) == json.loads((model / "config.json").read_text())
+
+
+def test_export_and_staging_stay_within_two_buckets_of_host_memory(seen: dict[str, Any]) -> None:
+    """Beside the model, measured."""
+    buckets, memory = seen["staged"]
+    assert buckets > 3
+    assert BUCKET / 2 < memory <= 2 * BUCKET
 
 
 def test_a_step_without_loss_tokens_leaves_the_weights_alone(seen: dict[str, Any]) -> None:  # covers: R10
