@@ -21,8 +21,9 @@ import pytest
 from arguments import Arguments
 from arguments.parser import parse_arguments
 from arguments.paths import with_absolute_paths
+from arguments.server_groups import server_groups
 from miles_async.engines.server import EngineServer
-from miles_async.parts.rollout import server_spec
+from miles_async.parts.engines import server_spec
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.replay import Replay
@@ -123,7 +124,8 @@ async def _plain_steps(arguments: Arguments, directory: Path) -> list[Step]:
     template = ChatTemplate(load_tokenizer(QUICKSTART / "assets" / "reverse" / "model"), apply_chat_template=True)
     count = arguments.rollout.num_rollout * arguments.rollout.rollout_batch_size
     prompts = [prompt for _, prompt in FilePromptSource(arguments.data, template.encode).take(count)]
-    server = EngineServer(server_spec(arguments, directory, "cpu"), engine_index=0, incarnation=0)
+    [group] = server_groups(arguments)
+    server = EngineServer(server_spec(arguments, group, directory / "logs", "cpu"), engine_index=0, incarnation=0)
     try:
         rest = (await server.start(), arguments, prompts, directory)
         results = await asyncio.to_thread(run_ranks, 1, plain_loop, *rest, timeout=RUN_SECONDS)
