@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from tests.integration.toy_batches import to_shards, toy_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
+BACKEND = "miles_async.backends.megatron"
 FILE = "model.safetensors"
 ROUTER = "model.layers.1.mlp.gate.weight"
 ROUTER_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -130,7 +132,8 @@ def _observe_all(rank: int, world_size: int, store: dist.Store, root: Path) -> d
     def observe(store: dist.Store, case: Case) -> Any:
         if case[0] == "attempt":
             return _attempt(store, rank, world_size, case[1], root)
-        return _observe(store, rank, world_size, case, root)
+        with patch(f"{BACKEND}.dtypes.KEPT_IN_FP32", (".expert_bias", *MODELS[case[1]].kept_in_fp32)):
+            return _observe(store, rank, world_size, case, root)
 
     return each_case([*CASES, *(("attempt", name) for name in ATTEMPTS)], store, observe)
 
@@ -151,27 +154,22 @@ def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Pat
 
     attempt, usual = ATTEMPTS[name], host_spec.RMSNorm
     WithBias.__name__ = InBf16.__name__ = usual.__name__  # by which the bridge knows it
-    host_spec.RMSNorm = {"": usual, "with a bias": WithBias, "in bf16": InBf16}[attempt.norm]
+    norm = {"": usual, "with a bias": WithBias, "in bf16": InBf16}[attempt.norm]
     try:
-        backend = make_backend(rank, world_size, store, root / name, LAYOUTS[attempt.layout])
+        with patch(f"{BACKEND}.host_spec.RMSNorm", norm):
+            backend = make_backend(rank, world_size, store, root / name, LAYOUTS[attempt.layout])
     except ConfigurationError as refusal:
         leave_groups()
         return str(refusal)
-    finally:
-        host_spec.RMSNorm = usual
     differences = export_differences(backend, root / attempt.family)
     backend.close()
     return differences
 
 
 def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Path) -> Observed:
-    from miles_async.backends.megatron import dtypes
-
     layout, model = LAYOUTS[case[0]], MODELS[case[1]]
     source, scratch = root / case[1], root / "-".join(case)
     backend = partial(make_backend, rank, world_size, layout=layout, bf16=model.bf16, lr_warmup_iters=3)
-    usual = dtypes.KEPT_IN_FP32
-    dtypes.KEPT_IN_FP32 = (*usual, *model.kept_in_fp32)
 
     first = backend(dist.PrefixStore("first", store), source)
     part, parts = first.data_parallel_rank, first.data_parallel_size
@@ -196,7 +194,6 @@ def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Pa
     differs_at_the_end = export_differences(second, scratch / "end")
     same_draws = torch.equal(draws, torch.rand(3))
     second.close()
-    dtypes.KEPT_IN_FP32 = usual
     return Observed(
         differs_from_source=differs_from_source,
         differs_from_saved=differs_from_saved,

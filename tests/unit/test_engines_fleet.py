@@ -420,4 +420,3 @@ async def test_an_engine_that_lives_and_does_not_answer_is_restarted(monkeypatch
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
         assert setup.registry.engines["engine-0"].reason == "did not answer 6 times in a row"
         assert len(setup.servers[0]) == 2
-

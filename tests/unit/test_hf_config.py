@@ -25,6 +25,7 @@ QWEN3 = {
     "use_sliding_window": False,
 }
 MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": []}
+GEMMA = QWEN3 | {"model_type": "gemma", "hidden_act": "gelu"}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -43,6 +44,7 @@ LLAMA3_ROPE = {
         QWEN3 | {"rope_parameters": LLAMA3_ROPE},
         QWEN3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None},  # written by transformers 4
         QWEN3 | {"sliding_window": 4096},  # there, but switched off
+        GEMMA,
     ],
 )
 def test_verified_configs_pass(config: dict[str, Any]) -> None:
@@ -64,6 +66,8 @@ def test_verified_configs_pass(config: dict[str, Any]) -> None:
         (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
         (QWEN3 | {"attention_bias": True}, "attention_bias"),
         (QWEN3 | {"mlp_bias": True}, "mlp_bias"),
+        (GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        (GEMMA | {"hidden_act": "silu"}, "hidden_act"),
     ],
 )
 def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) -> None:

@@ -16,8 +16,8 @@ from arguments.surroundings import EXPERT_COUNTS
 from miles_async.errors import ConfigurationError
 
 # ``model_type`` of what tests/integration/test_megatron_layouts.py compares with transformers: log-probs, export and
-# training. Gemma's log-probs and export agree, its gradients do not.
-VERIFIED = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
+# training.
+VERIFIED = ("llama", "qwen2", "qwen3", "gemma", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 # The constants of megatron-core's llama3 rope scaling (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -140,6 +140,11 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield "attention_bias true: biases would be dropped"
     if config.get("mlp_bias"):
         yield "mlp_bias true: biases would be dropped"
+    if kind == "gemma":  # of which the bridge takes this for granted
+        if not config.get("tie_word_embeddings", True):
+            yield "tie_word_embeddings false: the output layer would be that of the embedding"
+        if (activation := config.get("hidden_act", "gelu")) not in ("gelu", "gelu_pytorch_tanh"):
+            yield f"hidden_act {activation!r}: only gelu_pytorch_tanh is implemented"
 
 
 def _is_latent(config: Mapping[str, Any]) -> bool:
