@@ -128,11 +128,13 @@ def _observe_all(rank: int, world_size: int, store: dist.Store, root: Path) -> d
     from miles_async.backends.megatron.platform import Platform
 
     Platform.named("cpu").prepare(0)
+    from miles_async.backends.megatron import dtypes
 
     def observe(store: dist.Store, case: Case) -> Any:
         if case[0] == "attempt":
             return _attempt(store, rank, world_size, case[1], root)
-        with patch(f"{BACKEND}.dtypes.KEPT_IN_FP32", (".expert_bias", *MODELS[case[1]].kept_in_fp32)):
+        kept = (*dtypes.KEPT_IN_FP32, *MODELS[case[1]].kept_in_fp32)
+        with patch(f"{BACKEND}.dtypes.KEPT_IN_FP32", kept):
             return _observe(store, rank, world_size, case, root)
 
     return each_case([*CASES, *(("attempt", name) for name in ATTEMPTS)], store, observe)
