@@ -342,7 +342,8 @@ async def test_a_publication_meets_requests_in_flight(
         tasks = [asyncio.ensure_future(_generate(running, LONG, key=str(i))) for i in range(4)]
         await _in_flight(running, 4)
         await trainer.publish(running.stack, version, mode)
-    assert not any(task.done() for task in tasks)  # even finished answers wait for the commit
+    if mode != "abort":  # there answers are from before the weights changed, and count at once
+        assert not any(task.done() for task in tasks)  # even finished answers wait for the commit
     await running.stack.fleet.admit(ONE, version)
     for generation in await asyncio.gather(*tasks):
         versions = [span.version for span in generation.spans]
