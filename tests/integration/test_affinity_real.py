@@ -45,14 +45,21 @@ class Conversation:
     async def turn(self, key: str | None = None) -> None:
         self.tokens += chance.choices(range(4, VOCAB), k=NEW_TOKENS)
         body = {"input_ids": self.tokens, "sampling_params": {"max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}}
-        url = f"{self.engines.router.url}/generate"
-        async with self.engines.http.session.post(url, json=body, headers={ROUTING_KEY: key or self.key}) as response:
-            assert response.status == 200, await response.text()
-            reply: Any = await response.json()
-            self.workers.append(response.headers[ROUTED_WORKER])
+        reply, worker = await self._ask(body, key or self.key)
+        self.workers.append(worker)
         self.tokens += reply["output_ids"]
         self.prompt_tokens += reply["meta_info"]["prompt_tokens"]
         self.cached_tokens += reply["meta_info"]["cached_tokens"]
+
+    async def _ask(self, body: Any, key: str) -> tuple[Any, str]:
+        """Tried again while the router still knows an engine that has just died, as our client does."""
+        url = f"{self.engines.router.url}/generate"
+        async with asyncio.timeout(10):
+            while True:
+                async with self.engines.http.session.post(url, json=body, headers={ROUTING_KEY: key}) as response:
+                    if response.status == 200:
+                        return await response.json(), response.headers[ROUTED_WORKER]
+                await asyncio.sleep(0.1)
 
     @property
     def hit_rate(self) -> float:
