@@ -38,7 +38,7 @@ ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 _ABORT_SECONDS = 1.0
 _ABORT_CALLS = 256  # at once
 _ABORTS = 100  # of one request, where what was generated is thrown away: it waits for a longer publication interval
-_READ_AT_ONCE = 8  # answers of hundreds of tokens
+_READ_AT_ONCE = 3  # answers of hundreds of tokens
 _ERROR_TEXT = 500  # characters of an answer that go into a message
 
 

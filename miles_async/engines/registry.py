@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-WOKEN_AT_ONCE = 8  # requests, of about half a millisecond each
+WOKEN_AT_ONCE = 3  # requests, of about half a millisecond each
 
 
 class EngineState(Enum):
