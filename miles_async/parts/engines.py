@@ -44,35 +44,32 @@ class RunEngines:
         evaluation = of_role(groups, "evaluation")
         self.train = make(EngineStack, "router", of_role(groups, "train"), arguments.engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
-        self._frozen = [
+        self._stacks = [self.train, *([self.evaluation] if self.evaluation else [])]
+        self._stacks += [
             make(FrozenEngines, f"router-{group.name}", [group], group.port) for group in of_role(groups, "frozen")
         ]
-        self._others: list[Service] = [*([self.evaluation] if self.evaluation else []), *self._frozen]
+        self._services: list[Service] = [*self._stacks]
         self.wait_for_joining = self.train.wait_for_joining
 
     def add(self, service: Service) -> None:
         """To be started, supervised and stopped with the engines."""
-        self._others.append(service)
-
-    @property
-    def _stacks(self) -> list[EngineStack]:
-        return [self.train, *([self.evaluation] if self.evaluation else []), *self._frozen]
+        self._services.append(service)
 
     async def start(self) -> None:
         """All up; raises what any of them raises, having stopped everything."""
         try:
-            await together(*(service.start() for service in (self.train, *self._others)))
+            await together(*(service.start() for service in self._services))
         except BaseException:
             await self.stop()
             raise
 
     async def supervise(self) -> None:
         """Keeps all alive until cancelled; raises the first error of any."""
-        await together(*(service.supervise() for service in (self.train, *self._others)))
+        await together(*(service.supervise() for service in self._services))
 
     async def stop(self) -> None:
         """End all processes, whatever one of them says to that."""
-        stopping = (service.stop() for service in (*self._others, self.train))
+        stopping = (service.stop() for service in reversed(self._services))
         for result in await asyncio.gather(*stopping, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result

@@ -13,7 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from miles_async.errors import ConfigurationError, MilesAsyncError
+
+log = structlog.get_logger(__name__)
 
 REQUEST_SECONDS = 60.0
 
@@ -48,16 +52,23 @@ class ControlServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             request = json.loads(await reader.readline())
-            try:
-                answer = {"result": await self._handlers[request.pop("command")](**request)}
-            except (MilesAsyncError, KeyError, TypeError) as error:
-                answer = {"error": str(error)}
-            writer.write(json.dumps(answer).encode() + b"\n")
+            writer.write(json.dumps(await self._handle(**request)).encode() + b"\n")
             await writer.drain()
         except (ValueError, ConnectionError):  # not ours to answer, or it did not wait
             pass
         finally:
             writer.close()
+
+    async def _handle(self, command: str, **arguments: Any) -> dict[str, str]:
+        if command not in self._handlers:
+            return {"error": f"the run knows no command {command}; it knows {', '.join(self._handlers)}"}
+        try:
+            return {"result": await self._handlers[command](**arguments)}
+        except MilesAsyncError as error:
+            return {"error": str(error)}
+        except Exception as error:  # supervision point: a command must not cost the run
+            log.exception("a command failed", command=command)
+            return {"error": f"the run met an error of its own: {error!r}"}
 
 
 def call(path: Path, command: str, **arguments: Any) -> str:

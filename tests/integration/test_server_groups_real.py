@@ -79,6 +79,7 @@ def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path) -> None:
         run.assert_nothing_left()
     assert run.summary["balanced"]
     assert run.summary["logprob_diff"]["max"] < 1e-4
+    assert run.steps[-1]["router/requests"] > run.steps[0]["router/requests"]  # read every few seconds
     log = [json.loads(line) for line in (run.run_dir / "logs" / "rollout.log").read_text().splitlines()]
     warnings = [entry for entry in log if entry["level"] != "info"]
     assert not warnings, "nobody was lost, nothing was tried again"

@@ -41,7 +41,7 @@ async def test_a_command_is_answered(
             said = capsys.readouterr()
             assert said.out == out
             assert err in said.err
-        with pytest.raises(ConfigurationError, match="nonsense"):
+        with pytest.raises(ConfigurationError, match="knows no command nonsense; it knows scale, engines"):
             await asyncio.to_thread(call, path, "nonsense")
     assert not path.parent.exists()
     assert await asyncio.to_thread(main, ["scale", str(tmp_path)]) == 2
