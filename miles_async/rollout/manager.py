@@ -83,6 +83,7 @@ class RolloutManager:
         self._closed = asyncio.Event()
         self._over = asyncio.Event()
         self._over.set()
+        self._evaluating: asyncio.Task[Metrics] | None = None  # the last one
         self._batch_ids = itertools.count()
         # Batches that the trainer has and has not stepped with yet, with the version they were cut for.
         self._cut: dict[int, tuple[tuple[Group, ...], int]] = {}
@@ -108,6 +109,7 @@ class RolloutManager:
         except BaseExceptionGroup as group:
             raise first_error(group) from None  # exception groups don't cross Ray well
         finally:
+            await self._end_evaluation()
             for writer in self._writers:
                 await writer.close()
             self._over.set()
@@ -160,8 +162,17 @@ class RolloutManager:
         await self._engines.wait_for_joining()
 
     async def evaluate(self) -> Metrics:
-        """One pass over the held-out prompts; {} without ``--eval-prompt-data``."""
-        return await self._evaluator.run() if self._evaluator else {}
+        """One pass over the held-out prompts, which :meth:`close` cancels; {} without ``--eval-prompt-data``."""
+        if self._evaluator is None:
+            return {}
+        self._evaluating = asyncio.create_task(self._evaluator.run(), name="evaluation")
+        return await self._evaluating
+
+    async def _end_evaluation(self) -> None:
+        """Its requests end before their engines do. Who asked for it may be gone: Ray cancels nothing."""
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+            await asyncio.wait([self._evaluating])
 
     async def stats(self) -> dict[str, Any]:
         """``balance`` of attempts (C2), ``gauges`` of now, ``router``: what smg measured last, ``busy_seconds`` and

@@ -81,8 +81,8 @@ def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path) -> None:
     assert run.summary["logprob_diff"]["max"] < 1e-4
     assert run.steps[-1]["router/requests"] > run.steps[0]["router/requests"]  # read every few seconds
     log = [json.loads(line) for line in (run.run_dir / "logs" / "rollout.log").read_text().splitlines()]
-    warnings = [entry for entry in log if entry["level"] != "info"]
-    assert not warnings, "nobody was lost, nothing was tried again"
+    warnings = [json.dumps(entry) for entry in log if entry["level"] != "info"]
+    assert not warnings, "somebody was lost, or something tried again:\n" + "\n".join(warnings)
     records = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = [record for record in records if "eval/accuracy" in record]
     assert len(evaluations) >= 2

@@ -6,9 +6,7 @@ import asyncio
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
-from unittest.mock import AsyncMock
 
 import aiohttp
 import numpy as np
@@ -23,7 +21,6 @@ from miles_async.hooks import load_object
 from miles_async.protocols import Generate, GroupFilter, PromptSource, Reward
 from miles_async.rewards.exact_match import exact_match
 from miles_async.rewards.hub import GuardedReward, RewardHub, resolve_reward
-from miles_async.rollout.manager import RolloutManager
 from miles_async.types import Prompt, Sample
 
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
@@ -253,32 +250,3 @@ class TestHooks:
             load_object("broken_hooks:f", Reward, "--custom-rm-path")
         with pytest.raises(ConfigurationError, match="importing raising_hooks failed: ZeroDivisionError"):
             load_object("raising_hooks:f", Reward, "--custom-rm-path")
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("a user's close")])
-async def test_the_manager_closes_the_reward_and_then_stops_engines_whatever_that_raises(error: Exception | None):
-    """# covers: C10"""
-    ended: list[str] = []
-
-    async def close_reward() -> None:
-        ended.append("reward")
-        if error is not None:
-            raise error
-
-    class Engines:
-        async def stop(self) -> None:
-            ended.append("engines")
-
-    manager = RolloutManager(
-        engines=Engines(),  # type: ignore[arg-type]
-        source=None,  # type: ignore[arg-type]
-        dispatcher=None,  # type: ignore[arg-type]
-        batches=None,  # type: ignore[arg-type]
-        evaluator=None,
-        close_reward=close_reward,
-        put=lambda shard: shard,
-    )
-    manager.last_stats = AsyncMock()  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError) if error else nullcontext():
-        await manager.stop()
-    assert ended == ["reward", "engines"]

@@ -1,0 +1,83 @@
+"""In which order the rollout side ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from unittest.mock import AsyncMock
+
+import pytest
+
+from miles_async.rollout.manager import RolloutManager
+
+
+class Parts:
+    """Engines, a dispatcher, an evaluation and a reward in one, which notes what of it ended."""
+
+    def __init__(self, *, close_error: Exception | None = None) -> None:
+        self.ended: list[str] = []
+        self.evaluating = asyncio.Event()
+        self._close_error = close_error
+        self.manager = RolloutManager(
+            engines=self,  # type: ignore[arg-type]
+            source=None,  # type: ignore[arg-type]
+            dispatcher=self,  # type: ignore[arg-type]
+            batches=None,  # type: ignore[arg-type]
+            evaluator=Evaluation(self),
+            close_reward=self.close_reward,
+            put=lambda shard: shard,
+        )
+        self.manager.stats = AsyncMock()  # type: ignore[method-assign]
+
+    def stats(self) -> dict[str, float]:
+        return {"busy_seconds": 0.0}
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    supervise = run
+
+    async def stop(self) -> None:
+        self.ended.append("engines")
+
+    async def close_reward(self) -> None:
+        self.ended.append("reward")
+        if self._close_error is not None:
+            raise self._close_error
+
+
+class Evaluation:
+    """Never gets done."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def run(self) -> dict[str, float]:
+        self._parts.evaluating.set()
+        try:
+            return await asyncio.Future()
+        finally:
+            await asyncio.sleep(0.01)  # its requests are aborted
+            self._parts.ended.append("evaluation")
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a user's close")])
+async def test_the_reward_ends_and_then_the_engines_whatever_that_raises(error: Exception | None) -> None:
+    # covers: C10
+    parts = Parts(close_error=error)
+    with pytest.raises(RuntimeError) if error else nullcontext():
+        await parts.manager.stop()
+    assert parts.ended == ["reward", "engines"]
+
+
+async def test_an_evaluation_ends_before_its_engines() -> None:
+    # covers: C10
+    parts = Parts()
+    running = asyncio.create_task(parts.manager.run())
+    asked = asyncio.create_task(parts.manager.evaluate())  # whoever asked is not told to end: Ray cancels nothing
+    await parts.evaluating.wait()
+    await parts.manager.stop()
+    await running
+    assert parts.ended == ["evaluation", "reward", "engines"]
+    with pytest.raises(asyncio.CancelledError):
+        await asked
