@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from miles_async import garbage
 from miles_async.errors import TransientEngineError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.sessions.engine_link import EngineLink
@@ -44,6 +45,7 @@ async def serve(settings: ServerSettings, socket_path: Path) -> None:
     server = SessionServer(link, make, session_timeout=settings.session_timeout)
     try:
         await server.start(settings.host)
+        garbage.settle()
         async with asyncio.TaskGroup() as scope:
             scope.create_task(server.expire())
             while True:
