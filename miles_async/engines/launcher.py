@@ -6,11 +6,13 @@ torchvision, triton or ``sgl_kernel`` is missing (a machine without a GPU) they 
 
 With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``.
 
-Everything happens at module level, since SGLang's processes are spawned and spawning re-imports this module.
+Everything happens at module level, since SGLang's processes are spawned and spawning re-imports this module. On a CPU
+they are forked instead: what SGLang imports takes a process 10 s, which is most of its start.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 
@@ -68,7 +70,14 @@ def _allow_triton() -> None:
     )
 
 
+def _fork_always() -> None:
+    """SGLang asks for new interpreters, which CUDA needs."""
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment]
+
+
 if _runs_on_cpu(sys.argv):
+    _fork_always()
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 if is_absent("torchvision"):
     _allow_torchvision()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +31,10 @@ from tests.benchmarks.report import Row
 
 SIZES = {"50M": (1024, 48), "500M": (2048, 119)}  # parameters → width and number of square matrices
 RECEIVERS = (1, 2, 4)
-BUCKETS = 8  # per model
+ITEM_BYTES = 4  # float32
+# Few tensors each, and less than 32 MiB: what glibc takes from the system and gives back every time when it is more.
+BUCKET_BYTES = 24 * 2**20
+CHANGED = 0.02  # of all elements from version to version, where what changed is sent
 CANARY = 32  # tokens
 PUBLICATIONS = 3  # of each kind; the best is shown
 REQUIRED = 0.8  # of the plain broadcast's rate
@@ -48,6 +52,7 @@ class Receiver:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as SGLang has, its own
         self.parameters = model(width, matrices, seed=1)
         self.group: Any = None
+        self._directory = tempfile.TemporaryDirectory()
 
     def join(self, name: str, rank: int, address: str, port: int, world_size: int) -> None:
         from tests.integration.weight_receiver import init_custom_process_group
@@ -69,13 +74,17 @@ class Receiver:
         for meta, part in zip(metas, data.split(sizes), strict=True):
             self.parameters[meta.name].copy_(part.view(torch.float32).reshape(meta.shape))
 
-    def receive_plainly(self, num_bytes: int, times: int) -> None:
+    def receive_plainly(self, sizes: Sequence[int]) -> None:
         import torch
         import torch.distributed as dist
 
-        data = torch.empty(num_bytes, dtype=torch.uint8)
-        for _ in range(times):
-            dist.broadcast(data, src=0, group=self.group)
+        data = torch.empty(max(sizes), dtype=torch.uint8)
+        for size in sizes:
+            dist.broadcast(data[:size], src=0, group=self.group)
+
+    def receive_all(self, buckets: Sequence[tuple[TensorMeta, ...]]) -> None:
+        for metas in buckets:
+            self.receive(metas)
 
     def load(self, directory: str) -> None:
         from safetensors.torch import load_file
@@ -83,6 +92,9 @@ class Receiver:
         for path in Path(directory).glob("*.safetensors"):
             for name, tensor in load_file(path).items():
                 self.parameters[name].copy_(tensor)
+
+    def on_host(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        return function(Path(self._directory.name), *arguments)
 
     def score(self) -> float:
         """As much as a forward pass of the canary."""
@@ -97,7 +109,7 @@ class Receiver:
 class Sender:
     """The trainer's sending rank."""
 
-    def __init__(self, directory: str, width: int, matrices: int) -> None:
+    def __init__(self, directory: str, width: int, matrices: int, delta: bool) -> None:
         import torch
 
         from miles_async.weights.senders.distributed import DistributedSender
@@ -105,10 +117,11 @@ class Sender:
 
         torch.set_num_threads(1)
         self.model = model(width, matrices, seed=0)
-        total = sum(tensor.nbytes for tensor in self.model.values())
-        self.bucket_bytes = -(-total // BUCKETS)
+        self._changing = delta
         self.sender = DistributedSender(
-            StagingOptions(parent=Path(directory), bucket_bytes=self.bucket_bytes, digests=False),
+            StagingOptions(
+                parent=Path(directory), bucket_bytes=BUCKET_BYTES, digests=delta, delta="xor" if delta else None
+            ),
             address="127.0.0.1",
             backend="gloo",
             device=torch.device("cpu"),
@@ -117,23 +130,27 @@ class Sender:
 
     def stage(self, version: int) -> tuple[StagedWeights, float]:
         """And the largest host memory above the model meanwhile, in buckets."""
+        if self._changing:
+            self._step()
         with AnonymousMemory() as memory:
             started = time.perf_counter()
             staged = self.sender.stage(version, self.model.items())
             seconds = time.perf_counter() - started
-        return msgspec.structs.replace(staged, prepare_seconds=seconds), memory.above / self.bucket_bytes
+        return msgspec.structs.replace(staged, prepare_seconds=seconds), memory.above / BUCKET_BYTES
 
-    def send_plainly(self, name: str, num_bytes: int, times: int) -> float:
-        """Seconds."""
+    def _step(self) -> None:
+
+        for tensor in self.model.values():
+            tensor.view(-1)[:: round(1 / CHANGED)] *= 1 + 2**-8
+
+    def send_plainly(self, name: str, sizes: Sequence[int]) -> None:
         import torch
         import torch.distributed as dist
 
-        data = torch.ones(num_bytes, dtype=torch.uint8)
+        data = torch.ones(max(sizes), dtype=torch.uint8)
         group = self.sender._groups[name].process_group
-        started = time.perf_counter()
-        for _ in range(times):
-            dist.broadcast(data, src=0, group=group)
-        return time.perf_counter() - started
+        for size in sizes:
+            dist.broadcast(data[:size], src=0, group=group)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.sender, method)(*arguments)
@@ -268,6 +285,11 @@ class Fleet:
         await self._each(engines, "score")
         return dict.fromkeys(engines, CanaryScore(str(self.version), (0.0,)))
 
+    async def on_host(
+        self, engines: Sequence[str], function: Callable[..., Any], arguments: Sequence[Any] = (), *, room: int = 0
+    ) -> Mapping[str, Any]:
+        return {engine: await self.processes[engine].call("on_host", function, tuple(arguments)) for engine in engines}
+
     async def _each(self, engines: Sequence[str], *call: Any) -> Mapping[str, None]:
         async with asyncio.TaskGroup() as scope:
             for engine in engines:
@@ -277,13 +299,13 @@ class Fleet:
     async def _nothing(self, engines: Sequence[str], *_: Any) -> Mapping[str, None]:
         return dict.fromkeys(engines)
 
-    pause = flush_cache = resume = begin_update = end_update = admit = on_host = _nothing
+    pause = flush_cache = resume = begin_update = end_update = admit = _nothing
 
 
 @asynccontextmanager
-async def processes(size: str, receivers: int) -> AsyncIterator[tuple[Trainer, Fleet]]:
+async def processes(size: str, receivers: int, *, delta: bool = False) -> AsyncIterator[tuple[Trainer, Fleet]]:
     with tempfile.TemporaryDirectory() as directory:
-        sender = Process(Sender, directory, *SIZES[size])
+        sender = Process(Sender, directory, *SIZES[size], delta)
         others = [Process(Receiver, *SIZES[size]) for _ in range(receivers)]
         try:
             for process in (sender, *others):
@@ -296,12 +318,12 @@ async def processes(size: str, receivers: int) -> AsyncIterator[tuple[Trainer, F
 
 async def measure(size: str, receivers: int) -> Row:
     async with processes(size, receivers) as (trainer, fleet):
-        plain = [await plain_rate(trainer, fleet)]
+        before = await plain_rates(trainer, fleet)
         distributed, disk = [], []
         for version in range(PUBLICATIONS):
             distributed.append(await publish(trainer, fleet, "distributed", version))
             disk.append(await publish(trainer, fleet, "disk", PUBLICATIONS + version))
-        plain.append(await plain_rate(trainer, fleet))
+        plain, copied = map(max, before, await plain_rates(trainer, fleet))
         buckets_above_model = trainer.buckets_above_model
     best = min(distributed, key=lambda publication: publication.step_seconds["send"])
     rate = best.total_bytes / best.step_seconds["send"]
@@ -310,20 +332,38 @@ async def measure(size: str, receivers: int) -> Row:
         "parameters": size,
         "receivers": receivers,
         "MB_per_second": round(rate / 1e6),
-        "plain_gloo_MB_per_second": round(max(plain) / 1e6),
-        "of_plain_gloo": round(rate / max(plain), 2),
-        "meets_goal": rate / max(plain) >= REQUIRED,
+        "plain_gloo_MB_per_second": round(plain / 1e6),
+        "of_plain_gloo": round(rate / plain, 2),
+        "of_gloo_and_copy": round(rate / copied, 2),
+        "meets_goal": rate / plain >= REQUIRED,
         "prepare_seconds": round(best.prepare_seconds, 3),
         "pause_seconds": round(best.pause_seconds, 3),
         "pause_of_total": round(best.pause_seconds / (best.pause_seconds + best.prepare_seconds), 2),
         "canary_seconds": round(best.step_seconds["canary"], 3),
         "pause_by_disk_seconds": round(from_disk, 3),
         "buckets_above_model": round(buckets_above_model, 2),
+        **(await measure_delta(size) if receivers == 1 else {}),
     }
 
 
-async def publish(trainer: Trainer, fleet: Fleet, transport: str, version: int) -> Publication:
-    arguments = WeightsArguments(weight_transport=transport)
+async def measure_delta(size: str) -> Row:
+    """To one receiver: several on this machine would share its cores for what each engine's node does by itself."""
+    async with processes(size, 1, delta=True) as (trainer, fleet):
+        first, *deltas = [
+            await publish(trainer, fleet, "disk", version, delta="xor") for version in range(1 + PUBLICATIONS)
+        ]
+    best = min(deltas, key=lambda publication: publication.pause_seconds)
+    assert first.sent_fraction == 1.0
+    return {
+        "delta_sent": round(best.sent_fraction, 3),
+        "delta_prepare_seconds": round(best.prepare_seconds, 3),
+        "delta_pause_seconds": round(best.pause_seconds, 3),
+        "delta_pause_of_total": round(best.pause_seconds / (best.pause_seconds + best.prepare_seconds), 2),
+    }
+
+
+async def publish(trainer: Trainer, fleet: Fleet, transport: str, version: int, delta: str = "off") -> Publication:
+    arguments = WeightsArguments(weight_transport=transport, weight_delta=delta)
     chosen = choose_transport(arguments, trainer, fleet, "cpu")  # type: ignore[arg-type]
     updater = FleetUpdater(fleet, chosen, arguments, tolerance=1e-3)  # type: ignore[arg-type]
     publisher = WeightPublisher(trainer, updater, arguments)  # type: ignore[arg-type]
@@ -332,25 +372,31 @@ async def publish(trainer: Trainer, fleet: Fleet, transport: str, version: int) 
     return publication
 
 
-async def plain_rate(trainer: Trainer, fleet: Fleet) -> float:
-    """Bytes per second of one buffer broadcast as often as there are buckets, once everybody has touched it."""
+async def plain_rates(trainer: Trainer, fleet: Fleet) -> tuple[float, float]:
+    """Bytes per second of as many broadcasts as there are buckets, of memory that everybody has touched: into one
+    buffer, and, as engines do, into a new one each time, from where the tensors are copied into parameters.
+    """
     staged = await trainer.stage_weights(0)
-    num_bytes, world_size = staged.total_bytes // BUCKETS, 1 + len(fleet.processes)
-    address, port = await trainer.call_sender("open_group", ("plain", world_size))
+    sizes = [sum(ITEM_BYTES * math.prod(meta.shape) for meta in bucket) for bucket in staged.buckets]
+    address, port = await trainer.call_sender("open_group", ("plain", 1 + len(fleet.processes)))
     engines = tuple(fleet.processes)
     await asyncio.gather(
         trainer.call_sender("join_group", ("plain",)),
-        fleet.connect(engines, "plain", address, port, world_size, "gloo"),
+        fleet.connect(engines, "plain", address, port, 1 + len(engines), "gloo"),
     )
-    seconds = []
-    for _ in range(2):
-        sent, _ = await asyncio.gather(
-            trainer.process.call("send_plainly", "plain", num_bytes, BUCKETS),
-            fleet._each(engines, "receive_plainly", num_bytes, BUCKETS),
-        )
-        seconds.append(sent)
+    rates = []
+    for receive in (("receive_plainly", sizes), ("receive_all", staged.buckets)):
+        seconds = []
+        for _ in range(2):
+            started = time.perf_counter()
+            await asyncio.gather(
+                trainer.process.call("send_plainly", "plain", sizes),
+                fleet._each(engines, *receive),
+            )
+            seconds.append(time.perf_counter() - started)
+        rates.append(sum(sizes) / min(seconds))
     await asyncio.gather(trainer.call_sender("leave_group", ("plain",)), fleet.disconnect(engines, "plain"))
-    return BUCKETS * num_bytes / min(seconds)
+    return rates[0], rates[1]
 
 
 def rows(sizes: Sequence[str] = tuple(SIZES), receivers: Sequence[int] = RECEIVERS) -> Iterator[Row]:
