@@ -20,8 +20,9 @@ setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for ano
 quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack, results in runs/quickstart/
 	examples/quickstart/run.sh
 
-test: lint typecheck ## every check and every test that runs on CPU
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: lint typecheck ## every check and every test that runs on CPU (PYTEST_ARGS="tests/unit -k word": only those)
+	$(BIN)/pytest $(or $(PYTEST_ARGS),-n auto tests/unit tests/property tests/simulation)
+	$(if $(PYTEST_ARGS),,$(BIN)/pytest --durations=15 tests/integration)
 
 lint: setup ## style (ruff) and layers (import-linter)
 	$(BIN)/ruff check .
