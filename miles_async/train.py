@@ -71,7 +71,7 @@ def run(arguments: Arguments) -> int:
     (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
     try:
         asyncio.run(training.main())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         training.report("interrupted")
         return EXIT_INTERRUPTED
     except BaseException as error:
@@ -255,5 +255,7 @@ def _device(choice: str) -> str:
 
 
 def _cancel_on_sigterm() -> None:
-    """SIGTERM ends the run as Ctrl-C does."""
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    """SIGTERM ends the run as Ctrl-C does, also one that was started in the background and ignores Ctrl-C."""
+    main = asyncio.current_task()
+    assert main is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)

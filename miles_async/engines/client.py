@@ -55,7 +55,7 @@ class _Finish(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     finish_reason: _Finish
-    prompt_tokens: int
+    prompt_tokens: int = 0  # absent where a request was aborted before it had begun
     cached_tokens: int = 0
     weight_version: Any = None  # what it is worth is judged by ParseVersions
     weight_versions: Any = None

@@ -79,6 +79,12 @@ class EngineApi:
     async def model_info(self, url: str, timeout: float) -> ModelInfo:
         return decode(await self._call("GET", url, "/model_info", None, timeout), ModelInfo, f"{url}/model_info")
 
+    async def make_progress(self, url: str, timeout: float) -> None:
+        """Returns when a token came out since the call: any, or, of an idle engine, one that is generated for it. One
+        that is paused has none to give. SGLang itself waits 20 s.
+        """
+        await self._call("GET", url, "/health_generate", None, timeout)
+
     async def load(self, url: str, timeout: float) -> EngineLoad:
         """Cheap while it generates: SGLang's front process reads what schedulers leave in shared memory, at every
         prefill and every 15th decode step. While paused they leave nothing.

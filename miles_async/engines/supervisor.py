@@ -32,6 +32,9 @@ _QUIET_POLLS = 10  # in a row
 _PROBE_INTERVAL = 5.0
 _PROBE_SECONDS = 10.0
 _PROBE_FAILURES = 6  # in a row, before a live process counts as unreachable
+_PROGRESS_INTERVAL = 30.0
+_PROGRESS_SECONDS = 30.0
+_PROGRESS_FAILURES = 3  # in a row, before an engine that answers and generates nothing counts as stuck
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,12 +180,12 @@ class EngineSupervisor:
             await self._registry.wait_until(lambda: record.incarnation != incarnation)
             return record.reason
 
-        return await _first_of(self.handle(record.engine_id).wait_exit(), self._until_unusable(record), fenced())
+        return await _first_of(
+            self.handle(record.engine_id).wait_exit(), self._until_unusable(record), self._until_stuck(record), fenced()
+        )
 
     async def _until_unusable(self, record: EngineRecord) -> str:
-        """For machines that vanish without closing connections, and for servers that somebody else gave other weights.
-        SGLang's own watchdog ends a stuck scheduler.
-        """
+        """For machines that vanish without closing connections, and servers that somebody else gave other weights."""
         failures, url = 0, record.url
         assert url is not None
         while failures < _PROBE_FAILURES:
@@ -199,6 +202,26 @@ class EngineSupervisor:
             if expected is not None and still == expected and found != str(expected):
                 return f"says that it holds version {found}, and was given {expected}"
         return f"did not answer {failures} times in a row"
+
+    async def _until_stuck(self, record: EngineRecord) -> str:
+        """For servers that answer whatever one asks and generate nothing. A pause is no reason."""
+        failures, url = 0, record.url
+        assert url is not None
+        while failures < _PROGRESS_FAILURES:
+            await asyncio.sleep(_PROGRESS_INTERVAL)
+            if record.state is not EngineState.SERVING or record.paused:
+                continue
+            version = record.version
+            try:
+                await self._api.make_progress(url, _PROGRESS_SECONDS)
+                failures = 0
+            except EngineError as error:
+                if not record.paused and record.version == version:
+                    failures += 1
+                    log.warning(
+                        "engine generates nothing", engine=record.engine_id, failures=failures, error=str(error)
+                    )
+        return f"generated nothing {failures} times in a row"
 
     # --------------------------------------------------------------------------------- in and out of the router
     async def fence(self, record: EngineRecord, reason: str) -> None:

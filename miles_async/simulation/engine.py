@@ -141,12 +141,23 @@ class SimulatedEngine:
             return await self._generate(msgspec.json.decode(body))
         if path == "/model_info":
             return Response(msgspec.json.encode({"weight_version": self.weight_version}))
+        if path == "/health_generate":
+            return await self._make_progress()
         if path == "/v1/loads":
             return Response(msgspec.json.encode({"loads": [self._scheduler_load()]}))
         handler = _HANDLERS.get(path)
         if handler is not None:
             handler(self, msgspec.json.decode(body))
         return Response(_OK)
+
+    async def _make_progress(self) -> Response:
+        """As SGLang does: it looks every second, for 20."""
+        for _ in range(20):
+            await asyncio.sleep(1.0)
+            self._check_alive()
+            if self._paused is None:
+                return Response(_OK)
+        return Response(b"", status=503)
 
     def _check_alive(self) -> None:
         if self._dead.done():

@@ -46,6 +46,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.url = ""
+        self.stuck = False  # it generates nothing
         self.canary_shift = 0.0  # added to the log-probs of /generate with logprob_start_len
         self._running: dict[str, _Running] = {}
         self._waiting = 0  # requests that came during a pause
@@ -63,6 +64,7 @@ class FakeEngine:
             [
                 web.get("/model_info", self._model_info),
                 web.get("/server_info", self._model_info),
+                web.get("/health_generate", self._make_progress),
                 web.get("/v1/loads", self._loads),
                 web.get("/v1/models", self._models),
                 web.get("/ready", self._ready),
@@ -136,6 +138,10 @@ class FakeEngine:
             "token_usage": min(1.0, tokens / KV_TOKENS),
         }
         return web.json_response({"loads": [load]})
+
+    async def _make_progress(self, request: web.Request) -> web.Response:
+        await self._resumed.wait()
+        return web.Response(status=503 if self.stuck else 200)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})

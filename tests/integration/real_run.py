@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ class RealRun:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_listen_to_ctrl_c,
             )
 
     @property
@@ -113,6 +115,11 @@ def real_run(run_dir: Path, *flags: str, command: tuple[str, ...] = REVERSE) -> 
         yield run
     finally:
         run.end()
+
+
+def _listen_to_ctrl_c() -> None:
+    """Which tests that run in the background ignore, and their children with them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def traceback_in(output: str) -> bool:

@@ -152,6 +152,17 @@ async def test_an_answer_has_a_log_prob_per_token_and_spans_that_cover_it(engine
     assert (await engine.api.model_info(engine.url, DEADLINE)).weight_version == "1"
 
 
+async def test_only_an_engine_that_goes_on_makes_progress(engine: Engine) -> None:  # covers: C10
+    await engine.api.make_progress(engine.url, DEADLINE)
+    await engine.api.pause(engine.url, "retract", DEADLINE)
+    try:
+        with pytest.raises(EngineError, match="no answer within 3 s"):
+            await engine.api.make_progress(engine.url, 3.0)
+    finally:
+        await engine.api.resume(engine.url, DEADLINE)
+    await engine.api.make_progress(engine.url, DEADLINE)
+
+
 async def test_the_extra_key_separates_prefix_caches(engine: Engine) -> None:  # covers: C8
     ids = [9, 10, 11, 12, 13, 14]
     cached = [

@@ -138,7 +138,7 @@ def test_slow_publications_hold_back_generation_and_nothing_is_lost() -> None:
 def test_half_an_hour_of_random_faults_leaves_the_books_balanced_and_the_trainer_stepping(seed: int) -> None:
     # covers: C1, C2, C3, C6, C8, C10
     chance = random.Random(seed)
-    paths = (*PUBLICATION, "/generate", "/model_info")
+    paths = (*PUBLICATION, "/generate", "/model_info", "/health_generate")
     calls = tuple(
         CallFault(
             engine=chance.randrange(4),

@@ -234,6 +234,18 @@ async def test_what_was_generated_before_an_abort_is_kept_or_done_anew(setup: Se
     assert len(setup.engine.requests) == (1 if keep else 2)
 
 
+async def test_a_request_that_is_aborted_before_it_began_has_no_tokens(setup: Setup) -> None:  # covers: P4
+    def abort_in_the_queue(reply: dict) -> dict:  # what SGLang's tokenizer manager makes of it
+        kept = {name: reply["meta_info"][name] for name in ("id", "weight_version")}
+        finish_reason = {"type": "abort", "message": "Abort in waiting queue"}
+        return {"text": "", "output_ids": [], "meta_info": kept | {"finish_reason": finish_reason}}
+
+    setup.engine.transform = abort_in_the_queue
+    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert (generation.finish_reason, len(generation.output_ids), generation.spans) == ("abort", 0, ())
+    assert len(setup.engine.requests) == 1, "that is no failure, and nothing to try again"
+
+
 async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> None:
     setup.engine.token_seconds = 10.0
     task = asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key="a"))

@@ -420,3 +420,19 @@ async def test_an_engine_that_lives_and_does_not_answer_is_restarted(monkeypatch
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
         assert setup.registry.engines["engine-0"].reason == "did not answer 6 times in a row"
         assert len(setup.servers[0]) == 2
+
+
+async def test_an_engine_that_answers_and_generates_nothing_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C10
+    monkeypatch.setattr("miles_async.engines.supervisor._PROGRESS_INTERVAL", 0.01)
+    monkeypatch.setattr("miles_async.engines.supervisor._PROGRESS_SECONDS", 0.05)
+    async with started(2) as setup:
+        await setup.publish(("engine-0", "engine-1"), 3)
+        await setup.fleet.pause(("engine-0", "engine-1"), "retract")
+        await asyncio.sleep(0.3)
+        assert [len(started) for started in setup.servers] == [1, 1], "a paused engine is not stuck"
+        await setup.fleet.resume(("engine-0", "engine-1"))
+        setup.servers[0][0].engine.stuck = True
+        await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+        assert setup.registry.engines["engine-0"].reason == "generated nothing 3 times in a row"
+        assert setup.registry.engines["engine-1"].restarts == 0

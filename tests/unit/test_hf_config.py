@@ -153,3 +153,9 @@ def test_missing_or_broken_config_files(tmp_path: Path) -> None:
         hf_config.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     assert hf_config.read_config(tmp_path) == QWEN3
+
+
+def test_config_of_an_export_says_the_dtype_of_its_weights() -> None:
+    older = {"torch_dtype": "bfloat16", "hidden_size": 8}
+    assert hf_config.with_dtype(older, "float32") == {"torch_dtype": "float32", "hidden_size": 8}
+    assert hf_config.with_dtype({"hidden_size": 8}, "bfloat16") == {"dtype": "bfloat16", "hidden_size": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,10 @@ from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.protocols import PolicyLoss
 from miles_async.types import TrainShard
 
-# Files of the source checkpoint that an export repeats byte by byte: all that inference needs besides the weights. The
-# bridge would save what transformers makes of them, which differs (a tokenizer even where there was none).
+# Files of the source checkpoint that an export repeats byte by byte: all that inference needs besides the weights and
+# their config. The bridge would save what transformers makes of them, which differs (a tokenizer even where there was
+# none).
 COMPANION_FILES = (
-    "config.json",
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
@@ -76,6 +77,7 @@ class MegatronBackend:
         )
         _seed(model.seed)
         self._directory = directory
+        self._dtype = "bfloat16" if model.bf16 else "float32"
         self._model = load_model(directory, model, platform, trainable=True)
         self._optimizer, self._scheduler = make_optimizer(
             self._model.modules, optimizer, bf16=model.bf16, total_steps=total_steps
@@ -151,6 +153,8 @@ class MegatronBackend:
             if dist.get_rank() == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 _copy_companions(self._directory, directory)
+                config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
+                (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             self._model.bridge.save_hf_weights(self._model.modules, str(directory), show_progress=False)
         except OSError as error:
             raise CheckpointError(f"cannot export to {directory}: {error}") from error

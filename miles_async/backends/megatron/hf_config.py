@@ -38,6 +38,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The same for weights in ``dtype``: what transformers and engines then load them in."""
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]  # the latter is the older one
+    return {**config, **dict.fromkeys(names, dtype)}
+
+
 def check_model(config: Mapping[str, Any], directory: Path) -> None:
     """Raises ConfigurationError naming every field that would make training silently wrong."""
     problems = list(_problems(config))
