@@ -1,13 +1,16 @@
 """An event loop whose clock jumps to the next timer: hours of waiting take milliseconds, and every run is the same.
 
 Why not looptime, which tests could use: deadlocks are found at once here (nothing ready, no timer, no outside: nothing
-can ever happen), ``asyncio.to_thread`` runs inline instead of in a thread that takes real time, and tasks are numbered,
-so that the sets asyncio keeps them in have the same order in every process.
+can ever happen), ``asyncio.to_thread`` runs inline instead of in a thread that takes real time, and tasks and timers
+are numbered, so that the sets asyncio keeps tasks in have the same order in every process, and timers of the same
+moment go off in the order in which they were set, whatever other timers there are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import heapq
 import itertools
 import math
 import selectors
@@ -29,11 +32,21 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector(self._stalled, limit_seconds)
         super().__init__(self._jumping)
         numbers = itertools.count()
+        self._timers = itertools.count()
         self.set_task_factory(lambda loop, coroutine, **options: _Task(next(numbers), coroutine, loop, **options))
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._jumping.now
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As asyncio's own, but for the order of timers."""
+        timer = _Timer(next(self._timers), when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
     @property
     def iterations(self) -> int:
@@ -94,6 +107,17 @@ class _JumpingSelector(selectors.SelectSelector):
             limit, self._limit_seconds = self._limit_seconds, math.inf  # said once; cleaning up takes time too
             raise self._stalled(f"not done within {limit:g} s")
         return []
+
+
+class _Timer(asyncio.TimerHandle):
+    """Of two for the same moment the one that was set first comes first; a heap alone does not keep that order."""
+
+    def __init__(self, number: int, when: float, *options: Any) -> None:
+        super().__init__(when, *options)
+        self._order = (when, number)
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self._order < other._order)
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]

@@ -113,14 +113,23 @@ def test_groups_that_go_on_without_their_stale_samples_save_the_others() -> None
 
 
 def test_batches_in_order_of_completion_favour_short_responses() -> None:
+    """Where the trainer is slow and several batches wait, so that there is a choice."""
     # covers: C4
-    options = {"response_seconds": LogNormal(1.0, 1.5), "steps": 200, "trace": False}
+    options = {"response_seconds": LogNormal(1.0, 1.5), "train_seconds": Fixed(10.0), "steps": 200, "trace": False}
+    staleness = StalenessArguments(max_weight_staleness=4, max_rollout_lead=5)
     oldest_first, completion = (
-        simulate(settings(**options, staleness=StalenessArguments(max_weight_staleness=1, batch_order=order)))
+        simulate(settings(**options, staleness=replace(staleness, batch_order=order)))
         for order in ("oldest_first", "completion")
     )
-    assert completion.balance["recycled"] != oldest_first.balance["recycled"]
-    assert max(completion.ages) <= 1
+    assert mean_length(completion) < 0.9 * mean_length(oldest_first)
+    assert completion.balance["recycled"] > oldest_first.balance["recycled"]
+    assert max(completion.ages) <= 4
+
+
+def mean_length(result: SimulationResult) -> float:
+    """Of trained responses, in tokens."""
+    trained = result.lengths.trained
+    return sum(length * count for length, count in trained.items()) / trained.total()
 
 
 # --------------------------------------------------------------------------------------- pacing (C4), P1, P3

@@ -32,6 +32,20 @@ def test_deadlines_pass_in_order() -> None:
     assert run_in_virtual_time(main()) == "computed"
 
 
+@pytest.mark.parametrize("others", range(8))
+def test_timers_of_one_moment_go_off_in_the_order_in_which_they_were_set(others: int) -> None:
+    async def main() -> list[int]:
+        loop, seen = asyncio.get_running_loop(), list[int]()
+        for number in range(12):
+            loop.call_at(5.0, seen.append, number)
+            if number < others:
+                loop.call_at(1.0 + number, int)  # moves the others about in the loop's heap
+        await asyncio.sleep(6.0)
+        return seen
+
+    assert run_in_virtual_time(main()) == list(range(12))
+
+
 def test_an_error_in_a_thread_is_raised_where_it_is_awaited() -> None:
     async def main() -> None:
         await asyncio.to_thread(lambda: 1 / 0)
