@@ -29,8 +29,13 @@ REVERSE = (sys.executable, "-m", "miles_async", "train", "@examples/quickstart/r
 class RealRun:
     """One ``miles-async train``, under way or over."""
 
-    def __init__(self, run_dir: Path, flags: tuple[str, ...], command: tuple[str, ...] = REVERSE) -> None:
-        """``command``: relative to the root; flags are appended."""
+    def __init__(
+        self, run_dir: Path, flags: tuple[str, ...], command: tuple[str, ...] = REVERSE, *, in_background: bool = False
+    ) -> None:
+        """``command``: relative to the root; flags are appended. ``in_background``: it ignores Ctrl-C, as what a
+        script starts with ``&`` does.
+        """
+        on_ctrl_c = signal.SIG_IGN if in_background else signal.SIG_DFL
         prepare_quickstart(["--task", "reverse"])  # makes what is absent, in a second
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
@@ -43,7 +48,7 @@ class RealRun:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_listen_to_ctrl_c,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, on_ctrl_c),
             )
 
     @property
@@ -108,18 +113,15 @@ class RealRun:
 
 
 @contextmanager
-def real_run(run_dir: Path, *flags: str, command: tuple[str, ...] = REVERSE) -> Iterator[RealRun]:
+def real_run(
+    run_dir: Path, *flags: str, command: tuple[str, ...] = REVERSE, in_background: bool = False
+) -> Iterator[RealRun]:
     """Start a run; at the end nothing of it is alive."""
-    run = RealRun(run_dir, flags, command)
+    run = RealRun(run_dir, flags, command, in_background=in_background)
     try:
         yield run
     finally:
         run.end()
-
-
-def _listen_to_ctrl_c() -> None:
-    """Which tests that run in the background ignore, and their children with them."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def traceback_in(output: str) -> bool:

@@ -150,7 +150,8 @@ def test_interruption_stops_cleanly_and_says_what_was_done(
     interrupt: Callable[[RealRun], None], transport: tuple[str, ...], tmp_path: Path
 ) -> None:
     # covers: C10, C8
-    with real_run(tmp_path / "run", "--num-rollout", "1000", "--pause-generation-mode", "abort", *transport) as run:
+    flags = ("--num-rollout", "1000", "--pause-generation-mode", "abort", *transport)
+    with real_run(tmp_path / "run", *flags, in_background=interrupt is stop_command) as run:
         run.wait_for_steps(2, RUN_SECONDS)
         interrupt(run)
         assert run.wait(60) == 130, run.output
