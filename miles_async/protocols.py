@@ -211,11 +211,12 @@ class TrainerSide(Protocol):
         ...
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        """Export to files on the sending rank and score the canary. Collective over all ranks."""
+        """Export to files on the sending ranks and score the canary. Collective over all ranks."""
         ...
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
-        """A method of the sending rank's WeightSender, in a thread of its own; training goes on meanwhile.
+    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+        """A method of a sending rank's WeightSender, in a thread of its own; training goes on meanwhile. Calls of one
+        sender are carried out one after another, in their order.
 
         What a transport's two halves say to each other; nobody else calls it.
         """
@@ -253,7 +254,7 @@ class TrainBackend(Protocol):
     """One rank of the training engine (``backends/megatron``), found by entry point ``miles_async.backends``."""
 
     data_parallel_rank: int
-    is_weight_source: bool  # the rank that holds the full export and sends it
+    pipeline_stage: int | None  # on the first rank of a pipeline stage, which may send weights; None on others
 
     def train(self, shard: TrainShard) -> dict[str, float]: ...
 
@@ -370,10 +371,10 @@ class WeightTransport(Protocol):
 
 
 class WeightSender(Protocol):
-    """The half of a transport that lives in the sending rank. Other methods are between the two halves."""
+    """The half of a transport that lives in a sending rank. Other methods are between the two halves."""
 
     def stage(self, version: int, tensors: Iterable[tuple[str, Any]]) -> StagedWeights:
-        """Write exported (HF name, torch tensor) to files; without a canary."""
+        """Write this sender's share of all exported (HF name, torch tensor) to files; without a canary."""
         ...
 
     def close(self) -> None:

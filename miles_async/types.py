@@ -187,19 +187,20 @@ class WeightDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What changed since an earlier version: beside each bucket's file one with its changed tensors, encoded."""
 
     base_version: int
-    bucket_bytes: tuple[int, ...]  # of each bucket's file; 0: nothing changed, and there is none
+    bucket_bytes: dict[int, int]  # of each bucket's file; 0: nothing changed, and there is none
 
 
 class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer staged for publication, and what the canary must score.
+    """What the trainer staged for publication, and what the canary must score; or one sender's share of it.
 
     Its files: ``weights/files.py``. It is their manifest, too, without the canary.
     """
 
     version: int
-    directory: str  # where the sending rank sees the files
-    buckets: tuple[tuple[TensorMeta, ...], ...]  # one file each, tensors in the order of their bytes
+    directory: str  # where sender 0 sees its files
+    buckets: dict[int, tuple[TensorMeta, ...]]  # in sending order; one file each, tensors in the order of their bytes
     total_bytes: int
+    senders: int = 1  # bucket i was staged by sender i % senders, and is sent by it
     delta: WeightDelta | None = None
     canary_tokens: tuple[int, ...] = ()
     canary_logprobs: tuple[float, ...] = ()  # of canary_tokens[1:], by the trainer, with these weights

@@ -20,6 +20,8 @@ from miles_async.weights.delta import Encoding
 from miles_async.weights.transports.choice import group_backend
 from miles_async.weights.verify import canary_tokens
 
+SHARED_OUT = ("distributed", "object_store")  # transports for which each pipeline stage has a sender
+
 
 def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment: dict[str, str]) -> TrainerGroup:
     """The trainer of this run, not started."""
@@ -30,6 +32,7 @@ def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment:
         resources=RankResources.for_device(device, environment),
         backend=partial(make_backend, arguments, device),
         sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device),
+        senders=arguments.model.pipeline_model_parallel_size if weights.weight_transport in SHARED_OUT else 1,
         canary_tokens=canary_tokens(_vocabulary_size(arguments)) if verify else (),
         single_node=arguments.cluster.ray_address is None,
         log_directory=run_dir / "logs",
@@ -37,7 +40,7 @@ def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment:
 
 
 def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
-    """Where the sending rank makes a directory for exported weights."""
+    """Where each sending rank makes a directory for exported weights."""
     return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
 
 
@@ -59,13 +62,17 @@ def make_backend(arguments: Arguments, device: str, **rank: Any) -> TrainBackend
     )
 
 
-def make_sender(weights: WeightsArguments, staging_directory: Path, device: str, address: str) -> WeightSender:
-    """The sending rank's half of the weight transport, in its process. ``address``: of its node."""
+def make_sender(
+    weights: WeightsArguments, staging_directory: Path, device: str, address: str, *, sender: int, senders: int
+) -> WeightSender:
+    """A sending rank's half of the weight transport, in its process. ``address``: of its node."""
     from miles_async.weights.staging import KEPT_VERSIONS, Staging, StagingOptions
 
     options = StagingOptions(
         parent=staging_directory,
         bucket_bytes=weights.update_weight_buffer_size,
+        sender=sender,
+        senders=senders,
         keep=max(KEPT_VERSIONS, weights.debug_publication_lag + 1),
         digests=weights.verify_weights == "full" or weights.weight_transport != "distributed",
         delta=None if weights.weight_delta == "off" else cast(Encoding, weights.weight_delta),

@@ -51,14 +51,14 @@ class SimulatedTrainer:
         return StagedWeights(
             version=version,
             directory="",
-            buckets=tuple((TensorMeta(f"t{index}", "float32", (1,)),) for index in range(BUCKETS)),
+            buckets={index: (TensorMeta(f"t{index}", "float32", (1,)),) for index in range(BUCKETS)},
             total_bytes=4 * BUCKETS,
             canary_tokens=CANARY,
             canary_logprobs=canary_logprobs(version, len(CANARY)),
             prepare_seconds=self._settings.stage_seconds,
         )
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
         """The sending rank of ``distributed``: only sending takes time."""
         if method == "open_group":
             return "127.0.0.1", 1

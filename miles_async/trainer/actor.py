@@ -1,4 +1,4 @@
-"""One trainer rank as a Ray actor: the training backend, and on the sending rank the weights' way out.
+"""One trainer rank as a Ray actor: the training backend, and on a sending rank the weights' way out.
 
 Methods are blocking, since training is. They run in two threads: ``train`` and everything collective over the ranks in
 one, the transport of weights in the other, so that an engine which fails to answer never holds up training.
@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # the driver imports this module, and has no use for torch
 BackendFactory = Callable[..., TrainBackend]
 """Called with rank, world_size, local_rank and store."""
 
-SenderFactory = Callable[[str], WeightSender]
-"""Called with this node's address, on the sending rank only."""
+SenderFactory = Callable[..., WeightSender]
+"""Called with this node's address, and ``sender`` and ``senders``: which one of how many; on sending ranks only."""
 
 WEIGHTS_THREAD = "weights"
 
@@ -39,7 +39,7 @@ class RankInfo:
 
     rank: int
     data_parallel_rank: int
-    is_weight_source: bool
+    sender: int | None  # which one of the weights' senders it is
     pid: int
 
 
@@ -65,9 +65,17 @@ class TrainerActor:
         return self._address, self._store.port
 
     def initialize(
-        self, address: str, port: int, backend: BackendFactory, sender: SenderFactory, threads: int | None
+        self,
+        address: str,
+        port: int,
+        backend: BackendFactory,
+        sender: SenderFactory,
+        senders: int,
+        threads: int | None,
     ) -> RankInfo:
-        """Build the backend; returns when all ranks have."""
+        """Build the backend; returns when all ranks have. The first rank of each of the first ``senders`` pipeline
+        stages sends weights.
+        """
         import torch
         import torch.distributed as dist
 
@@ -77,12 +85,13 @@ class TrainerActor:
             self._store = dist.TCPStore(address, port, is_master=False)
         # Ray shows each actor its own GPU only, as device 0.
         self._backend = backend(rank=self._rank, world_size=self._world_size, local_rank=0, store=self._store)
-        if self._backend.is_weight_source:
-            self._sender = sender(self._address)
+        stage = self._backend.pipeline_stage
+        if stage is not None and stage < senders:
+            self._sender = sender(self._address, sender=stage, senders=senders)
         return RankInfo(
             rank=self._rank,
             data_parallel_rank=self._backend.data_parallel_rank,
-            is_weight_source=self._backend.is_weight_source,
+            sender=stage if self._sender is not None else None,
             pid=os.getpid(),
         )
 
@@ -90,7 +99,7 @@ class TrainerActor:
         return self._ready.train(shard)
 
     def stage_weights(self, version: int, canary_tokens: tuple[int, ...]) -> StagedWeights | None:
-        """Weights to files, on the sending rank; None on the others."""
+        """Its share of the weights to files, on a sending rank; None on the others."""
         started = time.perf_counter()
         backend = self._ready
         tensors = backend.export_weights()
@@ -120,7 +129,7 @@ class TrainerActor:
     # ------------------------------------------------------------------------------------ weights thread
     @ray.method(concurrency_group=WEIGHTS_THREAD)
     def call_sender(self, method: str, arguments: Sequence[Any]) -> Any:
-        assert self._sender is not None, "only the sending rank has a sender"
+        assert self._sender is not None, "only sending ranks have a sender"
         return getattr(self._sender, method)(*arguments)
 
     @property

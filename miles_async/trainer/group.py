@@ -8,11 +8,13 @@ and cause.
 from __future__ import annotations
 
 import asyncio
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 import structlog
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -21,7 +23,7 @@ from miles_async.errors import MilesAsyncError, StalledError, TrainerError
 from miles_async.protocols import Metrics
 from miles_async.trainer.actor import WEIGHTS_THREAD, BackendFactory, RankInfo, SenderFactory, TrainerActor
 from miles_async.trainer.placement import Placement, RankResources
-from miles_async.types import StagedWeights
+from miles_async.types import StagedWeights, WeightDelta
 
 log = structlog.get_logger(__name__)
 
@@ -40,27 +42,27 @@ class TrainerGroup:
         resources: RankResources,
         backend: BackendFactory,
         sender: SenderFactory,
+        senders: int = 1,
         canary_tokens: Sequence[int],
         single_node: bool = True,
         log_directory: Path | None = None,
         start_timeout: float = 600.0,
         step_timeout: float = 3600.0,
     ) -> None:
-        """The callables run in the actors and must be picklable.
+        """The callables run in the actors and must be picklable. ``senders``: as many pipeline stages send weights.
 
         ``canary_tokens`` may be empty. Timeouts in seconds: of :meth:`start`, and of any other call on all ranks.
         """
         self._world_size = world_size
         self._placement = Placement(resources, world_size)
         self._threads = resources.threads
-        self._backend, self._sender = backend, sender
+        self._backend, self._sender, self._senders = backend, sender, senders
         self._canary_tokens = tuple(canary_tokens)
         self._single_node = single_node
         self._log_directory = log_directory
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
         self._actors: list[Any] = []
         self._ranks: list[RankInfo] = []
-        self._source: Any = None
 
     async def start(self) -> None:
         """All ranks up, models loaded.
@@ -73,13 +75,14 @@ class TrainerGroup:
             self._actors = [self._create(actor_class, rank) for rank in range(self._world_size)]
             [(address, port)] = await self._call([0], lambda actor, _: actor.listen.remote(), self._start_timeout)
             self._ranks = await self._on_all(
-                lambda actor, _: actor.initialize.remote(address, port, self._backend, self._sender, self._threads),
+                lambda actor, _: actor.initialize.remote(
+                    address, port, self._backend, self._sender, self._senders, self._threads
+                ),
                 self._start_timeout,
             )
         except BaseException:
             await self.stop()
             raise
-        self._source = next(self._actors[info.rank] for info in self._ranks if info.is_weight_source)
 
     @property
     def data_parallel_size(self) -> int:
@@ -103,13 +106,15 @@ class TrainerGroup:
 
     async def stage_weights(self, version: int) -> StagedWeights:
         results = await self._on_all(lambda actor, _: actor.stage_weights.remote(version, self._canary_tokens))
-        return next(staged for staged in results if staged is not None)
+        return united([staged for staged in results if staged is not None])
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
         """Its errors don't concern the other ranks, unless it died."""
-        rank = self._source_rank
+        if not self._actors:
+            raise TrainerError("the trainer is not running")
+        rank = next(info.rank for info in self._ranks if info.sender == sender)
         try:
-            return await self._source.call_sender.remote(method, arguments)
+            return await self._actors[rank].call_sender.remote(method, arguments)
         except RayActorError as error:
             self._kill()
             raise _cause({rank: error}) from None
@@ -127,10 +132,10 @@ class TrainerGroup:
 
     async def stop(self) -> None:
         """End all processes; idempotent. What isn't saved is lost, and the sender's files are removed."""
-        if self._actors and self._source is not None:
-            with suppress(TimeoutError, MilesAsyncError):  # it sends to somebody who doesn't take it, or has died
-                async with asyncio.timeout(SENDER_CLOSE_SECONDS):
-                    await self.call_sender("close")
+        senders = [info.sender for info in self._ranks if info.sender is not None] if self._actors else []
+        with suppress(TimeoutError, MilesAsyncError):  # one sends to somebody who doesn't take it, or has died
+            async with asyncio.timeout(SENDER_CLOSE_SECONDS):
+                await asyncio.gather(*(self.call_sender("close", sender=sender) for sender in senders))
         self._kill()
         self._placement.release()
 
@@ -174,14 +179,27 @@ class TrainerGroup:
             raise _cause(errors)
         return [results[rank] for rank in ranks]
 
-    @property
-    def _source_rank(self) -> int:
-        return next(info.rank for info in self._ranks if info.is_weight_source)
-
     def _kill(self) -> None:
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor, no_restart=True)
+
+
+def united(shares: Sequence[StagedWeights]) -> StagedWeights:
+    """What all senders staged, who take turns; ``shares`` in their order."""
+    deltas = [share.delta for share in shares if share.delta is not None]
+    delta = None
+    if len(deltas) == len(shares):
+        delta = WeightDelta(
+            base_version=deltas[0].base_version, bucket_bytes=dict(ChainMap(*(delta.bucket_bytes for delta in deltas)))
+        )
+    return msgspec.structs.replace(
+        shares[0],
+        buckets=dict(sorted(ChainMap(*(share.buckets for share in shares)).items())),
+        total_bytes=sum(share.total_bytes for share in shares),
+        delta=delta,
+        prepare_seconds=max(share.prepare_seconds for share in shares),
+    )
 
 
 def _cause(errors: dict[int, Exception]) -> MilesAsyncError:

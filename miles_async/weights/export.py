@@ -17,6 +17,13 @@ if TYPE_CHECKING:  # tensors bring all that is needed of torch along
 Bucket = dict[str, "Tensor"]
 
 
+def share(tensors: Iterable[tuple[str, Tensor]], sender: int, senders: int) -> Iterator[tuple[str, Tensor]]:
+    """Every ``senders``-th module, from the ``sender``-th on. Takes all tensors, since exporting is collective."""
+    for number, module in enumerate(_modules(tensors)):
+        if number % senders == sender:
+            yield from module
+
+
 def into_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
     """In the order given, each bucket of at most ``max_bytes``; a larger module has a bucket of its own.
 
@@ -26,7 +33,7 @@ def into_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Itera
         raise ValueError(f"buckets need at least one byte, not {max_bytes} (--update-weight-buffer-size)")
     pending: Bucket = {}
     size = 0
-    for _, named in groupby(tensors, key=lambda item: item[0].rsplit(".", 2)[0]):  # "module.linear.weight"
+    for named in _modules(tensors):
         module = dict(named)
         module_size = sum(tensor.nbytes for tensor in module.values())
         if pending and size + module_size > max_bytes:
@@ -42,3 +49,8 @@ def on_host(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     """Contiguous copies in host memory, which neither the exporter nor the optimizer changes."""
     for name, tensor in tensors:
         yield name, tensor.detach().contiguous().to("cpu", copy=True)
+
+
+def _modules(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    for _, module in groupby(tensors, key=lambda item: item[0].rsplit(".", 2)[0]):  # "module.linear.weight"
+        yield module

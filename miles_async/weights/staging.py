@@ -1,6 +1,6 @@
 """Exported weights as files: one format, written once per version, that every transport sends from.
 
-The sending rank writes bucket after bucket as they are exported, so it never holds more than two of them beside the
+A sending rank writes bucket after bucket as they are exported, so it never holds more than two of them beside the
 model; what was staged lies in the page cache or on disk, not in its memory, and does not follow the trainer. Reading is
 mapping. Nothing is synced to the device: this is no checkpoint, and a machine that crashes loses its engines too.
 """
@@ -25,7 +25,7 @@ from miles_async.run.owned_directory import OwnedDirectory
 from miles_async.tensor_digest import digest
 from miles_async.types import StagedWeights, TensorMeta, WeightDelta
 from miles_async.weights.delta import Bytes, Encoding, encode
-from miles_async.weights.export import Bucket, into_buckets, on_host
+from miles_async.weights.export import Bucket, into_buckets, on_host, share
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
 
 _LIST = b"\xdd"  # of MessagePack; its length follows in 4 bytes
@@ -39,6 +39,8 @@ class StagingOptions:
 
     parent: Path  # files go to a directory of the sending process in it
     bucket_bytes: int
+    sender: int = 0  # of so many senders, each of which stages a share
+    senders: int = 1
     keep: int = KEPT_VERSIONS  # this many of the newest versions
     digests: bool = True
     delta: Encoding | None = None  # also write what changed since the version before
@@ -97,20 +99,24 @@ class Staging:
         partial.mkdir()
         base, encoding = self._staged.get(version - 1), self._options.delta
         delta = _DeltaWriter(base, encoding) if encoding and base else None
-        buckets, total_bytes = [], 0
-        for index, bucket in enumerate(into_buckets(on_host(tensors), self._options.bucket_bytes)):
+        buckets: dict[int, tuple[TensorMeta, ...]] = {}
+        total_bytes = 0
+        mine = on_host(share(tensors, self._options.sender, self._options.senders))
+        for position, bucket in enumerate(into_buckets(mine, self._options.bucket_bytes)):
+            index = self._options.sender + position * self._options.senders
             path = partial / bucket_file(index)
             save_file(bucket, path)
-            buckets.append(tuple(self._describe(name, bucket[name]) for name in _file_order(path)))
+            buckets[index] = tuple(self._describe(name, bucket[name]) for name in _file_order(path))
             total_bytes += sum(tensor.nbytes for tensor in bucket.values())
             if delta is not None:
-                delta.write(partial / delta_file(index), bucket)
+                delta.write(index, partial / delta_file(index), bucket)
             bucket.clear()  # before the next one fills up
         staged = StagedWeights(
             version=version,
             directory=str(directory),
-            buckets=tuple(buckets),
+            buckets=buckets,
             total_bytes=total_bytes,
+            senders=self._options.senders,
             delta=delta.result if delta else None,
         )
         (partial / MANIFEST).write_bytes(msgspec.json.encode(staged))
@@ -129,8 +135,8 @@ class _DeltaWriter:
     def __init__(self, base: StagedWeights, encoding: Encoding) -> None:
         self._base = base
         self._encoding = encoding
-        self._bucket_of = {meta.name: index for index, metas in enumerate(base.buckets) for meta in metas}
-        self._bytes: list[int] = []
+        self._bucket_of = {meta.name: index for index, metas in base.buckets.items() for meta in metas}
+        self._bytes: dict[int, int] = {}
         self._same_tensors = True
         self._open_index = -1
         self._file: Any = None
@@ -138,11 +144,11 @@ class _DeltaWriter:
     @property
     def result(self) -> WeightDelta | None:
         """None if tensors came, went or changed their shape: then there is no telling what changed in them."""
-        if not self._same_tensors or len(self._bytes) != len(self._base.buckets):
+        if not self._same_tensors or self._bytes.keys() != self._base.buckets.keys():
             return None
-        return WeightDelta(base_version=self._base.version, bucket_bytes=tuple(self._bytes))
+        return WeightDelta(base_version=self._base.version, bucket_bytes=self._bytes)
 
-    def write(self, path: Path, bucket: Bucket) -> None:
+    def write(self, index: int, path: Path, bucket: Bucket) -> None:
         """One tensor after another: together they may be as large as the bucket. No file if nothing changed."""
         count = 0
         with path.open("wb") as file:
@@ -159,7 +165,7 @@ class _DeltaWriter:
             file.write(count.to_bytes(4, "big"))
         if not count or not self._same_tensors:
             path.unlink()
-        self._bytes.append(size if count else 0)
+        self._bytes[index] = size if count else 0
 
     def _old(self, name: str) -> Tensor | None:
         index = self._bucket_of.get(name)

@@ -50,7 +50,9 @@ def digest_disagreement(staged: StagedWeights, held: HeldWeights, *, skip: Seque
 
     ``skip``: parts of names that are not compared (``--verify-weights-skip``).
     """
-    compared = [meta for bucket in staged.buckets for meta in bucket if not any(part in meta.name for part in skip)]
+    compared = [
+        meta for bucket in staged.buckets.values() for meta in bucket if not any(part in meta.name for part in skip)
+    ]
     wrong = {meta.name: found for meta in compared if (found := _wrong(meta, held.get(meta.name, ())))}
     if not wrong:
         return None

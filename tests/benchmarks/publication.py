@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from arguments.weights import WeightsArguments
+from miles_async.trainer.group import united
 from miles_async.types import CanaryScore, FleetMembers, Publication, StagedWeights, TensorMeta
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
@@ -30,7 +31,7 @@ from miles_async.weights.update import FleetUpdater
 from tests.benchmarks.report import Row
 
 SIZES = {"50M": (1024, 48), "500M": (2048, 119)}  # parameters → width and number of square matrices
-RECEIVERS = (1, 2, 4)
+ENDS = ((1, 1), (2, 1), (4, 1), (1, 2))  # receivers and senders
 ITEM_BYTES = 4  # float32
 # Few tensors each, and less than 32 MiB: what glibc takes from the system and gives back every time when it is more.
 BUCKET_BYTES = 24 * 2**20
@@ -51,40 +52,40 @@ class Receiver:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as SGLang has, its own
         self.parameters = model(width, matrices, seed=1)
-        self.group: Any = None
+        self.groups: dict[str, Any] = {}
         self._directory = tempfile.TemporaryDirectory()
 
     def join(self, name: str, rank: int, address: str, port: int, world_size: int) -> None:
         from tests.integration.weight_receiver import init_custom_process_group
 
-        self.group = init_custom_process_group(address, port, name, rank, world_size)
+        self.groups[name] = init_custom_process_group(address, port, name, rank, world_size)
 
-    def leave(self) -> None:
+    def leave(self, name: str) -> None:
         import torch.distributed as dist
 
-        dist.destroy_process_group(self.group)
+        dist.destroy_process_group(self.groups.pop(name))
 
-    def receive(self, metas: tuple[TensorMeta, ...]) -> None:
+    def receive(self, name: str, metas: tuple[TensorMeta, ...]) -> None:
         import torch
         import torch.distributed as dist
 
         sizes = [self.parameters[meta.name].nbytes for meta in metas]
         data = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.broadcast(data, src=0, group=self.group)
+        dist.broadcast(data, src=0, group=self.groups[name])
         for meta, part in zip(metas, data.split(sizes), strict=True):
             self.parameters[meta.name].copy_(part.view(torch.float32).reshape(meta.shape))
 
-    def receive_plainly(self, sizes: Sequence[int]) -> None:
+    def receive_plainly(self, name: str, sizes: Sequence[int]) -> None:
         import torch
         import torch.distributed as dist
 
         data = torch.empty(max(sizes), dtype=torch.uint8)
         for size in sizes:
-            dist.broadcast(data[:size], src=0, group=self.group)
+            dist.broadcast(data[:size], src=0, group=self.groups[name])
 
-    def receive_all(self, buckets: Sequence[tuple[TensorMeta, ...]]) -> None:
+    def receive_all(self, name: str, buckets: Sequence[tuple[TensorMeta, ...]]) -> None:
         for metas in buckets:
-            self.receive(metas)
+            self.receive(name, metas)
 
     def load(self, directory: str) -> None:
         from safetensors.torch import load_file
@@ -109,7 +110,7 @@ class Receiver:
 class Sender:
     """The trainer's sending rank."""
 
-    def __init__(self, directory: str, width: int, matrices: int, delta: bool) -> None:
+    def __init__(self, directory: str, width: int, matrices: int, delta: bool, sender: int, senders: int) -> None:
         import torch
 
         from miles_async.weights.senders.distributed import DistributedSender
@@ -120,7 +121,12 @@ class Sender:
         self._changing = delta
         self.sender = DistributedSender(
             StagingOptions(
-                parent=Path(directory), bucket_bytes=BUCKET_BYTES, digests=delta, delta="xor" if delta else None
+                parent=Path(directory),
+                bucket_bytes=BUCKET_BYTES,
+                sender=sender,
+                senders=senders,
+                digests=delta,
+                delta="xor" if delta else None,
             ),
             address="127.0.0.1",
             backend="gloo",
@@ -213,13 +219,15 @@ class Process:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, kind, arguments), daemon=True)
         self._process.start()
+        self._lock = asyncio.Lock()  # one call at a time, in their order
 
     async def ready(self) -> None:
         await asyncio.to_thread(self._connection.recv)
 
     async def call(self, *call: Any) -> Any:
-        self._connection.send(call)
-        result = await asyncio.to_thread(self._connection.recv)
+        async with self._lock:
+            self._connection.send(call)
+            result = await asyncio.to_thread(self._connection.recv)
         if isinstance(result, Exception):
             raise result
         return result
@@ -232,17 +240,18 @@ class Process:
 class Trainer:
     """TrainerSide, as far as a publication needs one."""
 
-    def __init__(self, process: Process) -> None:
-        self.process = process
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self.processes = processes
         self.buckets_above_model = 0.0
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        staged, above = await self.process.call("stage", version)
-        self.buckets_above_model = max(self.buckets_above_model, above)
+        shares = await asyncio.gather(*(process.call("stage", version) for process in self.processes))
+        self.buckets_above_model = max(self.buckets_above_model, *(above for _, above in shares))
+        staged = united([staged for staged, _ in shares])
         return msgspec.structs.replace(staged, canary_tokens=tuple(range(CANARY)), canary_logprobs=(0.0,))
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
-        return await self.process.call("call", method, *arguments)
+    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+        return await self.processes[sender].call("call", method, *arguments)
 
 
 class Fleet:
@@ -269,13 +278,13 @@ class Fleet:
         return dict.fromkeys(engines)
 
     async def disconnect(self, engines: Sequence[str], name: str) -> Mapping[str, None]:
-        return await self._each(engines, "leave")
+        return await self._each(engines, "leave", name)
 
     async def receive_bucket(
         self, engines: Sequence[str], name: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
     ) -> Mapping[str, None]:
         self.version = version
-        return await self._each(engines, "receive", tuple(tensors))
+        return await self._each(engines, "receive", name, tuple(tensors))
 
     async def load_files(self, directories: Mapping[str, str], version: int, flush_cache: bool) -> Mapping[str, None]:
         self.version = version
@@ -303,34 +312,37 @@ class Fleet:
 
 
 @asynccontextmanager
-async def processes(size: str, receivers: int, *, delta: bool = False) -> AsyncIterator[tuple[Trainer, Fleet]]:
+async def processes(
+    size: str, receivers: int, *, senders: int = 1, delta: bool = False
+) -> AsyncIterator[tuple[Trainer, Fleet]]:
     with tempfile.TemporaryDirectory() as directory:
-        sender = Process(Sender, directory, *SIZES[size], delta)
+        sending = [Process(Sender, directory, *SIZES[size], delta, sender, senders) for sender in range(senders)]
         others = [Process(Receiver, *SIZES[size]) for _ in range(receivers)]
         try:
-            for process in (sender, *others):
+            for process in (*sending, *others):
                 await process.ready()
-            yield Trainer(sender), Fleet(others)
+            yield Trainer(sending), Fleet(others)
         finally:
-            for process in (sender, *others):
+            for process in (*sending, *others):
                 process.end()
 
 
-async def measure(size: str, receivers: int) -> Row:
-    async with processes(size, receivers) as (trainer, fleet):
+async def measure(size: str, receivers: int, senders: int) -> Row:
+    async with processes(size, receivers, senders=senders) as (trainer, fleet):
         before = await plain_rates(trainer, fleet)
         distributed, disk = [], []
         for version in range(PUBLICATIONS):
             distributed.append(await publish(trainer, fleet, "distributed", version))
-            disk.append(await publish(trainer, fleet, "disk", PUBLICATIONS + version))
+            if senders == 1:  # as in a run
+                disk.append(await publish(trainer, fleet, "disk", PUBLICATIONS + version))
         plain, copied = map(max, before, await plain_rates(trainer, fleet))
         buckets_above_model = trainer.buckets_above_model
     best = min(distributed, key=lambda publication: publication.step_seconds["send"])
     rate = best.total_bytes / best.step_seconds["send"]
-    from_disk = min(publication.pause_seconds for publication in disk)
     return {
         "parameters": size,
         "receivers": receivers,
+        "senders": senders,
         "MB_per_second": round(rate / 1e6),
         "plain_gloo_MB_per_second": round(plain / 1e6),
         "of_plain_gloo": round(rate / plain, 2),
@@ -340,9 +352,9 @@ async def measure(size: str, receivers: int) -> Row:
         "pause_seconds": round(best.pause_seconds, 3),
         "pause_of_total": round(best.pause_seconds / (best.pause_seconds + best.prepare_seconds), 2),
         "canary_seconds": round(best.step_seconds["canary"], 3),
-        "pause_by_disk_seconds": round(from_disk, 3),
         "buckets_above_model": round(buckets_above_model, 2),
-        **(await measure_delta(size) if receivers == 1 else {}),
+        **({"pause_by_disk_seconds": round(min(each.pause_seconds for each in disk), 3)} if disk else {}),
+        **(await measure_delta(size) if receivers == senders == 1 else {}),
     }
 
 
@@ -377,7 +389,7 @@ async def plain_rates(trainer: Trainer, fleet: Fleet) -> tuple[float, float]:
     buffer, and, as engines do, into a new one each time, from where the tensors are copied into parameters.
     """
     staged = await trainer.stage_weights(0)
-    sizes = [sum(ITEM_BYTES * math.prod(meta.shape) for meta in bucket) for bucket in staged.buckets]
+    sizes = [sum(ITEM_BYTES * math.prod(meta.shape) for meta in bucket) for bucket in staged.buckets.values()]
     address, port = await trainer.call_sender("open_group", ("plain", 1 + len(fleet.processes)))
     engines = tuple(fleet.processes)
     await asyncio.gather(
@@ -385,12 +397,12 @@ async def plain_rates(trainer: Trainer, fleet: Fleet) -> tuple[float, float]:
         fleet.connect(engines, "plain", address, port, 1 + len(engines), "gloo"),
     )
     rates = []
-    for receive in (("receive_plainly", sizes), ("receive_all", staged.buckets)):
+    for receive in (("receive_plainly", "plain", sizes), ("receive_all", "plain", tuple(staged.buckets.values()))):
         seconds = []
         for _ in range(2):
             started = time.perf_counter()
             await asyncio.gather(
-                trainer.process.call("send_plainly", "plain", sizes),
+                trainer.processes[0].call("send_plainly", "plain", sizes),
                 fleet._each(engines, *receive),
             )
             seconds.append(time.perf_counter() - started)
@@ -399,8 +411,8 @@ async def plain_rates(trainer: Trainer, fleet: Fleet) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def rows(sizes: Sequence[str] = tuple(SIZES), receivers: Sequence[int] = RECEIVERS) -> Iterator[Row]:
-    """One per size of the model and number of receivers."""
+def rows(sizes: Sequence[str] = tuple(SIZES), ends: Sequence[tuple[int, int]] = ENDS) -> Iterator[Row]:
+    """One per size of the model and number of receivers and senders."""
     for size in sizes:
-        for count in receivers:
-            yield asyncio.run(measure(size, count))
+        for receivers, senders in ends:
+            yield asyncio.run(measure(size, receivers, senders))

@@ -22,9 +22,10 @@ DIGEST = "00000000000000aa"  # of every tensor
 class FakeTrainer:
     """TrainerSide whose weights are a number: the steps trained so far."""
 
-    def __init__(self, events: list[str], *, buckets: int = 2, train_seconds: float = 0.0) -> None:
+    def __init__(self, events: list[str], *, buckets: int = 2, senders: int = 1, train_seconds: float = 0.0) -> None:
         self.events = events
         self.buckets = buckets
+        self.senders = senders
         self.train_seconds = train_seconds
         self.trained: list[PreparedBatch] = []
 
@@ -40,20 +41,23 @@ class FakeTrainer:
         return StagedWeights(
             version=version,
             directory=f"staged/{version}",
-            buckets=tuple((TensorMeta(f"t{i}", "float32", (2,), DIGEST),) for i in range(self.buckets)),
+            buckets={i: (TensorMeta(f"t{i}", "float32", (2,), DIGEST),) for i in range(self.buckets)},
             total_bytes=8 * self.buckets,
+            senders=self.senders,
             canary_tokens=CANARY,
             canary_logprobs=CANARY_LOGPROBS,
             prepare_seconds=0.0,
         )
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
         """Of ``distributed``."""
+        who = f" by {sender}" if self.senders > 1 else ""
         if method == "open_group":
-            self.events.append(f"open {arguments[1]}")
+            self.events.append(f"open {arguments[1]}{who}")
             return "127.0.0.1", 1
-        if method == "send_bucket":
-            self.events.append(f"send {arguments[1]}/{arguments[2]}")
+        if method in ("load_bucket", "send_bucket"):
+            version, index = arguments[-2:]
+            self.events.append(f"{method.removesuffix('_bucket')} {version}/{index}{who}")
         return None
 
     async def save(self, directory: Any) -> None: ...
@@ -77,6 +81,7 @@ class FakeFleet:
         self.faults: dict[str, set[str]] = {}
         self.labels: dict[str, str] = {}  # what an engine says its version is, where it isn't the truth
         self.logprobs: dict[str, tuple[float, ...]] = {}
+        self.groups: dict[str, set[str]] = {}  # process groups, by name
         self.held: dict[str, HeldWeights] = {}  # by engine, where it isn't what was staged
         self.versions: dict[str, int] = {}
         self.paused: set[str] = set()
@@ -113,9 +118,13 @@ class FakeFleet:
     async def connect(
         self, engines: Sequence[str], group_name: str, address: str, port: int, world_size: int, backend: str
     ) -> Mapping[str, Exception | None]:
-        return self._result("connect", engines)
+        errors = self._result("connect", engines)
+        if not any(errors.values()):
+            self.groups[group_name] = set(engines)
+        return errors
 
     async def disconnect(self, engines: Sequence[str], group_name: str) -> Mapping[str, Exception | None]:
+        self.groups.pop(group_name, None)
         return self._result("disconnect", engines)
 
     async def begin_update(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:

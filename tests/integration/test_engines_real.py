@@ -303,7 +303,7 @@ class Trainer:
             assert await fleet.flush_cache(ONE) == {ENGINE: None}
         assert await fleet.begin_update(ONE) == {ENGINE: None}
         assert len(staged.buckets) > 1
-        for index, bucket in enumerate(staged.buckets):
+        for index, bucket in staged.buckets.items():
             _, received = await asyncio.gather(
                 asyncio.to_thread(self.sender.send_bucket, "g", version, index),
                 fleet.receive_bucket(ONE, "g", bucket, version, mode != "in_place"),

@@ -112,9 +112,11 @@ def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) ->
     assert "flush_cache" not in str(run.steps)
 
 
-def test_rolling_publications_and_one_process_group_per_engine(tmp_path: Path) -> None:
+def test_rolling_publications_from_two_pipeline_stages(tmp_path: Path) -> None:
+    """A process group of each stage with each engine."""
     # covers: C8
     flags = ("--num-rollout", "5", "--publish-order", "rolling", "--max-weight-staleness", "1", *NO_EVALUATION)
+    flags += ("--pipeline-model-parallel-size", "2")
     with real_run(tmp_path / "run", *flags) as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()

@@ -75,14 +75,14 @@ def make_backend(directory: Path, **rank: Any) -> Any:
     )
 
 
-def make_sender(directory: Path, address: str) -> Any:
+def make_sender(directory: Path, address: str, *, sender: int, senders: int) -> Any:
     import torch
 
     from miles_async.weights.senders.distributed import DistributedSender
     from miles_async.weights.staging import StagingOptions
 
     return DistributedSender(
-        StagingOptions(parent=directory, bucket_bytes=64 * 1024),
+        StagingOptions(parent=directory, bucket_bytes=64 * 1024, sender=sender, senders=senders),
         address=address,
         backend="gloo",
         device=torch.device("cpu"),
@@ -130,7 +130,7 @@ async def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
 
 async def test_a_step_trains_all_ranks_on_their_own_shards(group: TrainerGroup) -> None:
     assert group.data_parallel_size == 2
-    assert [info.is_weight_source for info in group.ranks] == [True, False]
+    assert [info.sender for info in group.ranks] == [0, None]
     metrics = await group.train(references())
     samples = toy_samples(8)
     assert metrics["tokens"] == sum(len(sample.tokens) for sample in samples)
@@ -150,7 +150,8 @@ async def test_staged_weights_reach_a_receiver_as_they_were_staged(group: Traine
     # covers: C8, P4
     staged = await group.stage_weights(1)
     assert staged.version == 1
-    assert staged.total_bytes == sum(int(np.prod(meta.shape)) * 4 for bucket in staged.buckets for meta in bucket)
+    sent = [meta for bucket in staged.buckets.values() for meta in bucket]
+    assert staged.total_bytes == sum(int(np.prod(meta.shape)) * 4 for meta in sent)
     assert len(staged.buckets) > 2
     assert len(staged.canary_logprobs) == len(CANARY) - 1
     await group.train(references())  # the trainer goes on: what was staged must not follow
@@ -159,15 +160,15 @@ async def test_staged_weights_reach_a_receiver_as_they_were_staged(group: Traine
 
     address, port = await group.call_sender("open_group", ("weights-1", 2))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        arguments = (address, port, "weights-1", 1, 2, staged.buckets)
+        arguments = (address, port, "weights-1", 1, 2, tuple(staged.buckets.values()))
         receiving = asyncio.get_running_loop().run_in_executor(pool, receive, *arguments)
         await group.call_sender("join_group", ("weights-1",))
-        for index in range(len(staged.buckets)):
+        for index in staged.buckets:
             await group.call_sender("send_bucket", ("weights-1", 1, index))
         received = await asyncio.wait_for(receiving, 30)
     await group.call_sender("leave_group", ("weights-1",))
 
-    assert list(received) == [meta.name for bucket in staged.buckets for meta in bucket]
+    assert list(received) == [meta.name for meta in sent]
     logprobs = canary_logprobs(model, received)
     np.testing.assert_allclose(logprobs, staged.canary_logprobs, atol=1e-5)
 
@@ -286,7 +287,7 @@ def _rank_1_fails(hangs: bool, *, rank: int, **_: Any) -> Any:
 
 class _Idle:
     data_parallel_rank = 0
-    is_weight_source = True
+    pipeline_stage = 0
 
 
 async def test_a_cluster_without_room_is_named_as_the_reason(model: Path) -> None:

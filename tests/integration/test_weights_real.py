@@ -30,6 +30,7 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineErrors
+from miles_async.trainer.group import united
 from miles_async.types import FleetMembers, Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.senders.distributed import DistributedSender
@@ -51,12 +52,13 @@ ENGINE = "engine-0"
 CANARY = tuple(range(3, 35))
 PROMPT = (5, 6, 7, 8)
 LONG = 80
-TRANSPORTS: dict[str, dict[str, str]] = {
+TRANSPORTS: dict[str, dict[str, Any]] = {
     "distributed": {},
+    "distributed, two senders": {"senders": 2},
     "disk": {"weight_transport": "disk"},
     "object_store": {"weight_transport": "object_store"},
     "disk, xor": {"weight_transport": "disk", "weight_delta": "xor"},
-    "object_store, overwrite": {"weight_transport": "object_store", "weight_delta": "overwrite"},
+    "object_store, overwrite": {"weight_transport": "object_store", "weight_delta": "overwrite", "senders": 2},
 }
 Corrupt = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
 
@@ -143,20 +145,21 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 class SavedWeights(FakeTrainer):
     """A trainer whose versions are saved models in turn, really staged and sent; spoiled by ``corrupt`` on the way."""
 
-    def __init__(self, server: Server, sender: Staging, corrupt: Corrupt | None) -> None:
+    def __init__(self, server: Server, senders: Sequence[Staging], corrupt: Corrupt | None) -> None:
         super().__init__([])
         self._server = server
-        self._sender = sender
+        self._senders = senders
         self._corrupt = corrupt
 
     async def stage_weights(self, version: int) -> StagedWeights:
         model = self._server.models[version % 2]
         weights = load_file(model / "model.safetensors")
-        staged = await asyncio.to_thread(self._sender.stage, version, weights.items())
+        shares = [await asyncio.to_thread(sender.stage, version, weights.items()) for sender in self._senders]
         if self._corrupt is not None:
-            self._corrupt_files(staged, load_file(self._server.models[(version - 1) % 2] / "model.safetensors"))
+            for staged in shares:
+                self._corrupt_files(staged, load_file(self._server.models[(version - 1) % 2] / "model.safetensors"))
         scores = tuple(reference_logprobs(model, CANARY).tolist())
-        return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=scores)
+        return msgspec.structs.replace(united(shares), canary_tokens=CANARY, canary_logprobs=scores)
 
     def _corrupt_files(self, staged: StagedWeights, before: dict[str, torch.Tensor]) -> None:
         """What every transport sends from then on; the manifest says what should have been sent."""
@@ -166,22 +169,30 @@ class SavedWeights(FakeTrainer):
             self._corrupt(tensors, before)
             save_file(tensors, path)
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
-        return await asyncio.to_thread(getattr(self._sender, method), *arguments)
+    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+        return await asyncio.to_thread(getattr(self._senders[sender], method), *arguments)
 
 
 @asynccontextmanager
-async def publisher(server: Server, corrupt: Corrupt | None = None, **flags: Any) -> AsyncIterator[WeightPublisher]:
+async def publisher(
+    server: Server, corrupt: Corrupt | None = None, senders: int = 1, **flags: Any
+) -> AsyncIterator[WeightPublisher]:
     """With the transport that ``flags`` choose; everything that it opened is closed again."""
     arguments = WeightsArguments(**({"verify_weights": "full"} | flags))
     delta: Any = None if arguments.weight_delta == "off" else arguments.weight_delta
-    options = StagingOptions(parent=server.directory / "staged", bucket_bytes=50_000, delta=delta)
-    sender: Any = (
-        DistributedSender(options, address="127.0.0.1", backend="gloo", device=torch.device("cpu"), timeout_seconds=30)
-        if arguments.weight_transport == "distributed"
-        else ObjectStoreSender(options, put=np.array)
-    )
-    trainer = SavedWeights(server, sender, corrupt)
+    made: list[Staging] = []
+    for sender in range(senders):
+        options = StagingOptions(
+            parent=server.directory / "staged", bucket_bytes=50_000, sender=sender, senders=senders, delta=delta
+        )
+        made.append(
+            DistributedSender(
+                options, address="127.0.0.1", backend="gloo", device=torch.device("cpu"), timeout_seconds=30
+            )
+            if arguments.weight_transport == "distributed"
+            else ObjectStoreSender(options, put=np.array)
+        )
+    trainer = SavedWeights(server, made, corrupt)
     transport = choose_transport(arguments, trainer, server.fleet, "cpu")
     updater = FleetUpdater(server.fleet, transport, arguments, tolerance=1e-3, engines_timeout=1.0)
     publishing = WeightPublisher(trainer, updater, arguments)
@@ -189,7 +200,8 @@ async def publisher(server: Server, corrupt: Corrupt | None = None, **flags: Any
         yield publishing
     finally:
         await publishing.close()
-        sender.close()
+        for opened in made:
+            opened.close()
         assert list((server.directory / "staged").iterdir()) == []
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.weights.export import into_buckets
+from miles_async.weights.export import into_buckets, share
 
 
 def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
@@ -41,6 +41,26 @@ def test_a_module_is_never_split() -> None:
     tensors = [(f"layers.{name}", torch.zeros(4)) for name in [*names, "1.norm.weight"]]
     buckets = [[name.split(".")[-2] for name in bucket] for bucket in into_buckets(tensors, 3 * 16)]
     assert buckets == [["norm"], ["q_a_proj", "q_a_norm", "kv_a_proj"], ["norm"]]
+
+
+@given(st.lists(st.integers(1, 4), max_size=20), st.integers(1, 5))
+def test_every_tensor_is_in_the_share_of_one_sender(sizes: list[int], senders: int) -> None:
+    """With all others of its module, in their order; no sender has more than one module more than another."""
+    names = [f"{module}.linear{i}.weight" for module, size in enumerate(sizes) for i in range(size)]
+    tensors = [(name, torch.zeros(1)) for name in names]
+    shares = [[name for name, _ in share(tensors, sender, senders)] for sender in range(senders)]
+    assert sorted(name for of_one in shares for name in of_one) == sorted(names)
+    modules = [list(dict.fromkeys(name.split(".")[0] for name in of_one)) for of_one in shares]
+    assert len({module for of_one in modules for module in of_one}) == sum(map(len, modules)) == len(sizes)
+    assert max(map(len, modules)) - min(map(len, modules)) <= 1
+    assert all(sorted(of_one, key=names.index) == of_one for of_one in shares)
+
+
+def test_a_share_takes_all_tensors() -> None:
+    """Exporting is collective: who stopped early would leave the other ranks waiting."""
+    tensors = iter(named([1, 1, 1]))
+    assert len(list(share(tensors, 0, 3))) == 1
+    assert list(tensors) == []
 
 
 def test_a_bucket_needs_room() -> None:

@@ -46,7 +46,7 @@ class FileTrainer(FakeTrainer):
         staged = self._sender.stage(version, self.weights(version).items())
         return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=CANARY_LOGPROBS)
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
         result = getattr(self._sender, method)(*arguments)
         self.sent_bytes[arguments[1]] = result[0].nbytes
         return result

@@ -98,7 +98,7 @@ def test_a_tensor_of_this_process_goes_the_usual_way() -> None:
 
 async def test_buckets_are_shared_one_at_a_time_and_released() -> None:
     class Trainer(FakeTrainer):
-        async def call_sender(self, method: str, arguments: Any = ()) -> Any:
+        async def call_sender(self, method: str, arguments: Any = (), *, sender: int = 0) -> Any:
             self.events.append(" ".join(map(str, (method, *arguments))))
             return f"bucket {arguments[1]}" if arguments else None
 

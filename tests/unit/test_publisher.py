@@ -16,8 +16,8 @@ from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer
 
 
-def make(fleet: FakeFleet, engines_timeout: float = 10.0, **flags: object) -> WeightPublisher:
-    trainer, arguments = FakeTrainer(fleet.events), WeightsArguments(**flags)
+def make(fleet: FakeFleet, engines_timeout: float = 10.0, senders: int = 1, **flags: object) -> WeightPublisher:
+    trainer, arguments = FakeTrainer(fleet.events, senders=senders), WeightsArguments(**flags)
     updater = FleetUpdater(
         fleet,
         choose_transport(arguments, trainer, fleet, "cpu"),
@@ -35,11 +35,26 @@ async def test_order_of_a_publication() -> None:
     publication = await make(fleet).publish(0)
     assert fleet.events == [
         "stage 0", "probe", "open 2", "connect", "pause retract", "flush", "begin",
-        "send 0/0", "receive t0", "send 0/1", "receive t1", "end", "resume", "score", "admit 0",
+        "send 0/0", "receive t0", "load 0/1", "send 0/1", "receive t1", "end", "resume", "score", "admit 0",
     ]  # fmt: skip
     assert publication.engines == ("engine-0",)
     assert publication.fenced == ()
     assert fleet.serving == ["engine-0"]
+
+
+async def test_senders_take_turns_each_in_a_group_of_its_own() -> None:
+    # covers: C8
+    fleet = FakeFleet([])
+    publisher = make(fleet, senders=2)
+    await publisher.publish(0)
+    assert fleet.events[2:] == [
+        "open 2 by 0", "connect", "open 2 by 1", "connect", "pause retract", "flush", "begin",
+        "send 0/0 by 0", "receive t0", "load 0/1 by 1", "send 0/1 by 1", "receive t1", "end",
+        "resume", "score", "admit 0",
+    ]  # fmt: skip
+    assert len(fleet.groups) == 2
+    await publisher.close()
+    assert not fleet.groups
 
 
 async def test_rolling_brings_engines_to_the_weights_a_few_at_a_time() -> None:
@@ -102,11 +117,14 @@ async def test_group_is_kept_while_engines_stay_the_same() -> None:
 @pytest.mark.parametrize(
     "step", ["probe", "connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end", "resume"]
 )
-async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str) -> None:
+@pytest.mark.parametrize("senders", [1, 2])
+async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str, senders: int) -> None:
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
     fleet.faults[step] = {"engine-1"}
-    publication = await make(fleet).publish(3)
+    publication = await make(fleet, senders=senders).publish(3)
+    for engine in fleet.serving:
+        assert sum(engine in members for members in fleet.groups.values()) == senders
     assert set(publication.engines) == {"engine-0", "engine-2"}
     assert fleet.fenced == ["engine-1"]
     assert fleet.serving == ["engine-0", "engine-2"]

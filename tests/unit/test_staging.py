@@ -45,7 +45,7 @@ def test_files_hold_what_was_exported(staging: Staging) -> None:
     staged = staging.stage(3, iter(tensors()))
     found = read(staged)
     assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in tensors()}
-    assert [meta.name for bucket in staged.buckets for meta in bucket] == [
+    assert [meta.name for bucket in staged.buckets.values() for meta in bucket] == [
         "embed",
         "norm",
         "bias",
@@ -53,7 +53,7 @@ def test_files_hold_what_was_exported(staging: Staging) -> None:
         "transposed",
     ]
     assert staged.total_bytes == sum(tensor.nbytes for _, tensor in tensors())
-    for bucket in staged.buckets:
+    for bucket in staged.buckets.values():
         for meta in bucket:
             tensor = found[meta.name]
             assert (meta.dtype, meta.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape))
@@ -66,7 +66,7 @@ def test_a_bucket_is_its_tensors_one_after_another(staging: Staging) -> None:
     """Aligned, since wide dtypes come first: an engine takes views of one buffer."""
     staged = staging.stage(0, tensors())
     given = dict(tensors())
-    for index, bucket in enumerate(staged.buckets):
+    for index, bucket in staged.buckets.items():
         data, offset = staging.bucket(0, index), 0
         for meta in bucket:
             expected = given[meta.name]

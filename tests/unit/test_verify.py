@@ -26,7 +26,7 @@ def staged(sent: Weights) -> StagedWeights:
         return TensorMeta(name, str(tensor.dtype)[6:], tuple(tensor.shape), digest(raw, tensor.itemsize))
 
     bucket = tuple(describe(name, tensor) for name, tensor in sent.items())
-    return StagedWeights(version=1, directory="", buckets=(bucket,), total_bytes=0)
+    return StagedWeights(version=1, directory="", buckets={0: bucket}, total_bytes=0)
 
 
 def part(tensor: torch.Tensor, offset: int = 0, strides: tuple[int, ...] | None = None) -> HeldPart:

@@ -110,8 +110,11 @@ class MegatronBackend:
         return parallel_state.get_data_parallel_world_size()
 
     @property
-    def is_weight_source(self) -> bool:
-        return dist.get_rank() == 0
+    def pipeline_stage(self) -> int | None:
+        from megatron.core import parallel_state as state
+
+        first = state.get_tensor_model_parallel_rank() == state.get_data_parallel_rank() == 0
+        return state.get_pipeline_model_parallel_rank() if first else None
 
     def train(self, shard: TrainShard) -> dict[str, float]:
         return self._runner.train(shard)

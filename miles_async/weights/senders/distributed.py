@@ -1,7 +1,7 @@
 """Staged weights over a torch process group of their own: NCCL between GPUs, gloo between hosts.
 
-Rank 0 is the trainer's sending rank, the others are the engines (SGLang joins with ``init_custom_process_group``). The
-group stands apart from the trainer's default group: own store, own name, own timeout.
+Rank 0 is a sending rank of the trainer, the others are the engines (SGLang joins by ``init_custom_process_group``).
+The group stands apart from the trainer's default group: own store, own name, own timeout.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
+from miles_async.types import StagedWeights
 from miles_async.weights.staging import Staging, StagingOptions
 
 log = structlog.get_logger(__name__)
@@ -45,6 +46,7 @@ class DistributedSender(Staging):
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._join_timeout = datetime.timedelta(seconds=min(timeout_seconds, JOIN_SECONDS))
         self._groups: dict[str, _Group] = {}
+        self._loaded: tuple[StagedWeights, int, torch.Tensor] | None = None  # a bucket, by index, and its bytes
 
     def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
         """Listen; the port is the system's choice. Returns (address, port) for the engines to join at.
@@ -66,14 +68,20 @@ class DistributedSender(Staging):
         except RuntimeError as error:  # supervision point: engines fail, the trainer goes on
             log.warning("process group incomplete", group=group_name, world_size=group.world_size, error=str(error))
 
+    def load_bucket(self, version: int, index: int) -> None:
+        """Copy a staged bucket to the device, ahead of its turn. No more than one is held."""
+        self._loaded = None
+        data = self.bucket(version, index)
+        self._loaded = self._staged[version], index, data.to(self._device)
+
     def send_bucket(self, group_name: str, version: int, index: int) -> None:
         """Broadcast all bytes of a staged bucket as one uint8 tensor; returns when the last has left."""
-        data = self.bucket(version, index)
+        data = self._take(version, index)
         group = self._groups.get(group_name)
         if group is None or group.process_group is None:
             return
         try:
-            dist.broadcast(data.to(self._device), src=0, group=group.process_group)
+            dist.broadcast(data, src=0, group=group.process_group)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:  # supervision point: as in join_group
@@ -89,6 +97,13 @@ class DistributedSender(Staging):
         for name in list(self._groups):
             self.leave_group(name)
         super().close()
+
+    def _take(self, version: int, index: int) -> torch.Tensor:
+        """What load_bucket() loaded, unless that was another one or is of the past."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded[0] is self._staged.get(version) and loaded[1] == index:
+            return loaded[2]
+        return self.bucket(version, index).to(self._device)
 
     def _new_process_group(self, name: str, group: _Group) -> dist.ProcessGroup:
         """What SGLang does on its side (init_custom_process_group), as rank 0.

@@ -1,28 +1,32 @@
-"""``distributed``: staged buckets are broadcast over one process group of the sending rank and the engines.
+"""``distributed``: staged buckets are broadcast to the engines, by each sending rank in a process group of its own.
 
-The other half, in the sending rank, is ``senders/distributed.py``.
+SGLang takes one bucket at a time, so senders take turns, in the same order for all engines: two engines that took
+buckets of two senders in different order would wait for each other for ever. Meanwhile the next sender loads its own.
+The other half, in the sending ranks, is ``senders/distributed.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
 
 from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
 from miles_async.types import StagedWeights
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    name: str
+class _Groups:
+    """The process groups of some engines, one with each sender."""
+
+    names: tuple[str, ...]
     engines: Mapping[str, int]  # with their incarnations
 
 
 class DistributedTransport:
-    """Implements WeightTransport. A group is kept as long as its engines stay the same and none of them fails; there
-    is one per set of engines that weights are brought to together.
+    """Implements WeightTransport. Groups are kept as long as their engines stay the same and none of them fails; there
+    are some per set of engines that weights are brought to together.
     """
 
     shares_fate = True  # a member that fails breaks the group for all, and whose fault it was can't be told
@@ -32,32 +36,31 @@ class DistributedTransport:
         self, trainer: TrainerSide, fleet: EngineFleet, *, backend: str, flush_cache: bool, name: str = "weights"
     ) -> None:
         """``backend``: "gloo" or "nccl". ``flush_cache``: after every bucket, see ``EngineFleet.receive_bucket``.
-        ``name``: of its process groups; one per fleet that the sender sends to.
+        ``name``: of its process groups; one per fleet that the senders send to.
         """
         self._name = name
         self._trainer = trainer
         self._fleet = fleet
         self._backend = backend
         self._flush_cache = flush_cache
-        self._groups: list[_Group] = []
-        self._groups_made = 0
+        self._groups: list[_Groups] = []
+        self._times_joined = 0
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
-        """One process group of the sending rank and exactly these engines."""
+        """A process group of each sender and exactly these engines."""
         members = await self._fleet.members()
         wanted = {engine: members.incarnations.get(engine, 0) for engine in engines}
-        if any(group.engines == wanted for group in self._groups):
+        if any(groups.engines == wanted for groups in self._groups):
             return dict.fromkeys(engines)
         await self._leave(engines)
+        self._times_joined += 1
+        names = tuple(f"{self._name}-{self._times_joined}.{sender}" for sender in range(staged.senders))
+        self._groups.append(_Groups(names, wanted))
         world_size = 1 + sum(members.ranks.get(engine, 1) for engine in engines)
-        self._groups_made += 1
-        group = _Group(f"{self._name}-{self._groups_made}", wanted)
-        address, port = await self._trainer.call_sender("open_group", (group.name, world_size))
-        self._groups.append(group)
-        errors = await self._together(
-            self._trainer.call_sender("join_group", (group.name,)),
-            self._fleet.connect(engines, group.name, address, port, world_size, self._backend),
-        )
+        errors: EngineErrors = dict.fromkeys(engines)
+        for sender, name in enumerate(names):
+            if not _failed(errors):
+                errors = await self._join(sender, name, engines, world_size)
         if _failed(errors):
             await self._leave(engines)
         return errors
@@ -67,11 +70,11 @@ class DistributedTransport:
         errors = await self.prepare(staged, engines)
         if _failed(errors):
             return errors
-        [group] = [group for group in self._groups if group.engines.keys() == set(engines)]
+        [groups] = [groups for groups in self._groups if groups.engines.keys() == set(engines)]
         errors = await self._fleet.begin_update(engines)
-        for index in range(len(staged.buckets)):
+        for index, following in zip_longest(staged.buckets, tuple(staged.buckets)[1:]):
             if not _failed(errors):
-                errors = await self._send_bucket(staged, index, engines, group.name)
+                errors = await self._send_bucket(staged, index, following, engines, groups)
         if not _failed(errors):
             errors = await self._fleet.end_update(engines)
         if _failed(errors):
@@ -81,32 +84,40 @@ class DistributedTransport:
 
     async def close(self) -> None:
         """Leave the process groups."""
-        for group in list(self._groups):
-            await self._leave(tuple(group.engines))
+        for groups in list(self._groups):
+            await self._leave(tuple(groups.engines))
+
+    async def _join(self, sender: int, name: str, engines: Sequence[str], world_size: int) -> EngineErrors:
+        """Both ends at once."""
+        address, port = await self._trainer.call_sender("open_group", (name, world_size), sender=sender)
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(self._trainer.call_sender("join_group", (name,), sender=sender))
+            joined = scope.create_task(self._fleet.connect(engines, name, address, port, world_size, self._backend))
+        return joined.result()
 
     async def _leave(self, engines: Sequence[str]) -> None:
         """All groups that one of ``engines`` is in."""
-        for group in [group for group in self._groups if group.engines.keys() & set(engines)]:
-            self._groups.remove(group)
-            await self._trainer.call_sender("leave_group", (group.name,))
-            # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
-            await self._fleet.disconnect(tuple(group.engines), group.name)
+        for groups in [groups for groups in self._groups if groups.engines.keys() & set(engines)]:
+            self._groups.remove(groups)
+            for sender, name in enumerate(groups.names):
+                await self._trainer.call_sender("leave_group", (name,), sender=sender)
+                # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
+                await self._fleet.disconnect(tuple(groups.engines), name)
 
-    async def _send_bucket(self, staged: StagedWeights, index: int, engines: Sequence[str], name: str) -> EngineErrors:
-        """Both ends at once: the trainer broadcasts while the engines receive."""
-        tensors = staged.buckets[index]
-        return await self._together(
-            self._trainer.call_sender("send_bucket", (name, staged.version, index)),
-            self._fleet.receive_bucket(engines, name, tensors, staged.version, self._flush_cache),
-        )
-
-    @staticmethod
-    async def _together(
-        sending: Coroutine[Any, Any, None], receiving: Coroutine[Any, Any, EngineErrors]
+    async def _send_bucket(
+        self, staged: StagedWeights, index: int, following: int | None, engines: Sequence[str], groups: _Groups
     ) -> EngineErrors:
+        """The sender broadcasts while the engines receive, and who sends the ``following`` one loads that."""
+        sender, version = index % staged.senders, staged.version
+        name = groups.names[sender]
         async with asyncio.TaskGroup() as scope:
-            scope.create_task(sending)
-            received = scope.create_task(receiving)
+            scope.create_task(self._trainer.call_sender("send_bucket", (name, version, index), sender=sender))
+            received = scope.create_task(
+                self._fleet.receive_bucket(engines, name, staged.buckets[index], version, self._flush_cache)
+            )
+            if following is not None:
+                load = self._trainer.call_sender("load_bucket", (version, following), sender=following % staged.senders)
+                scope.create_task(load)
         return received.result()
 
 

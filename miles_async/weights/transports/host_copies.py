@@ -45,14 +45,14 @@ class HostCopyTransport:
         changing = await self._that_have_base(staged, attempt)
         storing = [engine for engine in engines if engine not in changing]
         run = partial(self._on_hosts, attempt, 2 * staged.total_bytes)
-        for index, tensors in enumerate(staged.buckets):
+        for index, tensors in staged.buckets.items():
             if storing:
-                source = await self._source(staged, bucket_file(index))
+                source = await self._source(staged, index, bucket_file(index))
                 await run(storing, host_copies.store_bucket, staged.version, index, source)
             if changing:
                 assert staged.delta is not None
                 changed = staged.delta.bucket_bytes[index] > 0
-                source = await self._source(staged, delta_file(index)) if changed else None
+                source = await self._source(staged, index, delta_file(index)) if changed else None
                 base = staged.delta.base_version
                 await run(changing, host_copies.change_bucket, staged.version, index, source, base, tensors)
         self._directories = dict(await run(engines, host_copies.complete, staged.version))
@@ -79,11 +79,11 @@ class HostCopyTransport:
         base = staged.delta.base_version
         return [engine for engine, version in held.items() if version == base and serving[engine] == str(base)]
 
-    async def _source(self, staged: StagedWeights, name: str) -> Any:
-        """Of a staged file's bytes: a path, or a reference to an object."""
+    async def _source(self, staged: StagedWeights, index: int, name: str) -> Any:
+        """Of the bytes of a bucket's file: a path, or a reference to an object."""
         if not self._object_store:
             return str(Path(staged.directory) / name)
-        [reference] = await self._trainer.call_sender("put_file", (staged.version, name))
+        [reference] = await self._trainer.call_sender("put_file", (staged.version, name), sender=index % staged.senders)
         return reference
 
     async def _on_hosts(
@@ -93,4 +93,4 @@ class HostCopyTransport:
 
 
 def _delta_bytes(staged: StagedWeights) -> int:
-    return sum(staged.delta.bucket_bytes) if staged.delta else 0
+    return sum(staged.delta.bucket_bytes.values()) if staged.delta else 0

@@ -33,7 +33,7 @@ class IpcTransport:
         attempt, fleet = Attempt(engines), self._fleet
         await attempt.each(fleet.begin_update)
         try:
-            for index in range(len(staged.buckets)):
+            for index in staged.buckets:
                 handles = await self._trainer.call_sender("share_bucket", (staged.version, index))
                 await attempt.each(partial(self._receive, handles, staged.version))
         finally:
