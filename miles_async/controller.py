@@ -2,22 +2,23 @@
 
 ::
 
-    rollout side   ── generate ── generate ── generate ── generate ──      (dispatcher, in the RolloutManager)
-                       cut(v+1)╲             cut(v+2)╲
-    trainer        ── train from v ── publish v+1 ── train from v+1 ── publish v+2 ──
+    rollout side   ── generate ── generate ── generate ── generate ── generate ──     (in the RolloutManager)
+                         cut(v+1)╲   deliver v+1╱   cut(v+2)╲   deliver v+2╱
+    trainer        ── train from v ── stage v+1 ── train from v+1 ── stage v+2 ── train from v+2 ──
 
     loop                 consumes                     waits for                      is unblocked by
     ----                 --------                     ---------                      ---------------
     dispatcher           prompts                      room: admitted − trained       commit_version
     train loop           a batch, cut for the         rollout_batch_size fresh       groups being finished
-                         version it will step from    groups
-    publication          the trainer's new weights    engines                        (nothing: they are paused)
+                         version it will step from    groups; the last delivery
+    delivery             the trainer's new weights    engines, an evaluation         (nothing: they are paused)
     repair               joining engines              the publisher's lock           engines coming up
 
 The age bound (C1) holds because a batch is cut for exactly the version that the optimizer steps from:
 while step s trains, the next batch is cut for ``version + 1`` if step s will be published and for ``version``
-otherwise, and the loop publishes before it takes that batch. ``_check_age`` asserts it once more where the
-optimizer is about to step.
+otherwise, and the loop stages that version before it takes that batch. ``_check_age`` asserts it once more where the
+optimizer is about to step. The trainer holds the visible version or the next one: what it stages, engines get while it
+trains on, and it stages nothing more until that is visible.
 
 Either side's failure cancels the other and surfaces as the first error (C10). This module knows protocols
 only; ``train.py`` decides what stands behind them.
@@ -48,7 +49,9 @@ log = structlog.get_logger(__name__)
 class Publisher(Protocol):
     """weights.publisher.WeightPublisher, as seen from here."""
 
-    async def publish(self, version: int) -> Publication: ...
+    async def stage(self, version: int) -> None: ...
+
+    async def deliver(self, version: int) -> Publication: ...
 
     async def repair(self) -> tuple[str, ...]: ...
 
@@ -129,6 +132,7 @@ class Controller:
         self._lag = weights.debug_publication_lag
         self._evaluation = evaluation
         self._checkpoint = checkpoint
+        self._finishing: asyncio.Task[None] | None = None  # the last step's publication
         self._evaluating: asyncio.Task[None] | None = None  # the last evaluation
         self._may_publish = asyncio.Event()  # as far as the last evaluation is concerned
         self._may_publish.set()
@@ -139,8 +143,9 @@ class Controller:
         self.position = await self._checkpoints.load() or Position()
         async with asyncio.TaskGroup() as scope:
             rollout = scope.create_task(self._rollout.run(), name="rollout")
+            await self._publisher.stage(self.position.version)  # 0, or where the checkpoint left off
+            await self._deliver(self.position.version)
             repair = scope.create_task(self._repair_engines(), name="repair")
-            await self._publish()  # version 0, or where the checkpoint left off
             await self._train(scope)
             repair.cancel()
             await self._rollout.close()  # ends what is in flight; lets rollout.run() return
@@ -166,33 +171,60 @@ class Controller:
             train_metrics = self._comparable(await self._trainer.train(prepared.shards))
             train_seconds = now() - trained
             await self._rollout.trained(prepared.batch_id)
-            await self._may_publish.wait()
-            publication = await self._advance(step + 1, publishes=publishes)
-            self._record(step, prepared, train_metrics, publication, started, waited, train_seconds, version)
-            self._start_evaluation(scope, step + 1)
+            finished = now()
+            await self._finish()  # the step before
+            metrics = {
+                **prepared.metrics,
+                **{f"train/{name}": value for name, value in train_metrics.items()},
+                "weight_version/trainer": version,
+                "time/wait_seconds": waited,
+                "time/train_seconds": train_seconds,
+                "time/publication_wait_seconds": now() - finished,
+            }
+            await self._advance(step + 1, publishes=publishes)
+            metrics["time/step_seconds"] = now() - started
+            publication = self._publish(scope, step, prepared.ages, metrics, delivers=publishes)
+            self._finishing = scope.create_task(publication, name=f"publication of step {step + 1}")
             if self._checkpoint_at(step + 1):
                 await self._checkpoints.save(self.position)
                 scope.create_task(self._checkpoints.finish(), name=f"checkpoint of step {step + 1}")
+        await self._finish()
         if self._evaluating is not None:
             await self._evaluating
         await self._checkpoints.finish()
 
-    async def _advance(self, step: int, *, publishes: bool) -> Publication | None:
-        """One more step is trained: publish it, or say that the visible version stays."""
+    async def _advance(self, step: int, *, publishes: bool) -> None:
+        """One more step is trained: stage it for publication, or say that the visible version stays."""
         version, unpublished = self.position.version, self.position.unpublished
         if publishes:
             self.position = Position(step=step, version=version + 1)
-            return await self._publish()
+            await self._publisher.stage(version + 1)
+            return
         self.position = Position(step=step, version=version, unpublished=unpublished + 1)
         if self.position.unpublished < self._interval or not self._waits:
             await self._rollout.commit_version(version)
-        return None
 
-    async def _publish(self) -> Publication:
-        record = await self._publisher.publish(self.position.version)
-        await self._rollout.commit_version(self.position.version)
-        self._recorder.publication(record)
-        return record
+    async def _publish(
+        self, scope: asyncio.TaskGroup, step: int, ages: Mapping[int, int], metrics: dict[str, Any], *, delivers: bool
+    ) -> None:
+        """What is left of a step when the trainer may go on."""
+        if delivers:
+            metrics |= _publication_metrics(await self._deliver(self.position.version))
+        self._recorder.step(step, metrics, ages)
+        self._start_evaluation(scope, step + 1)
+
+    async def _deliver(self, version: int) -> Publication:
+        """What is staged becomes visible."""
+        await self._may_publish.wait()
+        publication = await self._publisher.deliver(version)
+        await self._rollout.commit_version(version)
+        self._recorder.publication(publication)
+        return publication
+
+    async def _finish(self) -> None:
+        """Returns when the last step is published, if it is to be."""
+        if self._finishing is not None:
+            await self._finishing
 
     def _start_cut(self, scope: asyncio.TaskGroup, step: int, version: int) -> asyncio.Task[PreparedBatch]:
         return scope.create_task(self._rollout.next_batch(version), name=f"cut for step {step}")
@@ -216,7 +248,10 @@ class Controller:
             return self._evaluate_at(step + 1)
         if self.position.unpublished + 1 < self._interval:
             return False
-        if not self._waits or not (stale := await self._rollout.count_stale(self.position.version + 1)):
+        if not self._waits:
+            return True
+        await self._finish()  # or attempts could be admitted under the version before this one
+        if not (stale := await self._rollout.count_stale(self.position.version + 1)):
             return True
         log.info("publication waits", version=self.position.version + 1, attempts=stale)
         return False
@@ -277,33 +312,13 @@ class Controller:
         finally:
             may_publish.set()
 
-    # ----------------------------------------------------------------------------------------- recording
-    def _record(
-        self,
-        step: int,
-        batch: PreparedBatch,
-        train_metrics: Mapping[str, float],
-        publication: Publication | None,
-        started: float,
-        waited: float,
-        train_seconds: float,
-        version: int,
-    ) -> None:
-        metrics: dict[str, Any] = {
-            **batch.metrics,
-            **{f"train/{name}": value for name, value in train_metrics.items()},
-            "weight_version/trainer": version,
-            "time/step_seconds": now() - started,
-            "time/wait_seconds": waited,
-            "time/train_seconds": train_seconds,
-        }
-        if publication is not None:
-            metrics |= {
-                "publish/pause_seconds": publication.pause_seconds,
-                "publish/prepare_seconds": publication.prepare_seconds,
-                "publish/canary_difference": publication.canary_difference,
-                "publish/bytes": publication.total_bytes,
-                "publish/sent_fraction": publication.sent_fraction,
-                **{f"publish/{name}_seconds": seconds for name, seconds in publication.step_seconds.items()},
-            }
-        self._recorder.step(step, metrics, batch.ages)
+
+def _publication_metrics(publication: Publication) -> dict[str, float]:
+    return {
+        "publish/pause_seconds": publication.pause_seconds,
+        "publish/prepare_seconds": publication.prepare_seconds,
+        "publish/canary_difference": publication.canary_difference,
+        "publish/bytes": publication.total_bytes,
+        "publish/sent_fraction": publication.sent_fraction,
+        **{f"publish/{name}_seconds": seconds for name, seconds in publication.step_seconds.items()},
+    }

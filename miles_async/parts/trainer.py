@@ -73,7 +73,7 @@ def make_sender(
         bucket_bytes=weights.update_weight_buffer_size,
         sender=sender,
         senders=senders,
-        keep=max(KEPT_VERSIONS, weights.debug_publication_lag + 1),
+        keep=KEPT_VERSIONS + weights.debug_publication_lag,
         digests=weights.verify_weights == "full" or weights.weight_transport != "distributed",
         delta=None if weights.weight_delta == "off" else cast(Encoding, weights.weight_delta),
     )

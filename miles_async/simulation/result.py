@@ -77,12 +77,12 @@ class SimulationResult:
 
     @property
     def bound_seconds(self) -> float:
-        """What no schedule can beat: max(T_rollout, T_train) + T_pause, with T_train including staging."""
-        return max(self.rollout_seconds, self.train_seconds + self.stage_seconds) + self.pause_seconds
+        """What no schedule can beat: engines pause for every publication, the trainer stages it."""
+        return max(self.rollout_seconds + self.pause_seconds, self.train_seconds + self.stage_seconds)
 
     @property
     def trainer_idle_fraction(self) -> float:
-        """Share of the steady state in which the trainer waits for its batch."""
+        """Share of the steady state in which the trainer waits for its batch, or for the last delivery."""
         waited = sum(step.wait_seconds for step in self.steady[1:])
         return waited / max(1e-12, self.steady[-1].ended - self.steady[0].ended)
 

@@ -3,6 +3,8 @@
 An engine that (re)starts is ``joining``: it takes no requests until a publication, or :meth:`WeightPublisher.repair`
 between publications, has brought it to the current version and it is verified. So there is one way for weights to reach
 an engine (``update.py``), whichever transport it is (``transports/``).
+
+Staging needs the trainer, delivering doesn't: what is staged no longer follows it, so it may train on meanwhile.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import asyncio
 from collections import deque
 
 from arguments.weights import WeightsArguments
+from miles_async.errors import PublicationError
 from miles_async.protocols import TrainerSide
 from miles_async.types import Publication, StagedWeights
 from miles_async.weights.update import FleetUpdater, PublicationState
 
 
 class WeightPublisher:
-    """One publication or repair at a time."""
+    """One delivery or repair at a time, and one version at most that is staged and not delivered."""
 
     def __init__(
         self,
@@ -32,12 +35,15 @@ class WeightPublisher:
         self._engines = engines
         self._evaluation = evaluation
         self._lock = asyncio.Lock()
+        self._timeout = arguments.publication_timeout
+        self._staging = False
         self._staged: deque[StagedWeights] = deque(maxlen=arguments.debug_publication_lag + 1)
+        self._delivered: StagedWeights | None = None
 
     @property
     def state(self) -> PublicationState:
         """Where it is; for the watchdog."""
-        return self._engines.state
+        return PublicationState.STAGING if self._staging else self._engines.state
 
     @property
     def evaluates_apart(self) -> bool:
@@ -45,32 +51,47 @@ class WeightPublisher:
         return self._evaluation is not None
 
     async def publish(self, version: int) -> Publication:
-        """Bring every engine to the trainer's weights, named ``version``.
+        """Bring every engine to the trainer's weights, named ``version``. See :meth:`stage` and :meth:`deliver`."""
+        await self.stage(version)
+        return await self.deliver(version)
 
-        Returns when at least one engine serves them, verified. Raises PublicationError past
+    async def stage(self, version: int) -> None:
+        """Export the trainer's weights; the version before is delivered. Raises PublicationError past
+        ``--publication-timeout``.
+        """
+        self._staging = True
+        try:
+            async with asyncio.timeout(self._timeout):
+                self._staged.append(await self._trainer.stage_weights(version))
+        except TimeoutError as error:
+            raise PublicationError(
+                f"version {version} was not exported within {self._timeout:g} s (--publication-timeout)"
+            ) from error
+        finally:
+            self._staging = False
+
+    async def deliver(self, version: int) -> Publication:
+        """Bring every engine to what was staged last, which is ``version``.
+
+        Returns when at least one engine serves it, verified. Raises PublicationError past
         ``--publication-timeout``, which counts neither a repair under way nor waiting for engines to come up.
         """
         async with self._lock:
-            self._engines.state = PublicationState.STAGING
-            try:
-                async with self._engines.deadline(f"version {version} was not exported"):
-                    self._staged.append(await self._trainer.stage_weights(version))
-            finally:
-                self._engines.state = PublicationState.IDLE
-            return await self._engines.publish(version, self._staged[0])
+            self._delivered = self._staged[0]
+            return await self._engines.publish(version, self._delivered)
 
     async def repair(self) -> tuple[str, ...]:
-        """Bring joining engines to the version that the others serve. Returns those that now serve."""
+        """Bring joining engines to the version that the others serve; after the first. Returns those that now serve."""
         async with self._lock:
-            return await self._engines.repair(self._staged[0]) if self._staged else ()
+            assert self._delivered is not None
+            return await self._engines.repair(self._delivered)
 
     async def publish_for_evaluation(self) -> None:
         """Bring the engines that only evaluate, if there are any, to the visible version. Raises PublicationError."""
-        if self._evaluation is None:
+        if self._evaluation is None or self._delivered is None:
             return
         async with self._lock:
-            staged = self._staged[0]
-            await self._evaluation.publish(staged.version, staged)
+            await self._evaluation.publish(self._delivered.version, self._delivered)
 
     async def close(self) -> None:
         """End what the transports hold."""

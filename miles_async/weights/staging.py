@@ -30,7 +30,7 @@ from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version
 
 _LIST = b"\xdd"  # of MessagePack; its length follows in 4 bytes
 
-KEPT_VERSIONS = 2  # an engine may still be reading the version before
+KEPT_VERSIONS = 2  # one may be staged while engines that come up still get the one before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

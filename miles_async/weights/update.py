@@ -40,7 +40,7 @@ class PublicationState(Enum):
     """Where the publisher is; shown by the watchdog."""
 
     IDLE = "idle"
-    STAGING = "staging"
+    STAGING = "staging"  # while the fleet may be at one of these:
     WAITING_FOR_ENGINES = "waiting for engines"
     PREPARING = "preparing"
     PAUSING = "pausing"
@@ -83,7 +83,7 @@ class FleetUpdater:
         try:
             while not any(update.present for update in updates):
                 for engines in self._portions(await self._wait_for_engines()):
-                    async with self.deadline(f"version {version} was not published"):
+                    async with self._deadline(version):
                         updates.append(await self._update(staged, engines))
         finally:
             self.state = PublicationState.IDLE
@@ -119,14 +119,15 @@ class FleetUpdater:
             yield members.serving[first : first + at_once]
 
     @asynccontextmanager
-    async def deadline(self, failure: str) -> AsyncIterator[None]:
-        """What is inside may take ``--publication-timeout``; past it PublicationError, with ``failure``."""
+    async def _deadline(self, version: int) -> AsyncIterator[None]:
+        """What is inside may take ``--publication-timeout``."""
         try:
             async with asyncio.timeout(self._arguments.publication_timeout):
                 yield
         except TimeoutError as error:
             raise PublicationError(
-                f"{failure} within {self._arguments.publication_timeout:g} s (--publication-timeout); "
+                f"version {version} was not published within {self._arguments.publication_timeout:g} s "
+                "(--publication-timeout); "
                 f"last state: {self.state.value}; {self._last_loss}"
             ) from error
 

@@ -121,7 +121,7 @@ def test_a_trainer_that_dies_ends_the_run() -> None:
 
 def test_a_trainer_that_never_stages_ends_the_run_by_the_deadline() -> None:
     # covers: C10
-    with pytest.raises(PublicationError, match="last state: staging"):
+    with pytest.raises(PublicationError, match=r"version 3 was not exported within 300 s \(--publication-timeout\)"):
         simulate(settings(faults=Faults(publication_hangs_at_version=3)))
 
 

@@ -17,7 +17,8 @@ from arguments import (
     WeightsArguments,
 )
 from miles_async.controller import Controller, Position
-from miles_async.errors import ContractViolation, EngineError, TrainerError, first_error
+from miles_async.errors import ContractViolation, EngineError, PublicationError, TrainerError, first_error
+from miles_async.types import FleetMembers
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
@@ -58,6 +59,7 @@ class Bench(msgspec.Struct):
     events: Any
     rollout: Any
     trainer: Any
+    fleet: Any
     records: Any
     controller: Any
 
@@ -98,7 +100,7 @@ def bench(
         evaluation=EvaluationArguments(eval_prompt_data=("x",) if evaluate else None, eval_interval=eval_interval),
         checkpoint=CheckpointArguments(save="y" if save_interval else None, save_interval=save_interval),  # type: ignore[arg-type]
     )
-    return Bench(events, rollout, trainer, records, controller)
+    return Bench(events, rollout, trainer, fleet, records, controller)
 
 
 def only(events: list[str], *prefixes: str) -> list[str]:
@@ -121,6 +123,48 @@ async def test_each_step_is_published_but_the_last_which_nobody_would_use() -> N
     assert only(b.events, "stage") == ["stage 0", "stage 1", "stage 2"]
 
 
+async def test_training_goes_on_while_engines_get_the_weights_but_not_two_versions_ahead() -> None:
+    # covers: C10
+    b = bench(steps=5)
+    plain, gate = b.fleet.receive_bucket, asyncio.Event()
+
+    async def slow(engines: Any, name: str, tensors: Any, version: int, flush_cache: bool) -> Any:
+        if version == 1:
+            await gate.wait()
+        return await plain(engines, name, tensors, version, flush_cache)
+
+    b.fleet.receive_bucket = slow
+    async with asyncio.TaskGroup() as scope:
+        scope.create_task(b.controller.run())
+        for _ in range(300):
+            await asyncio.sleep(0)
+        assert only(b.events, "stage", "trained", "commit") == ["stage 0", "commit 0", "trained", "stage 1", "trained"]
+        gate.set()
+    assert only(b.events, "stage", "commit")[3:] == [
+        "commit 1", "stage 2", "commit 2", "stage 3", "commit 3", "stage 4", "commit 4", "commit 4",
+    ]  # fmt: skip
+    assert [step for step, _, _ in b.records.steps] == [0, 1, 2, 3, 4]
+    assert b.records.steps[1][1]["weight_version/trainer"] == 1
+
+
+async def test_a_delivery_that_fails_stops_the_run_although_the_trainer_was_ahead() -> None:
+    # covers: C10
+    b = bench(steps=5)
+
+    async def nobody() -> FleetMembers:
+        return FleetMembers(serving=(), joining=(), starting=(), ranks={}, incarnations={})
+
+    async def train_once(shards: Any) -> Mapping[str, float]:
+        b.fleet.members = nobody
+        return {"loss": 0.0}
+
+    b.trainer.train = train_once
+    with pytest.raises(ExceptionGroup) as caught:
+        await b.controller.run()
+    assert "for an engine to publish to" in str(first_error(caught.value))
+    assert isinstance(first_error(caught.value), PublicationError)
+
+
 async def test_interval_publishes_every_second_step_and_cuts_for_the_unchanged_version() -> None:
     b = bench(steps=4, interval=2)
     await b.controller.run()
@@ -140,8 +184,9 @@ async def test_publication_waits_for_what_it_would_make_too_old(interval: int) -
     versions += [2] * interval + [3] * interval
     assert only(b.events, "cut") == [f"cut for {version}" for version in (versions + [4] * 9)[: 5 * interval]]
     published = [event for event in b.events if event.startswith(("stage", "train", "commit"))]
-    between = published[published.index("commit 1") + 1 : published.index("stage 2")]
-    assert between == ["train", "trained", "commit 1"] * (interval - 1) + ["train", "trained"] * 3
+    between = published[published.index("stage 1") + 1 : published.index("stage 2")]
+    due = ["commit 1"] if interval == 1 else ["train", "trained", "commit 1", "commit 1"]
+    assert between == due + ["train", "trained"] * 3
     assert only(b.events, "stage 2") == ["stage 2"]
 
 
@@ -167,10 +212,10 @@ async def test_publication_waits_for_the_evaluation_of_the_visible_version() -> 
         scope.create_task(b.controller.run())
         for _ in range(50):
             await asyncio.sleep(0)
-        assert "trained" in b.events
-        assert "stage 1" not in b.events
+        assert "stage 1" in b.events, "that takes nothing from the engines"
+        assert "commit 1" not in b.events
         gate.set()
-    assert "stage 1" in b.events
+    assert "commit 1" in b.events
 
 
 async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
@@ -192,8 +237,8 @@ async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
         scope.create_task(b.controller.run())
         for _ in range(300):
             await asyncio.sleep(0)
-        assert "stage 2" in b.events, "training goes on during the evaluation of version 0"
-        assert "stage 3" not in b.events, "until the next evaluation wants the same engines"
+        assert "commit 2" in b.events, "training goes on during the evaluation of version 0"
+        assert "commit 3" not in b.events, "until the next evaluation wants the same engines"
         assert apart.versions["engine-0"] == 0
         for gate in gates:
             gate.set()

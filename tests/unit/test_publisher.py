@@ -219,6 +219,18 @@ async def test_repair_touches_joining_engines_only_and_uses_the_served_version()
     assert fleet.serving == ["engine-0", "engine-1"]
 
 
+async def test_what_is_staged_and_not_delivered_repairs_nobody() -> None:
+    fleet = FakeFleet([])
+    publisher = make(fleet)
+    await publisher.publish(7)
+    await publisher.stage(8)
+    fleet.joining = ["engine-1"]
+    assert await publisher.repair() == ("engine-1",)
+    assert fleet.versions == {"engine-0": 7, "engine-1": 7}
+    assert (await publisher.deliver(8)).engines == ("engine-0", "engine-1")
+    assert fleet.versions == {"engine-0": 8, "engine-1": 8}
+
+
 async def test_lag_sends_the_weights_of_earlier_versions_under_their_own_name() -> None:
     fleet = FakeFleet([])
     publisher = make(fleet, debug_publication_lag=2)
