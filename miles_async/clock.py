@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def now() -> float:
     """Seconds on the running loop's clock; only differences mean something."""
     return asyncio.get_running_loop().time()
+
+
+class Stopwatch:
+    """Seconds spent, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds inside to ``name``."""
+        started = now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + now() - started

@@ -38,7 +38,7 @@ from arguments.evaluation import EvaluationArguments
 from arguments.rollout import RolloutArguments
 from arguments.staleness import StalenessArguments
 from arguments.weights import WeightsArguments
-from miles_async.clock import now
+from miles_async.clock import Stopwatch
 from miles_async.errors import ContractViolation
 from miles_async.protocols import RolloutSide, TrainerSide
 from miles_async.types import PreparedBatch, Publication
@@ -132,7 +132,7 @@ class Controller:
         self._lag = weights.debug_publication_lag
         self._evaluation = evaluation
         self._checkpoint = checkpoint
-        self._finishing: asyncio.Task[None] | None = None  # the last step's publication
+        self._publishing: asyncio.Task[None] | None = None  # the last step
         self._evaluating: asyncio.Task[None] | None = None  # the last evaluation
         self._may_publish = asyncio.Event()  # as far as the last evaluation is concerned
         self._may_publish.set()
@@ -159,36 +159,32 @@ class Controller:
         if first < self._num_steps:
             batch = self._start_cut(scope, first, self.position.version)
         for step in range(first, self._num_steps):
-            started = now()
-            prepared = await batch
-            waited = now() - started
-            version = self.position.version
-            self._check_age(prepared, version)
-            publishes = await self._publishes_after(step)
-            if step + 1 < self._num_steps:
-                batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
-            trained = now()
-            train_metrics = self._comparable(await self._trainer.train(prepared.shards))
-            train_seconds = now() - trained
-            await self._rollout.trained(prepared.batch_id)
-            finished = now()
-            await self._finish()  # the step before
+            watch, version = Stopwatch(), self.position.version
+            with watch.timed("step"):
+                with watch.timed("wait"):
+                    prepared = await batch
+                self._check_age(prepared, version)
+                publishes = await self._publishes_after(step)
+                if step + 1 < self._num_steps:
+                    batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
+                with watch.timed("train"):
+                    train_metrics = self._comparable(await self._trainer.train(prepared.shards))
+                await self._rollout.trained(prepared.batch_id)
+                with watch.timed("wait"), watch.timed("publication_wait"):
+                    await self._published()
+                await self._advance(step + 1, publishes=publishes)
             metrics = {
                 **prepared.metrics,
                 **{f"train/{name}": value for name, value in train_metrics.items()},
+                **{f"time/{name}_seconds": seconds for name, seconds in watch.seconds.items()},
                 "weight_version/trainer": version,
-                "time/wait_seconds": waited,
-                "time/train_seconds": train_seconds,
-                "time/publication_wait_seconds": now() - finished,
             }
-            await self._advance(step + 1, publishes=publishes)
-            metrics["time/step_seconds"] = now() - started
-            publication = self._publish(scope, step, prepared.ages, metrics, delivers=publishes)
-            self._finishing = scope.create_task(publication, name=f"publication of step {step + 1}")
+            rest = self._publish(scope, step, prepared.ages, metrics, delivers=publishes)
+            self._publishing = scope.create_task(rest, name=f"publication of step {step + 1}")
             if self._checkpoint_at(step + 1):
                 await self._checkpoints.save(self.position)
                 scope.create_task(self._checkpoints.finish(), name=f"checkpoint of step {step + 1}")
-        await self._finish()
+        await self._published()
         if self._evaluating is not None:
             await self._evaluating
         await self._checkpoints.finish()
@@ -207,7 +203,7 @@ class Controller:
     async def _publish(
         self, scope: asyncio.TaskGroup, step: int, ages: Mapping[int, int], metrics: dict[str, Any], *, delivers: bool
     ) -> None:
-        """What is left of a step when the trainer may go on."""
+        """What is left of a step, while the trainer goes on."""
         if delivers:
             metrics |= _publication_metrics(await self._deliver(self.position.version))
         self._recorder.step(step, metrics, ages)
@@ -221,10 +217,10 @@ class Controller:
         self._recorder.publication(publication)
         return publication
 
-    async def _finish(self) -> None:
-        """Returns when the last step is published, if it is to be."""
-        if self._finishing is not None:
-            await self._finishing
+    async def _published(self) -> None:
+        """Returns when nothing is left of the last step."""
+        if self._publishing is not None:
+            await self._publishing
 
     def _start_cut(self, scope: asyncio.TaskGroup, step: int, version: int) -> asyncio.Task[PreparedBatch]:
         return scope.create_task(self._rollout.next_batch(version), name=f"cut for step {step}")
@@ -234,7 +230,7 @@ class Controller:
         while True:
             await self._rollout.wait_for_joining()
             if repaired := await self._publisher.repair():
-                log.info("engines repaired", engines=repaired, version=self.position.version)
+                log.info("engines repaired", engines=repaired)
 
     # ----------------------------------------------------------------------------------------- decisions
     async def _publishes_after(self, step: int) -> bool:
@@ -250,7 +246,7 @@ class Controller:
             return False
         if not self._waits:
             return True
-        await self._finish()  # or attempts could be admitted under the version before this one
+        await self._published()  # or attempts could be admitted under the version before this one
         if not (stale := await self._rollout.count_stale(self.position.version + 1)):
             return True
         log.info("publication waits", version=self.position.version + 1, attempts=stale)

@@ -102,7 +102,7 @@ class Recording:
         record = Step(
             step=step,
             ended=asyncio.get_running_loop().time(),
-            wait_seconds=metrics["time/wait_seconds"] + metrics["time/publication_wait_seconds"],
+            wait_seconds=metrics["time/wait_seconds"],
             train_seconds=metrics["time/train_seconds"],
             ages=dict(ages),
             lead=self._pool.lead(),

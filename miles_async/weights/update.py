@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import structlog
 
 from arguments.weights import WeightsArguments
-from miles_async.clock import now
+from miles_async.clock import Stopwatch, now
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineFleet, WeightTransport
 from miles_async.types import FleetMembers, Publication, StagedWeights
@@ -173,7 +173,7 @@ class FleetUpdater:
             await self._compare_scores(staged, update)
         self._last_loss = update.last_loss or self._last_loss
         if update.present:
-            with update.timed("admit"):
+            with update.steps.timed("admit"):
                 await fleet.admit(update.present, staged.version)
         update.pause_seconds = now() - started
         update.sent_fraction = self._transport.sent_fraction
@@ -224,7 +224,7 @@ class _Update:
         self.present = tuple(engines)
         self.absent: tuple[str, ...] = ()
         self.last_loss = ""  # who was lost last, and why
-        self.step_seconds: dict[str, float] = {}
+        self.steps = Stopwatch()
         self.prepare_seconds = 0.0
         self.pause_seconds = 0.0
         self.canary_difference = 0.0
@@ -243,7 +243,7 @@ class _Update:
         engines = self.present if only is None else (only,)
         if not engines:
             return {}
-        with self.timed(step):
+        with self.steps.timed(step):
             results = await call(engines)
         for engine, error in results.items():
             if not isinstance(error, Exception):
@@ -262,22 +262,13 @@ class _Update:
         self.absent = (*self.absent, engine)
         self.last_loss = f"{engine} was lost: {reason}"
 
-    @contextmanager
-    def timed(self, step: str) -> Iterator[None]:
-        """Add the seconds inside to ``step``."""
-        started = now()
-        try:
-            yield
-        finally:
-            self.step_seconds[step] = self.step_seconds.get(step, 0.0) + now() - started
-
 
 def _summary(version: int, staged: StagedWeights, updates: Sequence[_Update]) -> Publication:
     """Of all portions. Seconds of pausing are those of an engine, on average."""
     present = [len(update.present) for update in updates]
     steps: Counter[str] = Counter()
     for update in updates:
-        steps.update(update.step_seconds)
+        steps.update(update.steps.seconds)
     return Publication(
         version=version,
         sent_version=staged.version,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
 from miles_async.types import StagedWeights
+from miles_async.weights.senders.own_stream import own_stream
 from miles_async.weights.staging import Staging, StagingOptions
 
 log = structlog.get_logger(__name__)
@@ -43,10 +44,11 @@ class DistributedSender(Staging):
         self._address = address
         self._backend = backend
         self._device = device
+        self._beside_training = own_stream(device)
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._join_timeout = datetime.timedelta(seconds=min(timeout_seconds, JOIN_SECONDS))
         self._groups: dict[str, _Group] = {}
-        self._loaded: tuple[StagedWeights, int, torch.Tensor] | None = None  # a bucket, by index, and its bytes
+        self._loaded: tuple[StagedWeights | None, int, torch.Tensor] | None = None  # a bucket, by index, and its bytes
 
     def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
         """Listen; the port is the system's choice. Returns (address, port) for the engines to join at.
@@ -71,8 +73,7 @@ class DistributedSender(Staging):
     def load_bucket(self, version: int, index: int) -> None:
         """Copy a staged bucket to the device, ahead of its turn. No more than one is held."""
         self._loaded = None
-        data = self.bucket(version, index)
-        self._loaded = self._staged[version], index, data.to(self._device)
+        self._loaded = self._staged.get(version), index, self._on_device(version, index)
 
     def send_bucket(self, group_name: str, version: int, index: int) -> None:
         """Broadcast all bytes of a staged bucket as one uint8 tensor; returns when the last has left."""
@@ -81,9 +82,10 @@ class DistributedSender(Staging):
         if group is None or group.process_group is None:
             return
         try:
-            dist.broadcast(data, src=0, group=group.process_group)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            with self._beside_training:
+                dist.broadcast(data, src=0, group=group.process_group)
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:  # supervision point: as in join_group
             log.warning("process group broke while sending", group=group_name, error=str(error))
             self._destroy(group)
@@ -99,11 +101,15 @@ class DistributedSender(Staging):
         super().close()
 
     def _take(self, version: int, index: int) -> torch.Tensor:
-        """What load_bucket() loaded, unless that was another one or is of the past."""
+        """What was loaded ahead, unless that was another bucket, or the version was staged again since."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded[0] is self._staged.get(version) and loaded[1] == index:
             return loaded[2]
-        return self.bucket(version, index).to(self._device)
+        return self._on_device(version, index)
+
+    def _on_device(self, version: int, index: int) -> torch.Tensor:
+        with self._beside_training:
+            return self.bucket(version, index).to(self._device)
 
     def _new_process_group(self, name: str, group: _Group) -> dist.ProcessGroup:
         """What SGLang does on its side (init_custom_process_group), as rank 0.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from miles_async.types import TensorMeta
+from miles_async.weights.senders.own_stream import own_stream
 from miles_async.weights.staging import Staging, StagingOptions
 
 _DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
@@ -29,12 +30,14 @@ class IpcSender(Staging):
     def __init__(self, staging: StagingOptions, *, device: torch.device) -> None:
         super().__init__(staging)
         self._device = device
+        self._beside_training = own_stream(device)
         self._shared: Tensor | None = None
 
     def share_bucket(self, version: int, index: int) -> str:
         """Its handle. The memory stays until the next call, or :meth:`release`."""
         self.release()
-        self._shared = self.bucket(version, index).to(self._device)
+        with self._beside_training:
+            self._shared = self.bucket(version, index).to(self._device)
         return handles(self._shared, self.metas(version, index))
 
     def release(self) -> None:
