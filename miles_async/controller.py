@@ -132,7 +132,7 @@ class Controller:
         self._lag = weights.debug_publication_lag
         self._evaluation = evaluation
         self._checkpoint = checkpoint
-        self._publishing: asyncio.Task[None] | None = None  # the last step
+        self._publishing: asyncio.Task[None] | None = None  # what is left of the last step
         self._evaluating: asyncio.Task[None] | None = None  # the last evaluation
         self._may_publish = asyncio.Event()  # as far as the last evaluation is concerned
         self._may_publish.set()
@@ -164,14 +164,13 @@ class Controller:
                 with watch.timed("wait"):
                     prepared = await batch
                 self._check_age(prepared, version)
-                publishes = await self._publishes_after(step)
+                publishes = await self._publishes_after(step, watch)
                 if step + 1 < self._num_steps:
                     batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
                 with watch.timed("train"):
                     train_metrics = self._comparable(await self._trainer.train(prepared.shards))
                 await self._rollout.trained(prepared.batch_id)
-                with watch.timed("wait"), watch.timed("publication_wait"):
-                    await self._published()
+                await self._published(watch)
                 await self._advance(step + 1, publishes=publishes)
             metrics = {
                 **prepared.metrics,
@@ -184,7 +183,7 @@ class Controller:
             if self._checkpoint_at(step + 1):
                 await self._checkpoints.save(self.position)
                 scope.create_task(self._checkpoints.finish(), name=f"checkpoint of step {step + 1}")
-        await self._published()
+        await self._published(Stopwatch())
         if self._evaluating is not None:
             await self._evaluating
         await self._checkpoints.finish()
@@ -217,10 +216,11 @@ class Controller:
         self._recorder.publication(publication)
         return publication
 
-    async def _published(self) -> None:
-        """Returns when nothing is left of the last step."""
-        if self._publishing is not None:
-            await self._publishing
+    async def _published(self, watch: Stopwatch) -> None:
+        """Returns when nothing is left of the last step, for which the trainer waits."""
+        with watch.timed("wait"), watch.timed("publication_wait"):
+            if self._publishing is not None:
+                await self._publishing
 
     def _start_cut(self, scope: asyncio.TaskGroup, step: int, version: int) -> asyncio.Task[PreparedBatch]:
         return scope.create_task(self._rollout.next_batch(version), name=f"cut for step {step}")
@@ -233,7 +233,7 @@ class Controller:
                 log.info("engines repaired", engines=repaired)
 
     # ----------------------------------------------------------------------------------------- decisions
-    async def _publishes_after(self, step: int) -> bool:
+    async def _publishes_after(self, step: int, watch: Stopwatch) -> bool:
         """By interval; after the last step only if its evaluation will use the weights (P6).
 
         With ``--stale-group-action wait`` not while it would make an attempt too old (C5). What was trained since the
@@ -246,7 +246,7 @@ class Controller:
             return False
         if not self._waits:
             return True
-        await self._published()  # or attempts could be admitted under the version before this one
+        await self._published(watch)  # or attempts could be admitted under the version before this one
         if not (stale := await self._rollout.count_stale(self.position.version + 1)):
             return True
         log.info("publication waits", version=self.position.version + 1, attempts=stale)

@@ -191,7 +191,7 @@ def united(shares: Sequence[StagedWeights]) -> StagedWeights:
     delta = None
     if len(deltas) == len(shares):
         delta = WeightDelta(
-            base_version=deltas[0].base_version, bucket_bytes=dict(ChainMap(*(delta.bucket_bytes for delta in deltas)))
+            base_version=deltas[0].base_version, bucket_bytes=dict(ChainMap(*(each.bucket_bytes for each in deltas)))
         )
     return msgspec.structs.replace(
         shares[0],
