@@ -34,6 +34,7 @@ class ChildProcess:
         self._command = tuple(command)
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
+        self._segments: set[Path] = set()
 
     def start(self) -> None:
         """Start it; returns before it is useful."""
@@ -62,6 +63,10 @@ class ChildProcess:
         """None while it runs (or before it started)."""
         return None if self._process is None else self._process.poll()
 
+    def note_shared_memory(self) -> None:
+        """What it has by now, :meth:`stop` removes even if the process has died before."""
+        self._segments |= _shared_memory(_family(self.pid))
+
     async def wait(self) -> int:
         """Until it ends by itself or by :meth:`stop`; its exit status (negative: the signal)."""
         while (status := self.returncode) is None:  # noqa: ASYNC110  (no event: only waitpid knows)
@@ -77,13 +82,13 @@ class ChildProcess:
             self._signal_group(signal.SIGTERM)
             await _gone(family, grace_seconds)
             family |= _family(self._process.pid)
-        segments = _shared_memory(family)
+        self._segments |= _shared_memory(family)
         self._signal_group(signal.SIGKILL)
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         await self.wait()
-        for segment in segments:  # who is killed unlinks nothing, and /dev/shm would fill up
+        for segment in self._segments:  # who is killed unlinks nothing, and /dev/shm would fill up
             segment.unlink(missing_ok=True)
 
     def tail(self, lines: int = 30) -> str:

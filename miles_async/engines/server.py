@@ -137,6 +137,7 @@ class EngineServer:
             while self._process.returncode is None:
                 if await _answers(session, url):
                     await _freeze_garbage_collector(session, url)
+                    self._process.note_shared_memory()
                     return
                 await asyncio.sleep(_POLL_SECONDS)
         seconds = time.monotonic() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -84,13 +85,17 @@ async def test_stop_reaps_grandchildren_that_ignore_sigterm(tmp_path: Path) -> N
     await _until_gone(grandchild)
 
 
-async def test_stop_leaves_no_shared_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("died", [False, True])
+async def test_stop_leaves_no_shared_memory(tmp_path: Path, died: bool) -> None:
     code = textwrap.dedent("""
-        import multiprocessing, os, time
+        import mmap, multiprocessing, os, tempfile, time
         from multiprocessing import shared_memory
+        mapped = tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False)  # of which Python's tracker knows nothing
+        mapped.truncate(64)
+        mapping = mmap.mmap(mapped.fileno(), 64)
         segment = shared_memory.SharedMemory(create=True, size=64)
         semaphore = multiprocessing.get_context("spawn").Semaphore()
-        names = segment.name, "sem." + semaphore._semlock.name.lstrip("/"), os.getpid()
+        names = mapped.name, segment.name, "sem." + semaphore._semlock.name.lstrip("/"), os.getpid()
         print(*names, sep=":", flush=True)
         time.sleep(60)
     """)
@@ -99,10 +104,14 @@ async def test_stop_leaves_no_shared_memory(tmp_path: Path) -> None:
     async with asyncio.timeout(20):
         while not child.tail(1).endswith(f":{child.pid}"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    files = [Path("/dev/shm") / name for name in child.tail(1).split(":")[:2]]
-    assert [file.exists() for file in files] == [True, True]
+    files = [Path("/dev/shm") / name for name in child.tail(1).split(":")[:3]]
+    assert all(file.exists() for file in files)
+    if died:
+        child.note_shared_memory()
+        os.kill(child.pid, signal.SIGKILL)
+        await child.wait()
     await child.stop(grace_seconds=0)
-    assert [file.exists() for file in files] == [False, False]
+    assert not any(file.exists() for file in files)
 
 
 async def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
