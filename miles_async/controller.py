@@ -129,7 +129,6 @@ class Controller:
         self._bound = staleness.bound
         self._waits = staleness.stale_group_action == "wait"
         self._interval = weights.update_weights_interval
-        self._lag = weights.debug_publication_lag
         self._evaluation = evaluation
         self._checkpoint = checkpoint
         self._publishing: asyncio.Task[None] | None = None  # what is left of the last step

@@ -29,13 +29,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(shared: Path) -> None:
     # covers: C1, C2, C3, C8, C10, M2, M3, M6, M12, R4, P9, C7
     flags = ("--num-rollout", "12", "--max-weight-staleness", "2", "--max-rollout-lead", "3", "--record")
+    held_before = shared_memory()
     with real_run(shared / "async", *flags, "--save", str(shared / "checkpoints"), "--use-wandb") as run:
         run.wait_for_steps(2, RUN_SECONDS)
+        assert shared_memory() > held_before
         engines = run.engine_processes()
         assert len(engines) == 2
         engines[0].kill()
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
+    assert shared_memory() <= held_before
 
     summary, steps = run.summary, run.steps
     assert summary["steps"] == 12
@@ -64,6 +67,11 @@ def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(
     for name in ("reward.png", "config.toml", "metrics.jsonl", "wandb"):
         assert (run.run_dir / name).exists(), name
     assert_replay_is_identical(run)
+
+
+def shared_memory() -> set[str]:
+    """Of SGLang's."""
+    return {path.name for path in Path("/dev/shm").glob("sglang_*")}
 
 
 def assert_replay_is_identical(run: RealRun) -> None:

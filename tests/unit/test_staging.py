@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from miles_async.errors import TrainerError
 from miles_async.tensor_digest import digest
+from miles_async.trainer.group import united
 from miles_async.types import StagedWeights
 from miles_async.weights.delta import Encoding
 from miles_async.weights.staging import Staging, StagingOptions
@@ -75,6 +76,30 @@ def test_a_bucket_is_its_tensors_one_after_another(staging: Staging) -> None:
             assert offset % expected.itemsize == 0
             offset += expected.nbytes
         assert offset == len(data)
+
+
+def test_the_shares_of_several_senders_are_the_whole(tmp_path: Path) -> None:
+    """Each bucket has one number and one sender, and so has what changed in it."""
+    model = [(f"layers.{layer}.linear.weight", torch.full((100,), float(layer))) for layer in range(5)]
+    senders = [
+        Staging(StagingOptions(parent=tmp_path, bucket_bytes=400, sender=sender, senders=2, delta="xor"))
+        for sender in range(2)
+    ]
+    for version in range(2):
+        model[3][1][7] += version
+        staged = united([sender.stage(version, model) for sender in senders])
+    assert list(staged.buckets) == [0, 1, 2, 3, 4]
+    assert [meta.name for bucket in staged.buckets.values() for meta in bucket] == [name for name, _ in model]
+    for index in staged.buckets:
+        assert torch.equal(
+            senders[index % staged.senders].bucket(1, index).clone().view(torch.float32), model[index][1]
+        )
+    assert staged.total_bytes == 5 * 400
+    assert staged.delta is not None
+    assert [index for index, size in staged.delta.bucket_bytes.items() if size] == [3]
+    assert united([staged, msgspec.structs.replace(staged, delta=None)]).delta is None
+    for sender in senders:
+        sender.close()
 
 
 def test_staged_weights_do_not_follow_the_trainer(staging: Staging) -> None:
