@@ -69,3 +69,10 @@ class WeightsArguments:
     debug_publication_lag: int = flag(
         0, "debug: send the weights of this many versions ago, to study staleness", metavar="VERSIONS"
     )
+
+    @property
+    def step_timeout(self) -> float:
+        """Seconds that one call to an engine, or one bucket, may take in a publication. What engines do together is
+        tried with all of them, again, and with each alone: one that hangs every time leaves time for the others.
+        """
+        return self.publication_timeout / 6

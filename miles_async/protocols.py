@@ -281,6 +281,10 @@ class EngineFleet(Protocol):
 
     async def members(self) -> FleetMembers: ...
 
+    async def probe(self, engines: Sequence[str]) -> EngineErrors:
+        """Who does not answer soon, down to its schedulers, is dead or hangs."""
+        ...
+
     async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
         """What each says that it holds: a version's number, or "default" before its first publication."""
         ...
@@ -299,8 +303,8 @@ class EngineFleet(Protocol):
         """Digests of everything they hold, while they are paused."""
         ...
 
-    async def admit(self, engines: Sequence[str], version: int) -> None:
-        """These engines hold ``version``, verified: make (or keep) them routable."""
+    async def admit(self, engines: Sequence[str], version: int) -> EngineErrors:
+        """These engines hold ``version``, verified: make (or keep) them routable, unless they claim another."""
         ...
 
     async def fence(self, engines: Sequence[str], reason: str) -> None:
@@ -331,7 +335,9 @@ class EngineFleet(Protocol):
         """One bucket in device memory that the engine shares; ``handles`` as ``senders/ipc.py`` makes them."""
         ...
 
-    async def end_update(self, engines: Sequence[str]) -> EngineErrors: ...
+    async def end_update(self, engines: Sequence[str], *, abandon: bool = False) -> EngineErrors:
+        """``abandon``: after a failure; who has no answer soon is left alone."""
+        ...
 
     async def load_files(self, directories: Mapping[str, str], version: int, flush_cache: bool) -> EngineErrors:
         """Engine id → directory on its host; all tensors of all safetensors files in it, no others, are replaced."""

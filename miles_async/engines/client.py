@@ -3,7 +3,8 @@
 One request goes: wait until requests may go out (``registry.py``) → dispatch under the oldest version that may
 serve it → answer → wait again if its engine is being updated → return. The second wait is what makes C8
 hold for requests in flight: what an engine answered between the arrival of new weights and their
-verification counts only once they are verified; if its engine is fenced instead, the request is done again.
+verification counts only once they are verified; if its engine is fenced instead, the request is done again. So is one
+that was begun with older weights than those of its dispatch: by an engine that was out and still listed by the router.
 
 Every request carries ``extra_key=v<version>``, which is part of SGLang's prefix-cache key: after an in-place
 update, which flushes nothing, new requests never reuse what older weights computed. (Under a rolling publication an
@@ -258,15 +259,22 @@ class RouterClient:
         if finish_reason is None:
             raise TransientEngineError(f"{answer.engine_url}: finish reason {meta.finish_reason}")
         output_ids, logprobs = _tokens_and_logprobs(reply, answer.engine_url)
+        spans = self._parse_versions(
+            meta.weight_versions, meta.weight_version, len(output_ids), answer.dispatch_version
+        )
+        if spans and spans[0].version < answer.dispatch_version:
+            self._traffic.failed += 1
+            raise TransientEngineError(
+                f"{answer.engine_url} began a request of version {answer.dispatch_version} with version "
+                f"{spans[0].version}: the router still listed it when it was out"
+            )
         engine = self._registry.answering_at(answer.engine_url)
         assert engine is not None
         self._traffic.completed[engine.engine_id] += 1
         return Generation(
             output_ids=output_ids,
             logprobs=logprobs,
-            spans=self._parse_versions(
-                meta.weight_versions, meta.weight_version, len(output_ids), answer.dispatch_version
-            ),
+            spans=spans,
             finish_reason=finish_reason,
             engine_id=engine.engine_id,
             cached_tokens=meta.cached_tokens,

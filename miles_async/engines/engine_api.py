@@ -79,6 +79,10 @@ class EngineApi:
     async def model_info(self, url: str, timeout: float) -> ModelInfo:
         return decode(await self._call("GET", url, "/model_info", None, timeout), ModelInfo, f"{url}/model_info")
 
+    async def probe(self, url: str, timeout: float) -> None:
+        """Returns when all its schedulers have answered, paused or not."""
+        await self._call("GET", url, "/server_info", None, timeout)
+
     async def make_progress(self, url: str, timeout: float) -> None:
         """Returns when a token came out since the call: any, or, of an idle engine, one that is generated for it. One
         that is paused has none to give. SGLang itself waits 20 s.

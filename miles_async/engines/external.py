@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -60,4 +61,8 @@ class _ExternalServer:
         raise EngineError("nothing of ours runs on the host of an external engine")
 
     async def stop(self) -> None:
-        """Nothing: it is not ours to end."""
+        """It is not ours to end; one that was fenced in a pause goes on, or requests would wait in it for ever."""
+        async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
+            with suppress(aiohttp.ClientError, TimeoutError):  # it may be gone
+                async with session.post(f"{self._url}/continue_generation", json={}):
+                    pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -25,10 +26,10 @@ log = structlog.get_logger(__name__)
 
 Answer = TypeVar("Answer")
 
-_CALL_SECONDS = 60.0
 _ABORT_DRAIN_SECONDS = 5.0  # for aborted requests to come back before the engine is paused all the same
 _ABORT_POLL_SECONDS = 0.05
-_PROBE_SECONDS = 10.0
+_PROBE_SECONDS = 10.0  # for what takes a healthy engine no time, and to clean up
+_STEPS_TO_LOAD = 3  # deadlines of a step: it is all weights at once, and is not tried again
 _UP = (EngineState.SERVING, EngineState.JOINING, EngineState.DRAINING)
 
 
@@ -42,14 +43,15 @@ class Fleet:
         http: Http,
         traffic: Traffic,
         *,
-        bucket_timeout: float = 300.0,
+        step_timeout: float = 60.0,
     ) -> None:
-        """``bucket_timeout``: seconds for one bucket, or for joining a process group."""
+        """``step_timeout``: seconds for one call, or one bucket."""
         self._registry = registry
         self._supervisor = supervisor
         self._api = EngineApi(http)
         self._traffic = traffic
-        self._bucket_timeout = bucket_timeout
+        self._step_timeout = step_timeout
+        self._probe_timeout = min(step_timeout / 3, _PROBE_SECONDS)
 
     async def members(self) -> FleetMembers:
         """See ``protocols.EngineFleet``."""
@@ -63,11 +65,12 @@ class Fleet:
             incarnations={r.engine_id: r.incarnation for r in records},
         )
 
-    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
-        """Also tells who does not answer."""
+    async def probe(self, engines: Sequence[str]) -> EngineErrors:
+        return await self._each(engines, lambda url: self._api.probe(url, self._probe_timeout))
 
+    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
         async def ask(_: EngineRecord, url: str) -> str:
-            return (await self._api.model_info(url, _PROBE_SECONDS)).weight_version
+            return (await self._api.model_info(url, self._probe_timeout)).weight_version
 
         return await self._ask(engines, ask)
 
@@ -78,10 +81,10 @@ class Fleet:
         self._registry.notify()
         if mode == "abort":
             await self._drain_by_abort(engines)
-        return await self._each(engines, lambda url: self._api.pause(url, mode, _CALL_SECONDS))
+        return await self._each(engines, lambda url: self._api.pause(url, mode, self._step_timeout))
 
     async def flush_cache(self, engines: Sequence[str]) -> EngineErrors:
-        return await self._each(engines, lambda url: self._api.flush_cache(url, _CALL_SECONDS))
+        return await self._each(engines, lambda url: self._api.flush_cache(url, self._step_timeout))
 
     async def connect(
         self, engines: Sequence[str], group_name: str, address: str, port: int, world_size: int, backend: str
@@ -99,17 +102,17 @@ class Fleet:
                 first_rank=first_ranks[record.engine_id],
                 world_size=world_size,
                 backend=backend,
-                timeout=self._bucket_timeout,
+                timeout=self._step_timeout,
             )
 
         return await self._each_record(engines, join)
 
     async def disconnect(self, engines: Sequence[str], group_name: str) -> EngineErrors:
-        return await self._each(engines, lambda url: self._api.leave_group(url, group_name, _CALL_SECONDS))
+        return await self._each(engines, lambda url: self._api.leave_group(url, group_name, self._probe_timeout))
 
     async def begin_update(self, engines: Sequence[str]) -> EngineErrors:
         self._doubt(engines)
-        return await self._each(engines, lambda url: self._api.begin_update(url, _CALL_SECONDS))
+        return await self._each(engines, lambda url: self._api.begin_update(url, self._step_timeout))
 
     async def receive_bucket(
         self,
@@ -121,7 +124,7 @@ class Fleet:
     ) -> EngineErrors:
         return await self._each(
             engines,
-            lambda url: self._api.receive_bucket(url, group_name, tensors, version, flush_cache, self._bucket_timeout),
+            lambda url: self._api.receive_bucket(url, group_name, tensors, version, flush_cache, self._step_timeout),
         )
 
     async def receive_handles(
@@ -129,13 +132,14 @@ class Fleet:
     ) -> EngineErrors:
         async def receive(record: EngineRecord, url: str) -> None:
             await self._api.receive_handles(
-                url, handles, record.ranks, version, flush_cache, timeout=self._bucket_timeout
+                url, handles, record.ranks, version, flush_cache, timeout=self._step_timeout
             )
 
         return await self._each_record(engines, receive)
 
-    async def end_update(self, engines: Sequence[str]) -> EngineErrors:
-        return await self._each(engines, lambda url: self._api.end_update(url, _CALL_SECONDS))
+    async def end_update(self, engines: Sequence[str], *, abandon: bool = False) -> EngineErrors:
+        timeout = self._probe_timeout if abandon else self._step_timeout
+        return await self._each(engines, lambda url: self._api.end_update(url, timeout))
 
     async def load_files(self, directories: Mapping[str, str], version: int, flush_cache: bool) -> EngineErrors:
         """Needs no begin and end: SGLang's loader restores and post-processes by itself."""
@@ -144,7 +148,8 @@ class Fleet:
 
         async def load(record: EngineRecord, url: str) -> None:
             directory = directories[record.engine_id]
-            await self._api.load_files(url, directory, version, flush_cache, self._bucket_timeout)
+            timeout = _STEPS_TO_LOAD * self._step_timeout
+            await self._api.load_files(url, directory, version, flush_cache, timeout)
 
         return await self._each_record(engines, load)
 
@@ -154,10 +159,10 @@ class Fleet:
         async def run(record: EngineRecord, _: str) -> Any:
             handle = self._supervisor.handle(record.engine_id)
             try:
-                async with asyncio.timeout(self._bucket_timeout):
+                async with asyncio.timeout(self._step_timeout):
                     return await handle.on_host(function, room, *arguments)
             except TimeoutError:
-                raise EngineError(f"its host did not {function.__name__} within {self._bucket_timeout:g} s") from None
+                raise EngineError(f"its host did not {function.__name__} within {self._step_timeout:g} s") from None
 
         return await self._ask(engines, run)
 
@@ -165,7 +170,7 @@ class Fleet:
         """Let the engines go on. New requests still wait for ``admit`` if weights were received meanwhile."""
 
         async def go_on(record: EngineRecord, url: str) -> None:
-            await self._api.resume(url, _CALL_SECONDS)
+            await self._api.resume(url, self._step_timeout)
             record.paused = False
 
         errors = await self._each_record(engines, go_on)
@@ -174,40 +179,30 @@ class Fleet:
 
     async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore | Exception]:
         """Not while paused: a paused SGLang answers no generation request."""
-        return await self._ask(engines, lambda _, url: self._api.score(url, tokens, _CALL_SECONDS))
+        return await self._ask(engines, lambda _, url: self._api.score(url, tokens, self._step_timeout))
 
     async def held_weights(self, engines: Sequence[str]) -> Mapping[str, HeldWeights | Exception]:
-        return await self._ask(engines, lambda _, url: self._api.held_weights(url, self._bucket_timeout))
+        return await self._ask(engines, lambda _, url: self._api.held_weights(url, self._step_timeout))
 
-    async def admit(self, engines: Sequence[str], version: int) -> None:
-        """Requests may go out to these engines, under ``version``; those that claim another are fenced."""
-        await self._fence_disagreeing(engines, version)
-        present = [r for r in self._records(engines) if r.state in _UP]
-        if not present:
-            return
+    async def admit(self, engines: Sequence[str], version: int) -> EngineErrors:
+        """Requests may go out to these engines, under ``version``."""
+        errors = await self._each_record(engines, partial(self._check_claim, version))
+        present = [r for r in self._records(engines) if r.state in _UP and errors[r.engine_id] is None]
         for record in present:
             record.verified, record.version = True, version
         self._registry.notify()  # who served before goes on now; the router takes seconds to learn of others
         joining = [record.engine_id for record in present if record.state is EngineState.JOINING]
-        await self._fence_failed(await self._each_record(joining, self._supervisor.make_routable))
+        return {**errors, **await self._each_record(joining, self._supervisor.make_routable)}
 
     async def fence(self, engines: Sequence[str], reason: str) -> None:
         """See ``protocols.EngineFleet``."""
         for record in self._records(engines):
             await self._supervisor.fence(record, reason)
 
-    async def _fence_disagreeing(self, engines: Sequence[str], version: int) -> None:
-        async def check(record: EngineRecord, url: str) -> None:
-            info = await self._api.model_info(url, _CALL_SECONDS)
-            if info.weight_version != str(version):
-                raise EngineError(f"{url}: expected weight version {version}, found {info.weight_version!r}")
-
-        await self._fence_failed(await self._each_record(engines, check))
-
-    async def _fence_failed(self, errors: EngineErrors) -> None:
-        for engine, error in errors.items():
-            if error is not None:
-                await self.fence([engine], str(error))
+    async def _check_claim(self, version: int, _: EngineRecord, url: str) -> None:
+        claimed = (await self._api.model_info(url, self._step_timeout)).weight_version
+        if claimed != str(version):
+            raise EngineError(f"{url}: expected weight version {version}, found {claimed!r}")
 
     async def _drain_by_abort(self, engines: Sequence[str]) -> None:
         """End requests in flight before pausing: SGLang's own abort-pause looks again only after a second."""
@@ -217,7 +212,7 @@ class Fleet:
         try:
             async with asyncio.timeout(_ABORT_DRAIN_SECONDS):
                 while self._traffic.in_flight:
-                    await self._each(engines, lambda url: self._api.abort_all(url, _CALL_SECONDS))
+                    await self._each(engines, lambda url: self._api.abort_all(url, self._step_timeout))
                     await asyncio.sleep(_ABORT_POLL_SECONDS)
         except TimeoutError:
             log.warning("requests did not end by abort", in_flight=self._traffic.in_flight)

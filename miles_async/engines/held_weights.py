@@ -12,7 +12,7 @@ are replaced after loading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles_async.engines.names import HELD_WEIGHTS_ACTION
 from miles_async.tensor_digest import BLOCK, MULTIPLIERS, to_text
@@ -32,11 +33,35 @@ _PART = 64 * BLOCK  # elements at a time: 8 bytes each for their place and their
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """Some elements of a tensor, and the memory they were copied to."""
+    """Some elements of a tensor, and the memory they were copied to. It keeps no memory alive: a quantization replaces
+    what was loaded, to have room.
+    """
 
-    memory: Tensor
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    layout: tuple[int, tuple[int, ...], tuple[int, ...]]  # of the memory in its storage: offset, shape, strides
     offset: int  # place of the first element
-    strides: tuple[int, ...]  # from place to place, by dimension of ``memory``
+    strides: tuple[int, ...]  # from place to place, by dimension of the memory
+
+    def held(self, live: Mapping[int, UntypedStorage]) -> HeldPart | None:
+        """What the memory holds now; None if it is in none of the ``live`` storages, which are named by ``_cdata``."""
+        storage = live.get(self.storage.cdata)
+        if storage is None or storage.nbytes() < self._end():
+            return None
+        memory = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
+        return HeldPart(
+            offset=self.offset,
+            shape=tuple(memory.shape),
+            strides=self.strides,
+            dtype=str(memory.dtype).removeprefix("torch."),
+            digest=region_digest(memory, self.offset, self.strides),
+        )
+
+    def _end(self) -> int:
+        """Bytes that a storage with this memory has at least."""
+        first, shape, strides = self.layout
+        last = first + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
 
 
 class HeldWeights:
@@ -51,13 +76,12 @@ class HeldWeights:
 
     def digests(self) -> dict[str, str]:
         """Name of each tensor that was ever loaded → JSON list of HeldPart."""
-        live = {memory.untyped_storage().data_ptr() for memory in _memory_of(self._model)}
+        storages = [memory.untyped_storage() for memory in _memory_of(self._model)]
+        live = {storage._cdata: storage for storage in storages}
+        held = {name: [part.held(live) for part in parts] for name, parts in self._noted.items()}
         encoder = msgspec.json.Encoder()
         return {
-            name: encoder.encode(
-                [_held(part) for part in parts if part.memory.untyped_storage().data_ptr() in live]
-            ).decode()
-            for name, parts in self._noted.items()
+            name: encoder.encode([part for part in parts if part is not None]).decode() for name, parts in held.items()
         }
 
     def _load(self, load: Callable[..., Any], weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +102,9 @@ class HeldWeights:
             return
         offset = source.data_ptr() - whole.data_ptr()
         if source.device == whole.device and 0 <= offset < max(whole.nbytes, 1):
-            noted = _Noted(memory.detach(), offset // whole.itemsize, source.stride())
+            storage = StorageWeakRef(memory.untyped_storage())
+            layout = memory.storage_offset(), tuple(memory.shape), memory.stride()
+            noted = _Noted(storage, memory.dtype, layout, offset // whole.itemsize, source.stride())
             self._noted[self._name].append(noted)
 
 
@@ -105,17 +131,6 @@ def region_digest(memory: Tensor, offset: int, strides: tuple[int, ...]) -> str:
             places = places + along.reshape(-1, *[1] * (values.ndim - 1 - dimension))
         total += (values * table[places % BLOCK] * (2 * (places // BLOCK) + 1)).sum()
     return to_text(int(total))
-
-
-def _held(part: _Noted) -> HeldPart:
-    memory = part.memory
-    return HeldPart(
-        offset=part.offset,
-        shape=tuple(memory.shape),
-        strides=part.strides,
-        dtype=str(memory.dtype).removeprefix("torch."),
-        digest=region_digest(memory, part.offset, part.strides),
-    )
 
 
 def _follow(model: Any, *args: Any, **kwargs: Any) -> None:

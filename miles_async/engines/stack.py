@@ -1,7 +1,7 @@
 """Router, engines and client put together: what the rollout manager is given.
 
 >>> group = EngineGroup(engines=2, launch=RayServers(spec))
->>> stack = EngineStack([group], arguments, log_dir=logs, single_node=True, parse_versions=parse)
+>>> stack = EngineStack([group], engines, weights, log_dir=logs, single_node=True, parse_versions=parse)
 >>> await stack.start()  # engines are joining: publish weights to them, through stack.fleet
 >>> await stack.client.generate(...)  # beside a running stack.supervise()
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments.engines import EnginesArguments
+from arguments.weights import WeightsArguments
 from miles_async.engines.addresses import node_host
 from miles_async.engines.client import ParseVersions, RouterClient
 from miles_async.engines.fleet import Fleet
@@ -33,12 +34,11 @@ class EngineStack:
         self,
         groups: Sequence[EngineGroup],
         arguments: EnginesArguments,
+        weights: WeightsArguments,
         *,
         log_dir: Path,
         single_node: bool,
         parse_versions: ParseVersions,
-        publication_timeout: float = 300.0,
-        keep_aborted: bool = True,
         name: str = "router",
         port: int | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class EngineStack:
             self.supervisor,
             self.http,
             self.traffic,
-            bucket_timeout=publication_timeout / 4,  # so that one engine that hangs leaves time for the others
+            step_timeout=weights.step_timeout,
         )
         self.client = RouterClient(
             self.http,
@@ -76,11 +76,11 @@ class EngineStack:
             self.traffic,
             router_url=lambda: self.router.url,
             parse_versions=parse_versions,
-            keep_aborted=keep_aborted,
+            keep_aborted=weights.keep_aborted,
             request_timeout=arguments.request_timeout,
             retries=arguments.request_retries,
             # The longest legitimate wait: every engine restarts, then weights are published to it.
-            gate_timeout=arguments.engine_start_timeout + publication_timeout + 60,
+            gate_timeout=arguments.engine_start_timeout + weights.publication_timeout + 60,
         )
 
     async def start(self) -> None:

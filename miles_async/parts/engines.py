@@ -106,11 +106,10 @@ class _StackMaker:
         return kind(
             [self._group(group) for group in groups],
             arguments.engines,
+            arguments.weights,
             log_dir=self._log_dir,
             single_node=arguments.cluster.ray_address is None,
             parse_versions=parse_spans,
-            publication_timeout=arguments.weights.publication_timeout,
-            keep_aborted=arguments.weights.keep_aborted,
             name=name,
             port=port,
         )

@@ -87,7 +87,7 @@ def make_sender(
             address=address,
             backend=group_backend(device),
             device=torch.device(device),
-            timeout_seconds=weights.publication_timeout,
+            timeout_seconds=weights.step_timeout,
         )
     if weights.weight_transport == "object_store":
         from miles_async.weights.senders.object_store import ObjectStoreSender

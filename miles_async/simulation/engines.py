@@ -54,7 +54,7 @@ class SimulatedEngines:
             self.supervisor,
             http,
             self._traffic,
-            bucket_timeout=settings.weights.publication_timeout / 4,  # as EngineStack
+            step_timeout=settings.weights.step_timeout,
         )
         self.client = RouterClient(
             http,

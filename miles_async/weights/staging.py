@@ -25,7 +25,7 @@ from miles_async.run.owned_directory import OwnedDirectory
 from miles_async.tensor_digest import digest
 from miles_async.types import StagedWeights, TensorMeta, WeightDelta
 from miles_async.weights.delta import Bytes, Encoding, encode
-from miles_async.weights.export import Bucket, into_buckets, on_host, share
+from miles_async.weights.export import Bucket, into_buckets, share
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
 
 _LIST = b"\xdd"  # of MessagePack; its length follows in 4 bytes
@@ -101,7 +101,7 @@ class Staging:
         delta = _DeltaWriter(base, encoding) if encoding and base else None
         buckets: dict[int, tuple[TensorMeta, ...]] = {}
         total_bytes = 0
-        mine = on_host(share(tensors, self._options.sender, self._options.senders))
+        mine = share(tensors, self._options.sender, self._options.senders)
         for position, bucket in enumerate(into_buckets(mine, self._options.bucket_bytes)):
             index = self._options.sender + position * self._options.senders
             path = partial / bucket_file(index)
@@ -110,7 +110,6 @@ class Staging:
             total_bytes += sum(tensor.nbytes for tensor in bucket.values())
             if delta is not None:
                 delta.write(index, partial / delta_file(index), bucket)
-            bucket.clear()  # before the next one fills up
         staged = StagedWeights(
             version=version,
             directory=str(directory),

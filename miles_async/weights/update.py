@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from functools import partial
@@ -151,9 +151,10 @@ class FleetUpdater:
     async def _update(self, staged: StagedWeights, engines: Sequence[str]) -> _Update:
         """Bring ``staged`` to ``engines``, verify, admit. Who fails is absent from the result."""
         update, fleet = _Update(self._fleet, engines), self._fleet
+        joining = (await fleet.members()).joining
         started = now()
         self.state = PublicationState.PREPARING
-        await update.each("probe", fleet.weight_versions)
+        await update.each("probe", fleet.probe)
         await update.each("preparing", partial(self._transport.prepare, staged), blame=not self._transport.shares_fate)
         update.prepare_seconds = now() - started
         started = now()
@@ -161,8 +162,8 @@ class FleetUpdater:
             self.state = PublicationState.PAUSING
             mode = self._arguments.pause_generation_mode
             await update.each("pausing", lambda present: fleet.pause(present, mode))
-            if mode != "in_place":  # there in-flight requests keep their cache, and SGLang refuses to flush
-                await update.each("flush_cache", fleet.flush_cache)
+            # In place, requests in flight keep their cache, and SGLang refuses to flush it; who joins has none of ours.
+            await update.each("flush_cache", fleet.flush_cache, only=joining if mode == "in_place" else None)
             self.state = PublicationState.DELIVERING
             await self._deliver(staged, update)
             if self._arguments.verify_weights == "full":
@@ -171,10 +172,8 @@ class FleetUpdater:
             await update.each("continue", fleet.resume)
         if self._arguments.verify_weights != "off":
             await self._compare_scores(staged, update)
+        await update.each("admit", lambda present: fleet.admit(present, staged.version))
         self._last_loss = update.last_loss or self._last_loss
-        if update.present:
-            with update.steps.timed("admit"):
-                await fleet.admit(update.present, staged.version)
         update.pause_seconds = now() - started
         update.sent_fraction = self._transport.sent_fraction
         return update
@@ -183,7 +182,7 @@ class FleetUpdater:
         """Everything to everyone; who is lost on the way is absent then.
 
         Where one engine's failure breaks delivery for all, whose fault it was can't be told from outside. So those
-        that still answer get everything again together (they stay paused, since they hold a part of the new
+        that neither died nor hang get everything again together (they stay paused, since they hold a part of the new
         weights), and if that breaks too, each by itself: who fails alone is fenced.
         """
         deliver = partial(self._transport.deliver, staged)
@@ -194,9 +193,9 @@ class FleetUpdater:
             reached = await update.each("send", deliver, blame=len(update.present) == 1)
             if set(update.present) <= set(reached):
                 return
-            await update.each("probe", self._fleet.weight_versions)
+            await update.each("probe", self._fleet.probe)
         for engine in update.present:
-            await update.each("send", deliver, only=engine)
+            await update.each("send", deliver, only=(engine,))
 
     async def _compare_digests(self, staged: StagedWeights, update: _Update) -> None:
         """Fence every engine that holds anything else than was staged. While paused: nobody gets a token of it."""
@@ -237,10 +236,12 @@ class _Update:
         call: Callable[[Sequence[str]], Awaitable[Mapping[str, Any]]],
         *,
         blame: bool = True,
-        only: str | None = None,
+        only: Collection[str] | None = None,
     ) -> Mapping[str, Any]:
-        """One step for everyone present; results of those that succeed. Who fails is fenced if it is to ``blame``."""
-        engines = self.present if only is None else (only,)
+        """One step for everyone present (of ``only``); results of those that succeed. Who fails is fenced if it is to
+        ``blame``.
+        """
+        engines = tuple(engine for engine in self.present if only is None or engine in only)
         if not engines:
             return {}
         with self.steps.timed(step):

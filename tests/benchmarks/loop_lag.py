@@ -29,6 +29,7 @@ from aiohttp import web
 
 from arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
 from miles_async import garbage
+from miles_async.engines.external import ExternalServers
 from miles_async.engines.http import Http
 from miles_async.engines.placement import ServerHandle
 from miles_async.engines.router import Router
@@ -142,27 +143,11 @@ class HttpEngines(SimulatedEngines):
         return self._http, cast(Router, FakeRouter(self.registry)), lambda: next(spread)
 
     def _launch(self, engine_index: int, incarnation: int) -> ServerHandle:
-        return Listening(self._urls[engine_index])
+        return ExternalServers([url.removeprefix("http://") for url in self._urls], 30.0)(engine_index, incarnation)
 
     async def stop(self) -> None:
         await super().stop()
         await self._http.close()
-
-
-class Listening:
-    """A ServerHandle of a server that is up."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    async def start(self) -> str:
-        return self._url
-
-    async def wait_exit(self) -> str:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def stop(self) -> None: ...
 
 
 class Turns(selectors.DefaultSelector):

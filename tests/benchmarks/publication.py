@@ -308,7 +308,7 @@ class Fleet:
     async def _nothing(self, engines: Sequence[str], *_: Any) -> Mapping[str, None]:
         return dict.fromkeys(engines)
 
-    pause = flush_cache = resume = begin_update = end_update = admit = _nothing
+    probe = pause = flush_cache = resume = begin_update = end_update = admit = _nothing
 
 
 @asynccontextmanager

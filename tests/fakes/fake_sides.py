@@ -104,9 +104,11 @@ class FakeFleet:
         failing = self.faults.get(step, set())
         return {engine: EngineError(f"{step} refused") if engine in failing else None for engine in engines}
 
+    async def probe(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+        return self._result("probe", engines)
+
     async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
-        versions = {engine: str(self.versions.get(engine, "default")) for engine in engines}
-        return {engine: error or versions[engine] for engine, error in self._result("probe", engines).items()}
+        return {engine: str(self.versions.get(engine, "default")) for engine in engines}
 
     async def pause(self, engines: Sequence[str], mode: str) -> Mapping[str, Exception | None]:
         self.paused |= set(engines)
@@ -160,7 +162,7 @@ class FakeFleet:
         self.versions |= dict.fromkeys(engines, version)
         return self._result(f"open {handles}", engines)
 
-    async def end_update(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+    async def end_update(self, engines: Sequence[str], *, abandon: bool = False) -> Mapping[str, Exception | None]:
         self.sessions -= set(engines)
         return self._result("end", engines)
 
@@ -194,10 +196,12 @@ class FakeFleet:
         part = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
         return {engine: self.held.get(engine, {"t0": [part], "t1": [part]}) for engine in engines}
 
-    async def admit(self, engines: Sequence[str], version: int) -> None:
-        self.events.append(f"admit {version}")
-        self.joining = [engine for engine in self.joining if engine not in engines]
-        self.serving = sorted({*self.serving, *engines})
+    async def admit(self, engines: Sequence[str], version: int) -> Mapping[str, Exception | None]:
+        result = self._result(f"admit {version}", engines)
+        admitted = {engine for engine, error in result.items() if error is None}
+        self.joining = [engine for engine in self.joining if engine not in admitted]
+        self.serving = sorted({*self.serving, *admitted})
+        return result
 
     async def fence(self, engines: Sequence[str], reason: str) -> None:
         self.fenced += engines

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from arguments import EnginesArguments
+from arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.client import ROUTED_WORKER, ROUTING_KEY
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.placement import LocalServers
@@ -77,6 +77,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fro
     stack = FrozenEngines(
         [EngineGroup(engines=2, launch=LocalServers(spec))],
         EnginesArguments(),
+        WeightsArguments(),
         log_dir=folder,
         single_node=True,
         parse_versions=parse_spans,

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from arguments.engines import EnginesArguments
+from arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers, RayServers
@@ -80,10 +80,10 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
     stack = EngineStack(
         [EngineGroup(engines=1, launch=RayServers(spec))],
         EnginesArguments(request_timeout=120.0, engine_start_timeout=200.0),
+        WeightsArguments(publication_timeout=60.0),
         log_dir=folder / "logs",
         single_node=True,
         parse_versions=parse_spans,
-        publication_timeout=60.0,
     )
     await stack.start()
     result = Running(stack, models, asyncio.ensure_future(stack.supervise()))
@@ -432,7 +432,8 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     spec = ServerSpec(model_path=str(tmp_path / "nothing-here"), device="cpu", dtype="float32", log_dir=str(tmp_path))
     group = EngineGroup(engines=1, launch=LocalServers(spec))
-    stack = EngineStack([group], EnginesArguments(), log_dir=tmp_path, single_node=True, parse_versions=parse_spans)
+    arguments = EnginesArguments(), WeightsArguments()
+    stack = EngineStack([group], *arguments, log_dir=tmp_path, single_node=True, parse_versions=parse_spans)
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
         async with asyncio.timeout(120):
             await stack.start()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.replay import Replay
-from tests.integration.real_run import QUICKSTART, RealRun, real_run, traceback_in
+from tests.integration.real_run import QUICKSTART, RealRun, real_run, shared_memory, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
@@ -67,11 +67,6 @@ def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(
     for name in ("reward.png", "config.toml", "metrics.jsonl", "wandb"):
         assert (run.run_dir / name).exists(), name
     assert_replay_is_identical(run)
-
-
-def shared_memory() -> set[str]:
-    """Of SGLang's."""
-    return {path.name for path in Path("/dev/shm").glob("sglang_*")}
 
 
 def assert_replay_is_identical(run: RealRun) -> None:

@@ -1,12 +1,12 @@
-"""Every transport brings new weights to a real SGLang server, in every pause mode; whatever is corrupted on the way is
-found, and nothing is left behind. One server with a mixture of experts, no Ray and no router.
+"""Every transport brings what Megatron trained to a real SGLang server, in every pause mode; whatever is corrupted on
+the way is found, and nothing is left behind. One server with a mixture of experts, no Ray and no router.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from safetensors.torch import load_file, save_file
 
-from arguments import WeightsArguments
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
@@ -30,37 +28,21 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineErrors
-from miles_async.trainer.group import united
-from miles_async.types import FleetMembers, Publication, StagedWeights
-from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.senders.distributed import DistributedSender
-from miles_async.weights.senders.object_store import ObjectStoreSender
-from miles_async.weights.staging import Staging, StagingOptions
-from miles_async.weights.transports.choice import choose_transport
-from miles_async.weights.update import FleetUpdater
+from miles_async.types import CanaryScore, FleetMembers
 from tests.fakes.fake_engine import FakeRouter
-from tests.fakes.fake_sides import FakeTrainer
-from tests.integration.served_models import reference_logprobs, save_served
+from tests.integration.publishing import TRANSPORTS, Corrupt, Publishing, Trainer, publishing, random_sequences
+from tests.integration.served_models import save_served
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(240),
     pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # megatron's about fused kernels, torch's about names that megatron uses
 ]
 
 ENGINE = "engine-0"
-CANARY = tuple(range(3, 35))
 PROMPT = (5, 6, 7, 8)
 LONG = 80
-TRANSPORTS: dict[str, dict[str, Any]] = {
-    "distributed": {},
-    "distributed, two senders": {"senders": 2},
-    "disk": {"weight_transport": "disk"},
-    "object_store": {"weight_transport": "object_store"},
-    "disk, xor": {"weight_transport": "disk", "weight_delta": "xor"},
-    "object_store, overwrite": {"weight_transport": "object_store", "weight_delta": "overwrite", "senders": 2},
-}
-Corrupt = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
 
 
 class RecordingFleet(Fleet):
@@ -92,10 +74,12 @@ class Server:
     fleet: RecordingFleet
     registry: EngineRegistry
     http: Http
-    models: tuple[Path, Path]
-    directory: Path
+    trainer: Trainer
+    staged: Path
     processes: list[psutil.Process]
-    version: int = -1
+
+    def publishing(self, **options: Any) -> AbstractAsyncContextManager[Publishing]:
+        return publishing(self.trainer, self.fleet, self.staged, **options)
 
     async def is_generating(self) -> bool:
         url = self.registry.engines[ENGINE].url
@@ -111,13 +95,17 @@ class Server:
             assert response.status == 200
             return await response.json()
 
+    def trained(self, reply: dict[str, Any]) -> list[float]:
+        """What the trainer gives for the output."""
+        return self.trainer.logprobs([*PROMPT, *reply["output_ids"]])[len(PROMPT) - 1 :]
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
     folder = tmp_path_factory.mktemp("weights")
-    models = (save_served("qwen3-moe", folder / "m0", seed=0), save_served("qwen3-moe", folder / "m1", seed=1))
+    model = save_served("qwen3-moe", folder / "model", seed=0)
     spec = ServerSpec(
-        model_path=str(models[0]),
+        model_path=str(model),
         device="cpu",
         dtype="float32",
         start_timeout=200,
@@ -133,7 +121,9 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     handle: Any = supervisor.handle(ENGINE)
     main = psutil.Process(await handle.pid())
     processes = [main, *main.children(recursive=True)]
-    yield Server(fleet, registry, http, models, folder, processes)
+    trainer = Trainer(model)
+    yield Server(fleet, registry, http, trainer, folder / "staged", processes)
+    trainer.close()
     host_directory = handle._directory.path
     assert host_directory.is_dir()
     await supervisor.stop()
@@ -142,80 +132,13 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     assert psutil.wait_procs(processes, 10)[1] == []
 
 
-class SavedWeights(FakeTrainer):
-    """A trainer whose versions are saved models in turn, really staged and sent; spoiled by ``corrupt`` on the way."""
-
-    def __init__(self, server: Server, senders: Sequence[Staging], corrupt: Corrupt | None) -> None:
-        super().__init__([])
-        self._server = server
-        self._senders = senders
-        self._corrupt = corrupt
-
-    async def stage_weights(self, version: int) -> StagedWeights:
-        model = self._server.models[version % 2]
-        weights = load_file(model / "model.safetensors")
-        shares = [await asyncio.to_thread(sender.stage, version, weights.items()) for sender in self._senders]
-        if self._corrupt is not None:
-            for staged in shares:
-                self._corrupt_files(staged, load_file(self._server.models[(version - 1) % 2] / "model.safetensors"))
-        scores = tuple(reference_logprobs(model, CANARY).tolist())
-        return msgspec.structs.replace(united(shares), canary_tokens=CANARY, canary_logprobs=scores)
-
-    def _corrupt_files(self, staged: StagedWeights, before: dict[str, torch.Tensor]) -> None:
-        """What every transport sends from then on; the manifest says what should have been sent."""
-        assert self._corrupt is not None
-        for path in Path(staged.directory).glob("*.safetensors"):
-            tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-            self._corrupt(tensors, before)
-            save_file(tensors, path)
-
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
-        return await asyncio.to_thread(getattr(self._senders[sender], method), *arguments)
-
-
-@asynccontextmanager
-async def publisher(
-    server: Server, corrupt: Corrupt | None = None, senders: int = 1, **flags: Any
-) -> AsyncIterator[WeightPublisher]:
-    """With the transport that ``flags`` choose; everything that it opened is closed again."""
-    arguments = WeightsArguments(**({"verify_weights": "full"} | flags))
-    delta: Any = None if arguments.weight_delta == "off" else arguments.weight_delta
-    made: list[Staging] = []
-    for sender in range(senders):
-        options = StagingOptions(
-            parent=server.directory / "staged", bucket_bytes=50_000, sender=sender, senders=senders, delta=delta
-        )
-        made.append(
-            DistributedSender(
-                options, address="127.0.0.1", backend="gloo", device=torch.device("cpu"), timeout_seconds=30
-            )
-            if arguments.weight_transport == "distributed"
-            else ObjectStoreSender(options, put=np.array)
-        )
-    trainer = SavedWeights(server, made, corrupt)
-    transport = choose_transport(arguments, trainer, server.fleet, "cpu")
-    updater = FleetUpdater(server.fleet, transport, arguments, tolerance=1e-3, engines_timeout=1.0)
-    publishing = WeightPublisher(trainer, updater, arguments)
-    try:
-        yield publishing
-    finally:
-        await publishing.close()
-        for opened in made:
-            opened.close()
-        assert list((server.directory / "staged").iterdir()) == []
-
-
-async def publish_next(server: Server, publishing: WeightPublisher) -> Publication:
-    server.version += 1
-    return await publishing.publish(server.version)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-async def test_new_weights_reach_the_engine(server: Server, transport: str, mode: str) -> None:
+async def test_what_is_trained_is_what_generates(server: Server, transport: str, mode: str) -> None:
     # covers: C8, M11, P4
-    async with publisher(server, pause_generation_mode=mode, **TRANSPORTS[transport]) as publishing:
-        await publish_next(server, publishing)
+    async with server.publishing(pause_generation_mode=mode, **TRANSPORTS[transport]) as published:
+        await published.next()
+        before = server.trainer.logprobs(random_sequences()[-1])
         in_flight: list[asyncio.Task[dict[str, Any]]] = []
 
         async def start_request() -> None:
@@ -224,19 +147,42 @@ async def test_new_weights_reach_the_engine(server: Server, transport: str, mode
                 await asyncio.sleep(0.01)
 
         server.fleet.before_pause = start_request
-        publication = await publish_next(server, publishing)
+        publication = await published.next()
+    version = server.trainer.version
     assert publication.engines == (ENGINE,)
     assert server.fleet.fenced == []
-    assert server.registry.version == server.version
+    assert server.registry.version == version
     assert publication.canary_difference < 1e-4
-    versions = {span["version"] for span in (await in_flight[0])["meta_info"]["weight_versions"]}
-    assert versions <= {str(server.version - 1), str(server.version)}
-    assert (str(server.version) in versions) == (mode != "abort")
+    for sequence in random_sequences():
+        score = (await server.fleet.score([ENGINE], sequence))[ENGINE]
+        assert isinstance(score, CanaryScore)
+        np.testing.assert_allclose(score.logprobs, server.trainer.logprobs(sequence), atol=1e-4)
+    assert np.abs(np.subtract(score.logprobs, before)).max() > 1e-2  # else older weights would pass as well
+    check_interrupted(server, await in_flight[0], mode)
     reply = await server.generate(16)  # the prompt of the request that was in flight
-    assert reply["meta_info"]["weight_versions"] == [{"version": str(server.version), "start": 0, "end": 16}]
-    model = server.models[server.version % 2]
-    expected = reference_logprobs(model, (*PROMPT, *reply["output_ids"]))[len(PROMPT) - 1 :]
-    np.testing.assert_allclose([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]], expected, atol=1e-4)
+    assert reply["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": 16}]
+    np.testing.assert_allclose(logprobs(reply), server.trained(reply), atol=1e-4)
+
+
+def check_interrupted(server: Server, reply: dict[str, Any], mode: str) -> None:
+    """The answer to a request that was in flight when the trainer's version was published."""
+    before, after = str(server.trainer.version - 1), str(server.trainer.version)
+    spans = reply["meta_info"]["weight_versions"]
+    ends = [span["end"] for span in spans]
+    assert [span["start"] for span in spans] == [0, *ends[:-1]]
+    assert len(reply["output_ids"]) == len(logprobs(reply)) == ends[-1]
+    if mode == "abort":
+        assert [span["version"] for span in spans] == [before]
+        assert ends[-1] < LONG
+    else:
+        assert [span["version"] for span in spans] == [before, after]
+        assert ends[-1] == LONG
+    if mode == "retract":  # the cache is made anew: from the edge on it is all the new weights'
+        np.testing.assert_allclose(logprobs(reply)[ends[0] :], server.trained(reply)[ends[0] :], atol=1e-4)
+
+
+def logprobs(reply: dict[str, Any]) -> list[float]:
+    return [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
 
 
 def one_element(tensors: dict[str, torch.Tensor], _: dict[str, torch.Tensor]) -> None:
@@ -268,39 +214,43 @@ async def test_what_is_corrupted_on_the_way_is_never_committed(
 ) -> None:
     # covers: C8
     committed = server.registry.version
-    async with publisher(server, corrupt, **TRANSPORTS[transport]) as publishing:
-        server.version += 1
+    async with server.publishing(corrupt=corrupt, **TRANSPORTS[transport]) as published:
         with pytest.raises(PublicationError, match=r"engine-0 was lost: .* has other elements than were sent"):
-            await publishing.publish(server.version)
+            await published.next()
     assert len(server.fleet.fenced) == 1
     assert server.registry.version == committed
     assert not server.registry.may_dispatch()
     server.fleet.fenced.clear()
-    async with publisher(server) as publishing:  # what is right is taken by the same engine
-        assert (await publish_next(server, publishing)).engines == (ENGINE,)
+    async with server.publishing() as published:  # what is right is taken by the same engine
+        assert (await published.next()).engines == (ENGINE,)
     assert server.registry.may_dispatch()
 
 
 async def test_an_external_engine_is_brought_to_the_weights_and_left_running(server: Server) -> None:
-    # covers: C8
+    """In place, with a cache that somebody else has filled under the keys of versions to come."""
+    # covers: C8, M11
     url = server.registry.engines[ENGINE].url
     assert url is not None
-    registry, attached = (
-        EngineRegistry(),
-        EngineGroup(engines=1, launch=ExternalServers([url.removeprefix("http://")], 30.0)),
-    )
+    before = server.registry.version
+    server.registry.version = server.trainer.version + 1
+    await server.generate(4)
+    server.registry.version = before
+
+    registry, launch = EngineRegistry(), ExternalServers([url.removeprefix("http://")], 30.0)
     router: Any = FakeRouter(registry)
-    supervisor = EngineSupervisor(registry, router, server.http, [attached])
+    supervisor = EngineSupervisor(registry, router, server.http, [EngineGroup(engines=1, launch=launch)])
     await router.start()
     await supervisor.start()
     external = replace(server, fleet=RecordingFleet(registry, supervisor, server.http, Traffic()), registry=registry)
-    async with publisher(external, verify_weights="canary") as publishing:
-        assert (await publish_next(external, publishing)).engines == (ENGINE,)
+    async with external.publishing(verify_weights="canary", pause_generation_mode="in_place") as published:
+        assert (await published.next()).engines == (ENGINE,)
     assert external.fleet.fenced == []
+    reply = await external.generate(4)
+    assert logprobs(reply) == pytest.approx(external.trained(reply), abs=1e-4)
     await supervisor.stop()
-    server.version = external.version
     reply = await server.generate(4)
-    assert reply["meta_info"]["weight_versions"] == [{"version": str(server.version), "start": 0, "end": 4}]
+    version = str(server.trainer.version)
+    assert reply["meta_info"]["weight_versions"] == [{"version": version, "start": 0, "end": 4}]
 
 
 async def test_nothing_is_left_by_publications(server: Server) -> None:
@@ -313,9 +263,9 @@ async def test_nothing_is_left_by_publications(server: Server) -> None:
     for transport in TRANSPORTS.values():
         counts = []
         for _ in range(2):
-            async with publisher(server, **transport) as publishing:
-                await publish_next(server, publishing)
-                await publish_next(server, publishing)
+            async with server.publishing(**transport) as published:
+                await published.next()
+                await published.next()
             counts.append(held())
         assert counts[0] == counts[1], transport
     assert server.registry.engines[ENGINE].state is EngineState.SERVING

@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         name="room for K + 2 batches",
-        function=StalenessPolicy.capacity.fget,
+        function=vars(StalenessPolicy)["capacity"].fget,
         old="self.bound + 1",
         new="self.bound + 2",
         caught_by=in_order,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,7 +170,7 @@ async def test_requests_wait_while_engines_are_paused_or_unverified(setup: Setup
         setup.registry.notify()
         await asyncio.sleep(0.05)
         assert setup.engine.requests == []
-        setup.record.verified, setup.registry.version = True, 4
+        setup.record.verified, setup.registry.version, setup.engine.weight_version = True, 4, "4"
         setup.registry.notify()
     assert setup.engine.requests[0]["extra_key"] == "v4"
     assert len(task.result().output_ids) == 4
@@ -200,6 +201,26 @@ async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  
         setup.registry.notify()
     assert len(setup.engine.requests) == 2
     assert setup.traffic.failed == 1
+
+
+async def test_an_answer_of_older_weights_than_those_visible_at_dispatch_is_not_used(setup: Setup) -> None:
+    """Of an engine that was out, got the request all the same, and is back, verified, when it answers."""
+    # covers: C8
+    replies = []
+
+    def begun_before_its_repair(reply: dict[str, Any]) -> dict[str, Any]:
+        if not replies:
+            reply["meta_info"]["weight_versions"] = [
+                {"version": "2", "start": 0, "end": 2},
+                {"version": "3", "start": 2, "end": 4},
+            ]
+        replies.append(reply)
+        return reply
+
+    setup.engine.transform = begun_before_its_repair
+    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert (len(replies), setup.traffic.failed) == (2, 1)
+    assert generation.spans == (VersionSpan(3, 0, 4),)
 
 
 async def test_an_answer_waits_for_its_own_engine_only(setup: Setup) -> None:  # covers: C8

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from arguments import EnginesArguments
+from arguments import EnginesArguments, WeightsArguments
+from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
+from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineState
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError
@@ -24,8 +26,13 @@ async def test_an_external_engine_is_attached_and_left_as_it_is() -> None:
         assert await handle.start() == engine.url
         with pytest.raises(EngineError, match="nothing of ours"):
             await handle.on_host(print, 0)
+        api = EngineApi(http := Http())
+        await api.pause(engine.url, "retract", 5.0)
         await handle.stop()
+        assert (await api.score(engine.url, (1, 2, 3), 5.0)).weight_version == "default"  # it goes on
+        await http.close()
         assert await handle.start() == engine.url
+    await handle.stop()  # of one that is gone
 
 
 async def test_an_external_engine_that_does_not_answer_is_named() -> None:
@@ -44,6 +51,7 @@ async def test_frozen_engines_serve_when_they_are_up_and_again_when_they_are_bac
     frozen = FrozenEngines(
         [EngineGroup(name="judge", engines=1, launch=launch)],
         EnginesArguments(),
+        WeightsArguments(),
         log_dir=tmp_path,
         single_node=True,
         parse_versions=parse_spans,

@@ -59,7 +59,7 @@ class Setup:
             await fleet.resume(engines),
         ):
             assert errors == dict.fromkeys(engines)
-        await fleet.admit(engines, version)
+        assert await fleet.admit(engines, version) == dict.fromkeys(engines)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
@@ -276,9 +276,9 @@ async def test_supervision_ends_when_cancelled_in_the_moment_of_a_fence() -> Non
 
 async def test_an_engine_that_claims_another_version_is_not_admitted() -> None:
     async with started(1) as setup:
-        await setup.fleet.admit(("engine-0",), 7)
+        errors = await setup.fleet.admit(("engine-0",), 7)
         assert setup.registry.in_state(EngineState.SERVING) == ()
-        assert "expected weight version 7, found 'default'" in setup.registry.engines["engine-0"].reason
+        assert "expected weight version 7, found 'default'" in str(errors["engine-0"])
 
 
 async def test_an_engine_that_dies_while_it_is_admitted_does_not_serve() -> None:

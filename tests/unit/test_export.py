@@ -7,23 +7,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.weights.export import into_buckets, share
+from miles_async.weights.export import HostCopies, into_buckets, share
 
 
 def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
     return [(f"layers.{i}.linear.weight", torch.full((size,), float(i))) for i, size in enumerate(sizes)]
 
 
-@given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 120))
-def test_buckets_keep_every_tensor_in_order_within_the_bound(sizes: list[int], max_bytes: int) -> None:
-    tensors = named(sizes)
-    buckets = list(into_buckets(tensors, max_bytes))
-    sent = [item for bucket in buckets for item in bucket.items()]
-    assert [name for name, _ in sent] == [name for name, _ in tensors]
-    assert all(a is b for (_, a), (_, b) in zip(sent, tensors, strict=True))
-    for bucket in buckets:
+@given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), max_size=20), st.integers(1, 500))
+def test_buckets_keep_every_tensor_in_order_within_the_bound(modules: list[list[int]], max_bytes: int) -> None:
+    tensors = [
+        (f"layers.{module}.linear{index}.weight", torch.randn(size))
+        for module, sizes in enumerate(modules)
+        for index, size in enumerate(sizes)
+    ]
+    sent = []
+    for bucket in into_buckets(tensors, max_bytes):
         assert bucket
-        assert sum(tensor.nbytes for tensor in bucket.values()) <= max_bytes or len(bucket) == 1
+        of_modules = {name.split(".")[1] for name in bucket}
+        assert sum(tensor.nbytes for tensor in bucket.values()) <= max_bytes or len(of_modules) == 1
+        sent += [(name, tensor.tolist()) for name, tensor in bucket.items()]
+    assert sent == [(name, tensor.tolist()) for name, tensor in tensors]
 
 
 def test_buckets_are_filled_before_a_new_one_is_begun() -> None:
@@ -39,8 +43,12 @@ def test_a_module_is_never_split() -> None:
         "0.attention.kv_a_proj.weight",
     ]
     tensors = [(f"layers.{name}", torch.zeros(4)) for name in [*names, "1.norm.weight"]]
-    buckets = [[name.split(".")[-2] for name in bucket] for bucket in into_buckets(tensors, 3 * 16)]
-    assert buckets == [["norm"], ["q_a_proj", "q_a_norm", "kv_a_proj"], ["norm"]]
+    buckets = into_buckets(tensors, 3 * 16)
+    assert [[name.split(".")[-2] for name in bucket] for bucket in buckets] == [
+        ["norm"],
+        ["q_a_proj", "q_a_norm", "kv_a_proj"],
+        ["norm"],
+    ]
 
 
 @given(st.lists(st.integers(1, 4), max_size=20), st.integers(1, 5))
@@ -66,3 +74,45 @@ def test_a_share_takes_all_tensors() -> None:
 def test_a_bucket_needs_room() -> None:
     with pytest.raises(ValueError, match="--update-weight-buffer-size"):
         list(into_buckets(named([1]), 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5), (65,)])
+def test_copies_are_equal_contiguous_and_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = (torch.randn(shape) * 50).to(dtype)
+    tensor = tensor.t() if tensor.ndim == 2 else tensor
+    host = HostCopies(1000)
+    copies = [host.copy(tensor) for _ in range(4)]  # the last ones of (65,) have no room
+    for copy in copies:
+        assert copy.is_contiguous()
+        assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(copy, tensor)
+    copies[0].fill_(1)
+    assert all(torch.equal(copy, tensor) for copy in copies[1:])
+
+
+def test_two_buffers_are_used_in_turn() -> None:
+    host = HostCopies(64)
+    first, ahead = host.copy(torch.ones(12)), host.copy(torch.zeros(12))
+    assert host.turn({"x": ahead})["x"] is ahead, "it is where it belongs"
+    assert first.tolist() == [1] * 12
+    again = host.copy(torch.full((12,), 2.0))
+    assert again.data_ptr() == first.data_ptr(), "no memory is taken anew"
+    assert ahead.tolist() == [0] * 12
+
+
+def test_what_was_copied_ahead_moves_out_of_the_buffer_that_is_next_but_one() -> None:
+    host = HostCopies(128)
+    ahead = host.copy(torch.ones(4))
+    moved = host.turn({"x": ahead})["x"]
+    ahead.zero_()
+    assert moved.tolist() == [1, 1, 1, 1]
+
+
+def test_what_has_no_room_there_has_memory_of_its_own() -> None:
+    host = HostCopies(192)
+    host.copy(torch.zeros(16))
+    ahead = {str(index): host.copy(torch.full((20,), float(index))) for index in range(2)}  # one in each buffer
+    moved = host.turn(ahead)
+    assert [moved[name].tolist() for name in ahead] == [[0.0] * 20, [1.0] * 20]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*ahead.values(), *moved.values())}) == 3

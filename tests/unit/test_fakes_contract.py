@@ -95,7 +95,7 @@ async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str) -
                 engines, str(version)
             )
             assert all(len(score.logprobs) == 2 for score in scores.values())
-            await fleet.admit(engines, version)
+            assert await fleet.admit(engines, version) == {"engine-0": None, "engine-1": None}
             assert (await fleet.members()).serving == engines
         await fleet.fence(["engine-1"], "test")
         members = await fleet.members()

@@ -207,8 +207,13 @@ async def test_the_end_of_a_failed_run_is_on_disk_too(tmp_path: Path) -> None:
         assert reader.balance().ended[Outcome.CANCELLED] > 0
 
 
-async def test_stopping_ends_what_is_in_flight_first(tmp_path: Path) -> None:
+async def test_stopping_ends_what_is_in_flight_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any, **__: Any) -> Generation:
+        await asyncio.Event().wait()
+        raise AssertionError
+
     run = Run(tmp_path / "ledger.sqlite")
+    monkeypatch.setattr(run.engines, "generate", never)
     async with asyncio.TaskGroup() as scope:
         scope.create_task(run.manager.run())
         await run.publish(0)

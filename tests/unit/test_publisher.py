@@ -94,10 +94,14 @@ async def test_rolling_loses_only_who_fails() -> None:
     assert (publication.engines, publication.fenced) == (("engine-0", "engine-2"), ("engine-1",))
 
 
-async def test_in_place_never_flushes() -> None:
+async def test_in_place_flushes_who_joins_and_nobody_else() -> None:
     # covers: M11
-    fleet = FakeFleet([])
-    await make(fleet, pause_generation_mode="in_place").publish(0)
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    publisher = make(fleet, pause_generation_mode="in_place")
+    await publisher.publish(0)
+    assert "flush" in fleet.events, "a server that was attached may hold what others left in it"
+    fleet.events.clear()
+    await publisher.publish(1)
     assert "pause in_place" in fleet.events
     assert "flush" not in fleet.events
 
@@ -115,7 +119,8 @@ async def test_group_is_kept_while_engines_stay_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "step", ["probe", "connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end", "resume"]
+    "step",
+    ["probe", "connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end", "resume", "admit 3"],
 )
 @pytest.mark.parametrize("senders", [1, 2])
 async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str, senders: int) -> None:

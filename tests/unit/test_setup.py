@@ -193,9 +193,12 @@ def test_unknown_extras_are_refused(setup_env: ModuleType, monkeypatch: pytest.M
         setup_env.main()
 
 
-def test_environment_that_is_half_made_or_was_moved_is_not_used(setup_env: ModuleType, tmp_path: Path) -> None:
+def test_environment_that_is_half_made_or_was_moved_is_not_used(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def is_usable(venv: Path) -> bool:
-        setup_env.VENV, setup_env.VENV_PYTHON = venv, venv / "bin" / "python"
+        monkeypatch.setattr(setup_env, "VENV", venv)
+        monkeypatch.setattr(setup_env, "VENV_PYTHON", venv / "bin" / "python")
         return setup_env.environment_is_usable()
 
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"

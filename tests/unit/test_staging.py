@@ -170,5 +170,5 @@ def test_host_memory_beside_the_model_stays_within_two_buckets(tmp_path: Path, d
         staged = staging.stage(1, model)
     staging.close()
     assert (staged.delta is not None) is (delta is not None)
-    # The allocator keeps some of what was freed, in pieces that the next bucket's tensors don't all fit into.
-    assert bucket_bytes / 2 < memory.above <= 2.25 * bucket_bytes
+    beside = 1 if delta is None else 8  # tensors: what changed in one is found and compressed
+    assert bucket_bytes / 2 < memory.above <= 2 * bucket_bytes + beside * tensor_bytes

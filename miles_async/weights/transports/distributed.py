@@ -79,7 +79,7 @@ class DistributedTransport:
             errors = await self._fleet.end_update(engines)
         if _failed(errors):
             await self._leave(engines)
-            await self._fleet.end_update(engines)  # of those that had begun; a session must not stay open
+            await self._fleet.end_update(engines, abandon=True)  # of those that had begun; it must not stay open
         return errors
 
     async def close(self) -> None:

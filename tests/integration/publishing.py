@@ -1,0 +1,170 @@
+"""A real Megatron trainer in this process, and publications of what it trains to real SGLang servers: every part of the
+product between an optimizer step and an engine, without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from arguments import WeightsArguments
+from miles_async.protocols import EngineFleet
+from miles_async.trainer.group import united
+from miles_async.types import Publication, StagedWeights
+from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.senders.distributed import DistributedSender
+from miles_async.weights.senders.object_store import ObjectStoreSender
+from miles_async.weights.staging import Staging, StagingOptions
+from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
+from tests.fakes.fake_sides import FakeTrainer
+from tests.integration.megatron_scenario import Layout, make_backend
+from tests.integration.tiny_models import VOCAB
+from tests.integration.toy_batches import to_shards, toy_samples
+
+CANARY = tuple(range(3, 35))
+OPTIMIZER_STEPS = 2  # from one version to the next
+BUCKET_BYTES = 50_000  # several of a tiny model
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "distributed": {},
+    "distributed, two senders": {"senders": 2},
+    "disk": {"weight_transport": "disk"},
+    "object_store": {"weight_transport": "object_store"},
+    "disk, xor": {"weight_transport": "disk", "weight_delta": "xor"},
+    "object_store, overwrite": {"weight_transport": "object_store", "weight_delta": "overwrite", "senders": 2},
+}
+Corrupt = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
+"""Spoils tensors of a staged file in place, given all tensors of the version before."""
+
+
+class Trainer:
+    """One rank that trains ``model`` on random sequences."""
+
+    def __init__(self, model: Path) -> None:
+        self.version = -1
+        self._backend = make_backend(0, 1, dist.HashStore(), model, Layout())
+
+    def train(self) -> None:
+        """On to the next version."""
+        self.version += 1
+        samples = [toy_samples(8, seed=OPTIMIZER_STEPS * self.version + step) for step in range(OPTIMIZER_STEPS)]
+        self._backend.train(to_shards(samples, dp_size=1, micro_batches=1)[0])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self._backend.export_weights()}
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Of tokens[1:]."""
+        return self._backend.logprobs([list(tokens)])[0]
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+@dataclass(frozen=True)
+class Publishing:
+    """A publisher under test."""
+
+    trainer: Trainer
+    publisher: WeightPublisher
+
+    async def next(self) -> Publication:
+        """Train, and publish that."""
+        return await self.publisher.publish(self.trainer.version + 1)
+
+
+class _TrainerSide(FakeTrainer):
+    """Trains before it stages; what it stages is spoiled by ``corrupt``."""
+
+    def __init__(self, trainer: Trainer, senders: Sequence[Staging], corrupt: Corrupt | None) -> None:
+        super().__init__([])
+        self._trainer = trainer
+        self._senders = senders
+        self._corrupt = corrupt
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        before = self._trainer.weights()
+        self._trainer.train()
+        assert self._trainer.version == version
+        weights = self._trainer.weights()
+        shares = [await asyncio.to_thread(sender.stage, version, weights.items()) for sender in self._senders]
+        if self._corrupt is not None:
+            for staged in shares:
+                self._corrupt_files(staged, before)
+        scores = tuple(self._trainer.logprobs(CANARY))
+        return msgspec.structs.replace(united(shares), canary_tokens=CANARY, canary_logprobs=scores)
+
+    def _corrupt_files(self, staged: StagedWeights, before: dict[str, torch.Tensor]) -> None:
+        """What every transport sends from then on; the manifest says what should have been sent."""
+        assert self._corrupt is not None
+        for path in Path(staged.directory).glob("*.safetensors"):
+            tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+            self._corrupt(tensors, before)
+            save_file(tensors, path)
+
+    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+        return await asyncio.to_thread(getattr(self._senders[sender], method), *arguments)
+
+
+@asynccontextmanager
+async def publishing(
+    trainer: Trainer,
+    fleet: EngineFleet,
+    directory: Path,
+    *,
+    corrupt: Corrupt | None = None,
+    senders: int = 1,
+    tolerance: float = 1e-3,
+    engines_timeout: float = 1.0,
+    **flags: Any,
+) -> AsyncIterator[Publishing]:
+    """With the transport that ``flags`` choose; everything that it opened is closed again.
+
+    ``directory``: for staged weights. ``tolerance``: of the canary.
+    """
+    arguments = WeightsArguments(**({"verify_weights": "full"} | flags))
+    delta: Any = None if arguments.weight_delta == "off" else arguments.weight_delta
+    made: list[Staging] = []
+    for sender in range(senders):
+        options = StagingOptions(
+            parent=directory, bucket_bytes=BUCKET_BYTES, sender=sender, senders=senders, delta=delta
+        )
+        made.append(
+            DistributedSender(
+                options,
+                address="127.0.0.1",
+                backend="gloo",
+                device=torch.device("cpu"),
+                timeout_seconds=arguments.step_timeout,
+            )
+            if arguments.weight_transport == "distributed"
+            else ObjectStoreSender(options, put=np.array)
+        )
+    side = _TrainerSide(trainer, made, corrupt)
+    transport = choose_transport(arguments, side, fleet, "cpu")
+    updater = FleetUpdater(fleet, transport, arguments, tolerance=tolerance, engines_timeout=engines_timeout)
+    publisher = WeightPublisher(side, updater, arguments)
+    try:
+        yield Publishing(trainer, publisher)
+    finally:
+        await publisher.close()
+        for opened in made:
+            opened.close()
+        assert os.listdir(directory) == []
+
+
+def random_sequences() -> list[list[int]]:
+    """Of several lengths, the same in every process."""
+    draw = np.random.default_rng(7)
+    return [draw.integers(3, VOCAB, length).tolist() for length in (2, 17, 64, 130)]

@@ -1,0 +1,276 @@
+"""An engine that fails during a publication is fenced or repaired, whatever it fails at; requests go on at the other,
+and nobody gets a token of weights that are not verified. Two real SGLang servers, the real smg and Megatron; only
+proxies before the servers do what broken engines do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from arguments import EnginesArguments, WeightsArguments
+from miles_async.engines.placement import LocalServers
+from miles_async.engines.registry import EngineState
+from miles_async.engines.server import ServerSpec
+from miles_async.engines.stack import EngineStack
+from miles_async.engines.supervisor import EngineGroup
+from miles_async.errors import EngineError, PublicationError
+from miles_async.staleness.versions import parse_spans
+from miles_async.types import CanaryScore, Generation
+from tests.integration.faulty_engines import Fault, FaultyEngine, PassOn, dies, does_nothing, hangs, refuses
+from tests.integration.publishing import Publishing, Trainer, publishing, random_sequences
+from tests.integration.real_run import shared_memory
+from tests.integration.served_models import save_served
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # megatron's about fused kernels, torch's about names that megatron uses
+]
+
+BOTH = ("engine-0", "engine-1")
+PUBLICATION_SECONDS = 24.0  # six times as long as a step may take
+REQUESTS = 6  # at once
+PROMPT = (5, 6, 7, 8)
+BEGIN = "/begin_weight_update"
+RECEIVE = {"distributed": "/update_weights_from_distributed", "disk": "/update_weights_from_disk"}
+
+Answers = list[tuple[int, Generation]]
+"""With the version that was visible when the request began."""
+
+
+@dataclass
+class Cluster:
+    """Two engines that may be made to fail, a router, and a trainer whose weights they are to serve."""
+
+    stack: EngineStack
+    engines: dict[str, FaultyEngine]
+    trainer: Trainer
+    staged: Path
+    held_at_first: tuple[int, list[int]] = (0, [])
+
+    def publishing(self, **options: Any) -> AbstractAsyncContextManager[Publishing]:
+        limits = {"publication_timeout": PUBLICATION_SECONDS, "engines_timeout": 3.0}
+        return publishing(
+            self.trainer, self.stack.fleet, self.staged, **({"verify_weights": "canary"} | limits | options)
+        )
+
+    @asynccontextmanager
+    async def requests(self) -> AsyncIterator[Answers]:
+        """While some are sent through the router, one after another. Fails if one of them did, or got older weights
+        than those that were visible when it began.
+        """
+        answers: Answers = []
+        tasks = [asyncio.ensure_future(self._send(answers, index)) for index in range(REQUESTS)]
+        try:
+            yield answers
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results), results
+        for version, answer in answers:
+            assert min(span.version for span in answer.spans) >= version
+
+    async def _send(self, answers: Answers, index: int) -> None:
+        for count in itertools.count():
+            version = self.stack.registry.version
+            sampling = {"max_new_tokens": 12, "ignore_eos": True}
+            answer = await self.stack.client.generate(PROMPT, sampling, routing_key=f"{index}.{count}")
+            answers.append((version, answer))
+
+    async def until_joining(self, engine: str) -> None:
+        record = self.stack.registry.engines[engine]
+        async with asyncio.timeout(120):
+            await self.stack.registry.wait_until(lambda: record.state is EngineState.JOINING)
+
+    async def assert_all_hold_what_was_trained(self) -> None:
+        for engine in BOTH:
+            record = self.stack.registry.engines[engine]
+            assert record.state is EngineState.SERVING
+            assert record.verified
+            assert record.version == self.trainer.version
+        for sequence in random_sequences():
+            for score in (await self.stack.fleet.score(BOTH, sequence)).values():
+                assert isinstance(score, CanaryScore)
+                assert score.weight_version == str(self.trainer.version)
+                np.testing.assert_allclose(score.logprobs, self.trainer.logprobs(sequence), atol=1e-4)
+
+    def held(self) -> tuple[int, list[int]]:
+        """What publications could leave: listening sockets here, and what the schedulers have open."""
+        listening = [c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+        return len(listening), [engine.scheduler().num_fds() for engine in self.engines.values()]
+
+
+async def more(answers: Answers, count: int = REQUESTS) -> set[str]:
+    """Waits for as many more; the engines that gave them."""
+    start = len(answers)
+    async with asyncio.timeout(30):
+        while len(answers) < start + count:  # noqa: ASYNC110  (the client tells nobody)
+            await asyncio.sleep(0.02)
+    return {answer.engine_id for _, answer in answers[start:]}
+
+
+async def until_answered_by(engine: str, answers: Answers) -> None:
+    async with asyncio.timeout(30):
+        while engine not in await more(answers):
+            pass
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    folder = tmp_path_factory.mktemp("faults")
+    model = save_served("qwen3-tied", folder / "model", seed=0)
+    shared_before = shared_memory()
+    logs = folder / "logs"
+    spec = ServerSpec(model_path=str(model), device="cpu", dtype="float32", start_timeout=200, log_dir=str(logs))
+    engines = {engine: FaultyEngine(LocalServers(spec), index) for index, engine in enumerate(BOTH)}
+    stack = EngineStack(
+        [EngineGroup(engines=2, launch=lambda index, _: engines[BOTH[index]])],
+        EnginesArguments(request_timeout=60.0, engine_start_timeout=200.0, engine_max_restarts=1000),
+        WeightsArguments(publication_timeout=PUBLICATION_SECONDS),
+        log_dir=logs,
+        single_node=True,
+        parse_versions=parse_spans,
+    )
+    await stack.start()
+    supervision = asyncio.ensure_future(stack.supervise())
+    trainer = Trainer(model)
+    result = Cluster(stack, engines, trainer, folder / "staged")
+    try:
+        async with result.publishing() as published:
+            await published.next()
+        result.held_at_first = result.held()
+        yield result
+    finally:
+        trainer.close()
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+        for engine in engines.values():
+            await engine.close()
+        await stack.stop()
+    assert shared_memory() <= shared_before
+    assert psutil.wait_procs([process for engine in engines.values() for process in engine.processes], 10)[1] == []
+
+
+async def claims_another_version(_: FaultyEngine, pass_on: PassOn) -> web.Response:
+    answer = await pass_on()
+    assert isinstance(answer.body, bytes)
+    body = answer.body.replace(b'"weight_version":"', b'"weight_version":"1')
+    return web.Response(body=body, status=answer.status, content_type=answer.content_type)
+
+
+FAULTS: dict[str, tuple[str, Fault]] = {
+    "refuses to begin": (BEGIN, refuses),
+    "hangs before": ("/server_info", hangs),
+    "hangs when it should pause": ("/pause_generation", hangs),
+    "hangs when it should go on": ("/continue_generation", hangs),
+    "refuses to receive": ("receive", refuses),
+    "hangs as it receives": ("receive", hangs),
+    "answers 200 and receives nothing": ("receive", does_nothing),
+    "claims another version": ("/model_info", claims_another_version),
+}
+BY_FILES = ("refuses to receive", "hangs as it receives", "answers 200 and receives nothing")
+
+
+@pytest.mark.parametrize(
+    ("transport", "fault"), [*(("distributed", fault) for fault in FAULTS), *(("disk", fault) for fault in BY_FILES)]
+)
+async def test_an_engine_that_fails_is_fenced_and_repaired(cluster: Cluster, transport: str, fault: str) -> None:
+    # covers: C3, C8, R4
+    path, faulty = FAULTS[fault]
+    engine = cluster.engines["engine-0"]
+    async with cluster.publishing(weight_transport=transport) as published, cluster.requests() as answers:
+        await published.next()
+        await more(answers)
+        engine.faults = {RECEIVE[transport] if path == "receive" else path: faulty}
+        publication = await published.next()
+        assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
+        assert cluster.stack.registry.version == cluster.trainer.version
+        assert await more(answers) == {"engine-1"}
+        engine.faults = {}
+        engine.scheduler().resume()
+        await cluster.until_joining("engine-0")
+        assert await published.publisher.repair() == ("engine-0",)
+        await cluster.assert_all_hold_what_was_trained()
+        await until_answered_by("engine-0", answers)
+
+
+async def test_a_stale_engine_that_the_router_still_lists_serves_nobody(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C8
+    async def not_listening(url: str) -> None:
+        raise EngineError("router: DELETE: no answer")
+
+    stale = cluster.engines["engine-0"]
+    monkeypatch.setattr(cluster.stack.router, "remove", not_listening)
+    monkeypatch.setattr(stale, "keeps_address", True)
+    async with cluster.publishing() as published, cluster.requests() as answers:
+        await published.next()
+        stale.faults = {BEGIN: refuses}
+        await published.next()
+        stale.faults = {}
+        asked = stale.passed_on.count("/generate")
+        assert await more(answers, 10 * REQUESTS) == {"engine-1"}
+        assert stale.passed_on.count("/generate") > asked
+        assert await published.publisher.repair() == ("engine-0",)
+        await until_answered_by("engine-0", answers)
+
+
+async def test_while_no_engine_is_left_everybody_waits_up_to_a_deadline(cluster: Cluster) -> None:
+    # covers: C8, C10
+    async with cluster.publishing() as published, cluster.requests() as answers:
+        await published.next()
+        for engine in cluster.engines.values():
+            engine.may_start.clear()
+            engine.faults = {BEGIN: refuses}
+        lost = r"waited 3 s for an engine to publish to; starting: .*engine-0.*engine-1.*; engine-\d was lost: send: .*"
+        with pytest.raises(PublicationError, match=lost + "not now"):
+            await published.next()
+        assert not cluster.stack.registry.may_dispatch()
+        for engine in cluster.engines.values():
+            engine.faults = {}
+        waiting = asyncio.ensure_future(published.next())
+        await asyncio.sleep(1.0)
+        for engine in cluster.engines.values():
+            engine.may_start.set()
+        assert (await waiting).engines == BOTH
+        await cluster.assert_all_hold_what_was_trained()
+        await more(answers)
+
+
+async def test_an_engine_that_dies_as_it_receives_is_restarted_and_repaired(cluster: Cluster) -> None:
+    # covers: C3, C8
+    engine = cluster.engines["engine-0"]
+    async with cluster.publishing() as published, cluster.requests() as answers:
+        await published.next()
+        await more(answers)
+        engine.faults = {RECEIVE["distributed"]: dies}
+        publication = await published.next()
+        assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
+        engine.faults = {}
+        await more(answers)
+        await cluster.until_joining("engine-0")
+        assert await published.publisher.repair() == ("engine-0",)
+        await cluster.assert_all_hold_what_was_trained()
+        await until_answered_by("engine-0", answers)
+
+
+async def test_no_failure_left_anything(cluster: Cluster) -> None:
+    """Of all those before."""
+    async with cluster.publishing() as published:
+        await published.next()
+    assert cluster.held() == cluster.held_at_first

@@ -1,0 +1,175 @@
+"""Weights reach an engine that keeps them in another form: SGLang restores its layers before every update and
+post-processes them after it, whatever the transport. One server that rounds linear layers to int8
+(``rounded_engine.py``), no Ray and no router.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+
+from miles_async.engines.engine_api import EngineApi
+from miles_async.engines.fleet import Fleet
+from miles_async.engines.http import Http
+from miles_async.engines.placement import LocalServers
+from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.server import ServerSpec
+from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
+from miles_async.engines.traffic import Traffic
+from tests.fakes.fake_engine import FakeRouter
+from tests.integration.publishing import CANARY, TRANSPORTS, Trainer, publishing
+from tests.integration.served_models import reference_logprobs, save_served
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(240),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # megatron's about fused kernels, torch's about names that megatron uses
+]
+
+ENGINE = "engine-0"
+LINEAR = "_proj."  # in the names of all linear layers, and of nothing else
+AGREES = 1e-4  # log-probs of the same weights
+DIFFERS = 5e-3  # and of those before rounding: 0.015 and 0.02 here
+TOLERANCE = 0.1  # of the canary: the trainer does not round
+SECONDS = 30.0
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """Each row in steps of a 127th of its largest element, as the engine has it."""
+    step = weight.abs().max(dim=1, keepdim=True).values / 127
+    return torch.round(weight / step) * step
+
+
+def read(model: Path) -> dict[str, torch.Tensor]:
+    return load_file(model / "model.safetensors")
+
+
+def write(directory: Path, weights: dict[str, torch.Tensor], *, like: Path) -> Path:
+    """A model with the configuration of ``like``."""
+    directory.mkdir()
+    shutil.copy(like / "config.json", directory)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@cache
+def rounded_copy(model: Path) -> Path:
+    weights = {name: rounded(weight) if LINEAR in name else weight for name, weight in read(model).items()}
+    return write(model.with_name(f"{model.name}-rounded"), weights, like=model)
+
+
+def declare_plugin(directory: Path) -> None:
+    """What SGLang finds there if it is on its path: an installed distribution with an entry point of its plugins."""
+    information = directory / "rounded_engine-0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: rounded_engine\nVersion: 0\n")
+    entry_points = "[sglang.srt.plugins]\nrounded = tests.integration.rounded_engine:register\n"
+    (information / "entry_points.txt").write_text(entry_points)
+
+
+@dataclass
+class Server:
+    """The engine under test, and two models whose weights it is sent."""
+
+    fleet: Fleet
+    registry: EngineRegistry
+    api: EngineApi
+    models: tuple[Path, Path]
+    trainer: Trainer  # of the first
+    directory: Path
+
+    @property
+    def url(self) -> str:
+        url = self.registry.engines[ENGINE].url
+        assert url is not None
+        return url
+
+    async def expect_rounded(self, model: Path) -> None:
+        """Its log-probs are those of ``model`` after rounding, clearly not those before."""
+        found = (await self.api.score(self.url, CANARY, SECONDS)).logprobs
+        np.testing.assert_allclose(found, reference_logprobs(rounded_copy(model), CANARY), rtol=0, atol=AGREES)
+        assert np.abs(np.array(found) - reference_logprobs(model, CANARY)).max() > DIFFERS
+
+    async def load(self, model: Path) -> None:
+        await self.api.load_files(self.url, str(model), 0, True, SECONDS)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    folder = tmp_path_factory.mktemp("quantized")
+    models = (save_served("qwen3", folder / "m0", seed=0), save_served("qwen3", folder / "m1", seed=1))
+    spec = ServerSpec(
+        model_path=str(models[0]),
+        device="cpu",
+        dtype="float32",
+        start_timeout=200,
+        log_dir=str(folder / "logs"),
+        held_weights=True,
+        sglang_extra=("--quantization=rounded",),
+    )
+    registry, http = EngineRegistry(), Http()
+    router: Any = FakeRouter(registry)
+    supervisor = EngineSupervisor(registry, router, http, [EngineGroup(engines=1, launch=LocalServers(spec))])
+    await router.start()
+    declare_plugin(folder / "plugins")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(folder / "plugins"), prepend=os.pathsep)
+        await supervisor.start()
+        fleet, trainer = Fleet(registry, supervisor, http, Traffic()), Trainer(models[0])
+        yield Server(fleet, registry, EngineApi(http), models, trainer, folder)
+        trainer.close()
+        await supervisor.stop()
+    await http.close()
+
+
+async def test_the_engine_rounds_what_it_loads_at_its_start(server: Server) -> None:
+    await server.expect_rounded(server.models[0])
+
+
+async def test_the_engine_rounds_what_it_is_told_to_load(server: Server) -> None:
+    for model in reversed(server.models):
+        await server.load(model)
+        await server.expect_rounded(model)
+
+
+async def test_what_an_update_leaves_out_stays_as_it_was(server: Server) -> None:
+    """As when a delta changes a few buckets: all layers are restored and post-processed, loaded or not."""
+    # covers: M16
+    first, second = server.models
+    part = {name: weight for name, weight in read(second).items() if ".layers.1." in name}
+    both = write(server.directory / "both", read(first) | part, like=first)
+    await server.load(first)
+    await server.load(write(server.directory / "part", part, like=first))
+    await server.expect_rounded(both)
+    await server.api.begin_update(server.url, SECONDS)
+    await server.api.end_update(server.url, SECONDS)
+    await server.expect_rounded(both)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_the_engine_rounds_what_is_published(server: Server, transport: str, tmp_path: Path) -> None:
+    # covers: C8, M16
+    options = {"tolerance": TOLERANCE, "verify_weights_skip": (LINEAR,)} | TRANSPORTS[transport]
+    async with publishing(server.trainer, server.fleet, server.directory / "staged", **options) as published:
+        for version in ("first", "second"):  # the second may come as a delta
+            publication = await published.next()
+            assert DIFFERS < publication.canary_difference < TOLERANCE
+            trained = write(tmp_path / version, server.trainer.weights(), like=server.models[0])
+            await server.expect_rounded(trained)
+
+
+async def test_what_is_rounded_counts_as_not_held(server: Server) -> None:
+    held = await server.api.held_weights(server.url, SECONDS)
+    assert {name for name, parts in held.items() if not parts} == {name for name in held if LINEAR in name} != set()
