@@ -5,6 +5,7 @@ serve it → answer → wait again if its engine is being updated → return. Th
 hold for requests in flight: what an engine answered between the arrival of new weights and their
 verification counts only once they are verified; if its engine is fenced instead, the request is done again. So is one
 that was begun with older weights than those of its dispatch: by an engine that was out and still listed by the router.
+What is done again goes straight to an engine that the registry knows to serve, whatever the router lists.
 
 Every request carries ``extra_key=v<version>``, which is part of SGLang's prefix-cache key: after an in-place
 update, which flushes nothing, new requests never reuse what older weights computed. (Under a rolling publication an
@@ -15,7 +16,9 @@ older than itself; in_place is refused there.)
 from __future__ import annotations
 
 import asyncio
+import random
 import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,8 +26,9 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
-import stamina
+import structlog
 
+from miles_async.clock import now
 from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
@@ -33,12 +37,16 @@ from miles_async.engines.turns import Turns
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.types import FinishReason, Generation, VersionSpan
 
+log = structlog.get_logger(__name__)
+
 ROUTING_KEY = "X-SMG-Routing-Key"  # the only header that consistent hashing looks at
 ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 
 _ABORT_SECONDS = 1.0
 _ABORT_CALLS = 256  # at once
 _ABORTS = 100  # of one request, where what was generated is thrown away: it waits for a longer publication interval
+_LONGEST_BACKOFF_SECONDS = 10.0
+_WARNING_SECONDS = 10.0  # between warnings that requests fail
 _READ_AT_ONCE = 3  # answers of hundreds of tokens
 _ERROR_TEXT = 500  # characters of an answer that go into a message
 
@@ -99,7 +107,7 @@ class RouterClient:
     ) -> None:
         """``keep_aborted``: a publication that aborts requests gives the caller what was generated; else they are
         generated anew. ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
-        ``backoff_seconds``: before the first retry; doubles, with jitter, up to 10 s.
+        ``backoff_seconds``: before the first retry, with jitter; doubles up to 10 s.
         """
         self._traffic = traffic
         self._http = http
@@ -108,11 +116,12 @@ class RouterClient:
         self._router_url = router_url
         self._parse_versions = parse_versions
         self._request_timeout = request_timeout
-        self._tries = retries + 1
+        self._retries = retries
         self._gate_timeout = gate_timeout
         self._keep_aborted = keep_aborted
         self._backoff_seconds = backoff_seconds
         self._abort_calls = 0  # under way
+        self._next_warning = 0.0
         self._answers_read = Turns(_READ_AT_ONCE)
 
     @property
@@ -133,30 +142,30 @@ class RouterClient:
         """See ``protocols.EngineClient``. Raises StalledError when no engine serves within the gate's
         deadline.
         """
-        try:
-            return await self._try(input_ids, sampling, routing_key)
-        except TransientEngineError as error:
-            failure = error
-        # What nearly every request does without: a retry context costs more than the rest of this file.
-        async for attempt in stamina.retry_context(
-            on=TransientEngineError,
-            attempts=self._tries,
-            timeout=None,
-            wait_initial=self._backoff_seconds,
-            wait_max=10.0,
-            wait_jitter=self._backoff_seconds,
-        ):
-            with attempt:
-                if attempt.num == 1:
-                    raise failure
-                # Another key is another engine, where there is one; the prefix cache is a small loss then.
-                return await self._try(input_ids, sampling, f"{routing_key}#{attempt.num}")
-        raise AssertionError("stamina returns or raises")
+        tried, backoff = 0, self._backoff_seconds
+        while True:
+            try:
+                return await self._try(input_ids, sampling, routing_key, tried)
+            except EngineError as error:
+                self._traffic.failed += 1
+                if not isinstance(error, TransientEngineError) or tried == self._retries:
+                    raise
+                self._tell(error)
+            await asyncio.sleep(backoff * random.uniform(1.0, 2.0))
+            tried, backoff = tried + 1, min(2 * backoff, _LONGEST_BACKOFF_SECONDS)
 
-    async def _try(self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str) -> Generation:
+    def _tell(self, error: TransientEngineError) -> None:
+        """Not of every request: with an engine, hundreds fail at once."""
+        if now() >= self._next_warning:
+            self._next_warning = now() + _WARNING_SECONDS
+            log.warning("requests fail and are tried again", failed_tries=self._traffic.failed, last_error=str(error))
+
+    async def _try(
+        self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str, tried: int
+    ) -> Generation:
         for _ in range(_ABORTS):
             await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
-            answer = await self._request(input_ids, sampling, routing_key)
+            answer = await self._request(input_ids, sampling, routing_key, tried)
             await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
             await self._verified(answer.engine_url)
             generation = self._generation(answer)
@@ -175,7 +184,9 @@ class RouterClient:
             waited = complaint.format(f"{self._gate_timeout:g} s")
             raise StalledError(f"{waited}: {self._registry.describe()}") from None
 
-    async def _request(self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str) -> _Answer:
+    async def _request(
+        self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str, tried: int
+    ) -> _Answer:
         request_id = uuid.uuid4().hex
         version = self._registry.version
         body = {
@@ -185,33 +196,34 @@ class RouterClient:
             "return_logprob": True,
             "extra_key": f"v{version}",
         }
+        url = self._router_url()
+        if tried:  # each time at another engine, where there is one; the prefix cache is a small loss then
+            url = self._registry.one_that_takes(zlib.crc32(routing_key.encode()) + tried)
         try:
             with self._traffic.request(request_id):
                 async with asyncio.timeout(self._request_timeout):
-                    status, content, engine_url = await self._post(msgspec.json.encode(body), routing_key)
+                    status, content, engine_url = await self._post(url, msgspec.json.encode(body), routing_key)
         except TimeoutError:
-            self._traffic.failed += 1
             await self._abort(request_id)
             raise TransientEngineError(
                 f"no answer within {self._request_timeout:g} s (--request-timeout): {self._registry.describe()}"
             ) from None
         except aiohttp.ClientError as error:
-            self._traffic.failed += 1
             await self._abort(request_id)
-            raise TransientEngineError(f"connection to the router failed: {error!r}") from error
+            raise TransientEngineError(f"connection to {url} failed: {error!r}") from error
         except asyncio.CancelledError:
             await self._abort(request_id)
             raise
         if status != 200:
-            self._traffic.failed += 1
             raise http_error(status, content.decode(errors="replace"))
         return _Answer(body=content, engine_url=engine_url, dispatch_version=version)
 
-    async def _post(self, body: bytes, routing_key: str) -> tuple[int, bytes, str]:
+    async def _post(self, url: str, body: bytes, routing_key: str) -> tuple[int, bytes, str]:
+        """``url``: of the router, which says whom it asked, or of an engine. Status, content, URL of the engine."""
         headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
-        url = self._router_url() + "/generate"
-        async with self._http.session.post(url, data=body, headers=headers) as response:
-            return response.status, await response.read(), response.headers.get(ROUTED_WORKER, "")
+        async with self._http.session.post(f"{url}/generate", data=body, headers=headers) as response:
+            routed_to = response.headers.get(ROUTED_WORKER, url)
+            return response.status, await response.read(), routed_to
 
     async def _abort(self, request_id: str) -> None:
         """End a request that nobody waits for any more: an engine notices a closed connection late.
@@ -246,8 +258,7 @@ class RouterClient:
 
         await self._wait_until(known, "an answer waited {} for its engine to be verified")
         if self._registry.answering_at(engine_url) is None:
-            self._traffic.failed += 1
-            raise TransientEngineError(f"engine at {engine_url or 'unknown address'} was fenced while it answered")
+            raise TransientEngineError(f"engine at {engine_url} was fenced while it answered")
 
     def _generation(self, answer: _Answer) -> Generation:
         try:
@@ -263,7 +274,6 @@ class RouterClient:
             meta.weight_versions, meta.weight_version, len(output_ids), answer.dispatch_version
         )
         if spans and spans[0].version < answer.dispatch_version:
-            self._traffic.failed += 1
             raise TransientEngineError(
                 f"{answer.engine_url} began a request of version {answer.dispatch_version} with version "
                 f"{spans[0].version}: the router still listed it when it was out"

@@ -20,6 +20,9 @@ from miles_async.types import CanaryScore, EngineLoad, HeldPart, TensorMeta
 Answer = TypeVar("Answer")
 
 _ERROR_TEXT = 500  # characters of an answer that go into a message
+# Servers close connections that were idle for some seconds, maybe as the next call goes out: to that one it looks like
+# an engine that died.
+_HEADERS = {"Content-Type": "application/json", "Connection": "close"}
 
 
 class ModelInfo(msgspec.Struct):
@@ -228,9 +231,7 @@ class EngineApi:
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._http.session.request(
-                    method, url + path, data=body, headers={"Content-Type": "application/json"}
-                ) as response,
+                self._http.session.request(method, url + path, data=body, headers=_HEADERS) as response,
             ):
                 answer = await response.read()
         except TimeoutError:

@@ -67,6 +67,7 @@ class EngineRegistry:
     router_up: bool = False
     # As of the last notify():
     _open: bool = field(init=False)
+    _taking: tuple[str, ...] = field(init=False)  # URLs of those that take new requests
     _answering: dict[str, EngineRecord] = field(init=False)  # by URL
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
     _waking: bool = field(init=False, default=False)
@@ -82,6 +83,10 @@ class EngineRegistry:
         """Whether a new request may go out now. O(1)."""
         return self._open
 
+    def one_that_takes(self, number: int) -> str:
+        """The URL of an engine that takes requests, of another one for the next number; while :meth:`may_dispatch`."""
+        return self._taking[number % len(self._taking)]
+
     def answering_at(self, url: str) -> EngineRecord | None:
         """The engine behind ``url`` if its answers count: it serves, or is being drained. O(1)."""
         return self._answering.get(url)
@@ -95,7 +100,8 @@ class EngineRegistry:
         serving = self.in_state(EngineState.SERVING)
         answering = (*serving, *self.in_state(EngineState.DRAINING))
         self._answering = {record.url: record for record in answering if record.url is not None}
-        self._open = self.router_up and any(r.verified and not r.paused for r in serving)
+        self._taking = tuple(r.url for r in serving if r.url is not None and r.verified and not r.paused)
+        self._open = self.router_up and bool(self._taking)
         self.version = min((r.version for r in serving if r.version is not None), default=self.version)
         self._wake_soon()
 

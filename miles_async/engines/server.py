@@ -29,6 +29,7 @@ from miles_async.run.owned_directory import OwnedDirectory
 _MEMORY = Path("/dev/shm")
 _POLL_SECONDS = 0.2
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_KEEP_ALIVE_SECONDS = "86400"  # a connection of the router's that SGLang closes as a request comes fails that request
 
 # What lets SGLang run without a GPU; measured in docs of the project, not tuned per machine.
 _CPU_FLAGS = (
@@ -185,7 +186,7 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
 
 def server_environment(spec: ServerSpec) -> dict[str, str]:
     """Added to the environment of the server."""
-    environment = {"TOKENIZERS_PARALLELISM": "false"}
+    environment = {"TOKENIZERS_PARALLELISM": "false", "SGLANG_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE_SECONDS}
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     if spec.held_weights:

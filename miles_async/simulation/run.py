@@ -204,7 +204,7 @@ def _no_text(token_ids: Sequence[int]) -> str:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The global generator, which stamina draws its jitter from, is seeded inside and as before outside."""
+    """The global generator, which jitter is drawn from, is seeded inside and as before outside."""
     state = random.getstate()
     random.seed(seed)
     try:

@@ -30,7 +30,6 @@ class Setup:
     registry: EngineRegistry
     router: Router
     client: RouterClient
-    patient_client: RouterClient
 
 
 @pytest.fixture
@@ -49,21 +48,19 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
             )
         registry.notify()
 
-        def client(retries: int) -> RouterClient:
-            return RouterClient(
-                http,
-                registry,
-                Traffic(),
-                router_url=lambda: router.url,
-                parse_versions=parse_spans,
-                request_timeout=20.0,
-                retries=retries,
-                gate_timeout=20.0,
-                backoff_seconds=0.02,
-            )
-
+        client = RouterClient(
+            http,
+            registry,
+            Traffic(),
+            router_url=lambda: router.url,
+            parse_versions=parse_spans,
+            request_timeout=20.0,
+            retries=2,
+            gate_timeout=20.0,
+            backoff_seconds=0.02,
+        )
         try:
-            yield Setup((first, second), registry, router, client(3), client(12))
+            yield Setup((first, second), registry, router, client)
         finally:
             await router.stop()
             await http.close()
@@ -111,19 +108,24 @@ async def test_a_removed_engine_gets_nothing_more(setup: Setup) -> None:
 
 async def test_requests_of_a_dead_engine_go_to_the_other(setup: Setup) -> None:  # covers: C3
     await setup.engines[0].die()  # nobody has fenced it yet
-    # Each try has a new key, which is another engine as often as not.
-    engines = {(await setup.patient_client.generate([5], SAMPLING, routing_key=str(i))).engine_id for i in range(8)}
+    engines = {(await setup.client.generate([5], SAMPLING, routing_key=str(i))).engine_id for i in range(8)}
     assert engines == {"engine-1"}
 
 
-async def test_without_any_engine_the_error_is_transient(setup: Setup) -> None:
+async def test_requests_go_round_a_router_that_lost_its_engines(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:  # covers: C3
     for engine in setup.engines:
         await setup.router.remove(engine.url)
     async with asyncio.timeout(10):
         while await setup.router.workers():  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-    with pytest.raises(TransientEngineError, match=r"model_not_found|no_available_workers"):
-        await setup.client.generate([5], SAMPLING, routing_key="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.client, "_retries", 0)
+        with pytest.raises(TransientEngineError, match=r"model_not_found|no_available_workers"):
+            await setup.client.generate([5], SAMPLING, routing_key="a")
+    engines = {(await setup.client.generate([5], SAMPLING, routing_key=str(i))).engine_id for i in range(24)}
+    assert engines == {"engine-0", "engine-1"}
 
 
 async def test_a_taken_port_and_a_bad_flag_are_clear_errors(setup: Setup, tmp_path: Path) -> None:

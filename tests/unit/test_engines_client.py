@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
 from miles_async.engines.http import Http
@@ -95,19 +96,34 @@ def test_which_answers_are_worth_another_try(status: int, text: str, expected: t
     assert str(status) in str(error)
 
 
-async def test_transient_errors_are_retried_with_a_fresh_id_and_another_key(setup: Setup) -> None:  # covers: C3
+async def test_transient_errors_are_retried_with_a_fresh_id(setup: Setup) -> None:  # covers: C3
     answers = iter([web.Response(status=503), web.Response(status=500, text="call_upstream_x"), None])
     setup.engine.respond = lambda body: next(answers)
     await setup.client.generate([5], SAMPLING, routing_key="a")
     assert len({body["rid"] for body in setup.engine.requests}) == 3
-    assert len({headers[ROUTING_KEY] for headers in setup.engine.headers}) == 3
+
+
+async def test_further_tries_go_straight_to_one_serving_engine_after_the_other(setup: Setup) -> None:  # covers: C3, C8
+    """Whatever the router does: here it sends everything to an engine that is out."""
+    setup.record.state = EngineState.FENCED
+    async with FakeEngine(weight_version="3", name_worker=False) as first, FakeEngine(name_worker=False) as second:
+        for engine_id, engine in {"engine-1": first, "engine-2": second}.items():
+            setup.registry.engines[engine_id] = EngineRecord(
+                engine_id=engine_id, state=EngineState.SERVING, url=engine.url, verified=True
+            )
+        setup.registry.notify()
+        second.respond = lambda body: web.Response(status=503)
+        generations = [await setup.client.generate([5], SAMPLING, routing_key=str(key)) for key in range(8)]
+    assert {generation.engine_id for generation in generations} == {"engine-1"}
+    assert len(setup.engine.requests) == len(first.requests) == 8
 
 
 async def test_retries_are_bounded(setup: Setup) -> None:  # covers: C3
     setup.engine.respond = lambda body: web.Response(status=503, text="overloaded")
-    with pytest.raises(TransientEngineError, match="503: overloaded"):
+    with capture_logs() as log_output, pytest.raises(TransientEngineError, match="503: overloaded"):
         await setup.client.generate([5], SAMPLING, routing_key="a")
-    assert len(setup.engine.requests) == 3
+    assert len(setup.engine.requests) == setup.traffic.failed == 3
+    assert [entry["event"] for entry in log_output] == ["requests fail and are tried again"]  # not of every request
 
 
 async def test_a_rejected_request_is_not_retried(setup: Setup) -> None:  # covers: C3, C5
