@@ -151,7 +151,7 @@ class EngineSupervisor:
                 self._give_up(record)
                 return
             record.restarts += 1
-            log.warning("restarting engine", engine=record.engine_id, restart=record.restarts, reason=record.reason)
+            log.warning("restarting engine", engine=record.engine_id, restart=record.restarts)
             reason = await self._start_and_follow(record)
 
     async def _start_and_follow(self, record: EngineRecord) -> str:
