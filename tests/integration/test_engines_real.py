@@ -376,6 +376,16 @@ async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None: 
         await running.stack.client.generate([5] * 600, {"max_new_tokens": 4}, routing_key="a")
 
 
+async def test_a_connection_of_the_router_may_be_idle(running: Running) -> None:  # covers: C3
+    """SGLang would close it after 5 s, and fail a request that comes in that moment."""
+    reader, writer = await asyncio.open_connection(*running.url.removeprefix("http://").split(":"))
+    for seconds in (6.0, 0.0):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(seconds)
+    writer.close()
+
+
 async def test_cancelled_requests_free_the_engine(running: Running) -> None:
     tasks = [asyncio.ensure_future(_generate(running, LONG, key=str(i))) for i in range(3)]
     await _in_flight(running, 3)
