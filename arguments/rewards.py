@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,12 @@ class RewardArguments:
     judge_template: Path | None = flag(
         None, "file with what the judge is asked; {prompt}, {response}, {answer} and {label} are filled in"
     )
+    judge_scale: str | None = flag(
+        None,
+        "marks that the judge is asked for: 0-10, say. Its last line has to be one; the reward is 0 for the lowest and "
+        "1 for the highest",
+        metavar="LOW-HIGH",
+    )
     rm_format: str = flag(
         r"(?:<think>)?+\s*+(?!</think>).*?</think>\s*+\S.*",
         "what format wants: a regular expression for the whole response (default: thoughts, </think>, an answer)",
@@ -74,6 +81,20 @@ def parse_rm_type(text: str) -> tuple[tuple[str, float], ...]:
     """
     parts = [_named(part.strip(), "--rm-type", REWARD_NAMES) for part in text.split("+")] if text else []
     return tuple((name, 1.0 if weight is None else weight) for name, weight in parts)
+
+
+def parse_judge_scale(text: str) -> tuple[float, float]:
+    """Lowest and highest mark of a judge. Raises ConfigurationError.
+
+    >>> parse_judge_scale("1-5")
+    (1.0, 5.0)
+    """
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)-([0-9]{1,6}(?:\.[0-9]{1,6})?)", text)
+    if found is None or float(found[1]) >= float(found[2]):
+        raise ConfigurationError(
+            f"--judge-scale: expected the lowest and the highest mark, such as 0-10; found {text!r}"
+        )
+    return float(found[1]), float(found[2])
 
 
 def parse_group_filters(words: Sequence[str]) -> tuple[Named, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from arguments import Arguments
 from arguments.problems import refuse
 from arguments.ranges import range_problems
-from arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_rm_type
+from arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
 from arguments.server_groups import check_server_groups
 from arguments.sessions import TOOL_CALL_PARSERS
 from arguments.surroundings import (
@@ -187,8 +187,13 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
         yield "--rm-type code finds its tests in the row's metadata or label: give --metadata-key or --label-key"
     if "remote_rm" in names and rewards.rm_url is None:
         yield "--rm-type remote_rm asks a server: give --rm-url"
-    if "judge" in names and (rewards.judge_url is None or rewards.judge_template is None):
-        yield "--rm-type judge asks a model: give --judge-url and --judge-template"
+    if "judge" in names and None in (rewards.judge_url, rewards.judge_template, rewards.judge_scale):
+        yield "--rm-type judge asks a model: give --judge-url, --judge-template and --judge-scale"
+    if rewards.judge_scale is not None:
+        try:
+            parse_judge_scale(rewards.judge_scale)
+        except ConfigurationError as error:
+            yield str(error)
     try:
         re.compile(rewards.rm_format)
     except re.error as error:

@@ -41,7 +41,11 @@ class RewardHub:
         self._workers = workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
         self._remote = RemoteReward(arguments.rm_url, arguments.reward_timeout)
         self._judge = JudgeReward(
-            arguments.judge_url, arguments.judge_model, arguments.judge_template, arguments.reward_timeout
+            arguments.judge_url,
+            arguments.judge_model,
+            arguments.judge_template,
+            arguments.reward_timeout,
+            arguments.judge_scale,
         )
         self.rewards: dict[str, Reward] = {
             "exact_match": exact_match,

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import msgspec
 
+from arguments.rewards import parse_judge_scale
 from miles_async.errors import ConfigurationError, RewardError, RewardUnavailableError
 from miles_async.rewards.answers import answer_part
 from miles_async.rewards.posting import ERROR_TEXT, Poster
+from miles_async.rewards.verdict import read_verdict
 from miles_async.types import Prompt, Sample
 
 API_KEY = "JUDGE_API_KEY"  # environment variable
 
 _BLANKS = re.compile(r"\{(prompt|response|answer|label)\}")
-_VERDICTS = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?")
+_TRIES = 3  # for a verdict that can be read: models sample
 
 
 class _Message(msgspec.Struct):
@@ -25,6 +27,11 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     message: _Message
+    finish_reason: str | None = None
+
+    @property
+    def said(self) -> str:
+        return self.message.content or ""
 
 
 class _Completion(msgspec.Struct):
@@ -32,36 +39,44 @@ class _Completion(msgspec.Struct):
 
 
 class JudgeReward:
-    """Fills in the template, asks for a chat completion, and reads its verdict: :func:`verdict`.
+    """Fill in the template, ask for a chat completion, and read its verdict (``verdict.py``).
 
-    Whatever fails is the judge's fault, and says nothing about the sample, unless the judge refuses the request.
+    A judge that is down says nothing about the sample. One that refuses the request, or gives no verdict in several
+    tries, can't judge this sample: that is the sample's failure.
     """
 
-    def __init__(self, url: str | None, model: str, template: Path | None, timeout: float) -> None:
-        """``url``: as clients of chat completions have it, ending in /v1. Raises ConfigurationError for the template.
-        ``timeout``: seconds for all tries of one sample together.
+    def __init__(
+        self, url: str | None, model: str, template: Path | None, timeout: float, scale: str | None = None
+    ) -> None:
+        """``url``: as clients of chat completions have it, ending in /v1. ``timeout``: seconds for all tries of one
+        verdict together. ``scale``: of the judge's marks, as ``--judge-scale`` has it. Raises ConfigurationError for
+        the template and the scale.
         """
         self._template = None if template is None else read_template(template)
+        self._scale = None if scale is None else parse_judge_scale(scale)
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else None
         self._server = None if url is None else Poster(f"{url.rstrip('/')}/chat/completions", timeout, headers)
         self._model = model
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        if self._server is None or self._template is None:
-            raise RewardError("no judge: give --judge-url and --judge-template")
+        """Return the mark as a share of the scale, 0 to 1."""
+        if self._server is None or self._template is None or self._scale is None:
+            raise RewardError("no judge: give --judge-url, --judge-template and --judge-scale")
         question = filled_in(self._template, prompt, sample)
-        body = {"model": self._model, "messages": [{"role": "user", "content": question}]}
-        content = await self._server.post(msgspec.json.encode(body))
-        try:
-            said = msgspec.json.decode(content, type=_Completion).choices[0].message.content or ""
-        except (msgspec.MsgspecError, IndexError) as error:
-            what = f"expected a chat completion, found {content[:ERROR_TEXT]!r} ({error})"
-            raise RewardUnavailableError(f"{self._server.url}: {what}") from error
-        found = verdict(said)
-        if found is None:
-            raise RewardUnavailableError(f"expected a number as the judge's verdict, found {said[-ERROR_TEXT:]!r}")
-        return found
+        body = msgspec.json.encode({"model": self._model, "messages": [{"role": "user", "content": question}]})
+        low, high = self._scale
+        said = ""
+        for _ in range(_TRIES):
+            choice = _choice(await self._server.post(body), self._server.url)
+            said = choice.said
+            mark = read_verdict(answer_part(said), low, high)
+            if mark is not None and choice.finish_reason != "length":  # a 1 may be a 10 that was cut
+                return (mark - low) / (high - low)
+        raise RewardError(
+            f"expected the judge's last line to be a mark from {low:g} to {high:g} (--judge-scale), found "
+            f"{said[-ERROR_TEXT:]!r}"
+        )
 
     async def close(self) -> None:
         """Close the connections."""
@@ -91,16 +106,10 @@ def filled_in(template: str, prompt: Prompt, sample: Sample) -> str:
     return _BLANKS.sub(lambda blank: values[blank[1]], template)
 
 
-def verdict(said: str) -> float | None:
-    """The last number after the judge's thoughts, a fraction if one is written; None if there is none.
-
-    >>> verdict("<think>2 of 3 steps hold</think>Mostly right. Score: 7/10")
-    0.7
-    """
-    numbers = _VERDICTS.findall(answer_part(said))
-    if not numbers:
-        return None
-    number, divisor = numbers[-1]
-    if not divisor:
-        return float(number)
-    return float(number) / float(divisor) if float(divisor) else None
+def _choice(body: bytes, url: str) -> _Choice:
+    """Decode the judge's answer. Raises RewardUnavailableError if it is no chat completion."""
+    try:
+        return msgspec.json.decode(body, type=_Completion).choices[0]
+    except (msgspec.MsgspecError, IndexError) as error:
+        what = f"expected a chat completion, found {body[:ERROR_TEXT]!r} ({error})"
+        raise RewardUnavailableError(f"{url}: {what}") from error

@@ -224,6 +224,8 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case("reward model without address", {"rm_type": "remote_rm"}, "--rm-type remote_rm", "give --rm-url"),
         case("judge without a question", {"rm_type": "judge", "judge_url": "http://h/v1"}, "--judge-template"),
+        case("judge without a scale", {"rm_type": "judge", "judge_url": "http://h/v1"}, "--judge-scale"),
+        case("a scale that is none", {"judge_scale": "10"}, "--judge-scale: expected the lowest and the highest"),
         case("tasks without metadata", {"rm_type": "reasoning_gym"}, "--rm-type reasoning_gym", "--metadata-key"),
         case("code without tests", {"rm_type": "code", "label_key": None}, "--rm-type code", "--metadata-key"),
         case("no format", {"rm_format": "("}, "--rm-format (: expected a regular expression"),

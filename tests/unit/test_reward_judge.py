@@ -15,19 +15,27 @@ import pytest
 from aiohttp import web
 
 from arguments import RewardArguments
+from arguments.rewards import parse_judge_scale
 from miles_async.errors import ConfigurationError, RewardError, RewardUnavailableError
 from miles_async.rewards.hub import RewardHub
-from miles_async.rewards.judge import JudgeReward, verdict
+from miles_async.rewards.judge import JudgeReward
+from miles_async.rewards.verdict import read_verdict
 from miles_async.types import Prompt
 from tests.property.builders import make_sample
 
 PROMPT = Prompt(prompt_id="p:1", token_ids=(1,), text="17*4?", label="68")
 SAMPLE = make_sample([0], text="<think>{label}</think> It is {prompt}: 68")
 
+CUT = "Mark: 1"  # of 10, the server says
+
 
 @asynccontextmanager
 async def judge(
-    tmp_path: Path, say: Callable[[int], Any], template: str = "{answer} {x}", timeout: float = 5.0
+    tmp_path: Path,
+    say: Callable[[int], Any],
+    template: str = "{answer} {x}",
+    timeout: float = 5.0,
+    scale: str = "0-10",
 ) -> AsyncIterator[tuple[list[Any], JudgeReward]]:
     """``say``: number of the request → what the model says, the whole body, or a status."""
     requests: list[Any] = []
@@ -37,7 +45,9 @@ async def judge(
         answer = say(len(requests) - 1)
         if isinstance(answer, int):
             return web.Response(status=answer, text="no")
-        body = {"choices": [{"message": {"role": "assistant", "content": answer}}]} if answer != "{}" else {}
+        ending = "length" if answer == CUT else "stop"
+        body = {"choices": [{"message": {"role": "assistant", "content": answer}, "finish_reason": ending}]}
+        body = {} if answer == "{}" else body
         return web.Response(text=json.dumps(body))
 
     app = web.Application()
@@ -47,7 +57,7 @@ async def judge(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     path = tmp_path / "judge.txt"
     path.write_text(template)
-    reward = JudgeReward(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/", "big", path, timeout)
+    reward = JudgeReward(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/", "big", path, timeout, scale)
     try:
         yield requests, reward
     finally:
@@ -70,37 +80,94 @@ async def test_the_judge_is_asked_what_the_template_says(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ("1", 1.0),
+        ("7", 7.0),
         ("Score: 0.5.", 0.5),
-        ("first 3, then -2", -2.0),
-        ("7/10", 0.7),
-        ("7 / 10", 0.7),
-        ("**8**", 8.0),
-        ("<think>9</think>no mark", None),
-        ("<think>9</think>3", 3.0),
-        ("none of v2 is right", None),
-        ("1/0", None),
-        ("", None),
+        ("It is 3 of 4 steps.\n\nMark: 7/10\n", 7.0),
+        ("7 / 10", 7.0),
+        ("**7**/10", 7.0),
+        ("**Mark:** `7`/10.", 7.0),
+        ("8 out of 10", 8.0),
+        ("Score (0-10): 8", 8.0),
+        ("score = 10", 10.0),
     ],
 )
-def test_the_verdict_is_the_last_number_after_the_thoughts(said: str, expected: float | None) -> None:
-    assert verdict(said) == expected
+def test_the_verdict_is_the_mark_in_the_last_line(said: str, expected: float) -> None:
+    assert read_verdict(said, 0, 10) == expected
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "9" * 50,
+        "11",
+        "-1",
+        "7/100",
+        "7/0",
+        "7/10 (on a scale of 0-10)",
+        "first 3, then 2",
+        "I gave 7, and 2 more",
+        "7\nThe answer is right.",
+        "at 12:30",
+        "none of v2 is right",
+        "7,5",
+        "١",
+        "7/10/10",
+        "",
+    ],
+)
+def test_what_is_not_clearly_a_mark_of_the_scale_is_none(said: str) -> None:
+    assert read_verdict(said, 0, 10) is None
+
+
+def test_marks_belong_to_the_declared_scale() -> None:
+    assert read_verdict("3/5", 1, 5) == 3.0
+    assert read_verdict("3/5 (on a scale of 1-5)", 1, 5) is None
+    assert read_verdict("0", 1, 5) is None
+    assert read_verdict("3/10", 1, 5) is None
+
+
+@pytest.mark.parametrize("text", ["10", "5-5", "10-0", "a-b", "1-5-9", "-1-1", ""])
+def test_a_scale_has_a_lowest_and_a_highest_mark(text: str) -> None:
+    assert parse_judge_scale("1-5") == (1.0, 5.0)
+    with pytest.raises(ConfigurationError, match="--judge-scale: expected the lowest and the highest mark"):
+        parse_judge_scale(text)
+
+
+async def test_the_reward_is_the_marks_share_of_the_scale(tmp_path: Path) -> None:
+    async with judge(tmp_path, lambda n: "3/5", scale="1-5") as (_, reward):
+        assert await reward(PROMPT, SAMPLE) == 0.5
 
 
 async def test_a_busy_judge_is_asked_again(tmp_path: Path) -> None:
-    async with judge(tmp_path, lambda n: 503 if n < 2 else "1") as (requests, reward):
+    async with judge(tmp_path, lambda n: 503 if n < 2 else "10") as (requests, reward):
         assert await reward(PROMPT, SAMPLE) == 1.0
     assert len(requests) == 3
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"), [("no mark", "no mark"), (None, "as the judge's verdict"), ("{}", "chat")]
-)
-async def test_a_judge_without_a_verdict_says_nothing_about_the_sample(tmp_path: Path, answer: Any, words: str) -> None:
-    async with judge(tmp_path, lambda n: answer) as (requests, reward):
-        with pytest.raises(RewardUnavailableError, match=words):
+async def test_a_judge_that_talks_nonsense_is_asked_again(tmp_path: Path) -> None:
+    async with judge(tmp_path, lambda n: ["no mark", CUT, "5"][n]) as (requests, reward):
+        assert await reward(PROMPT, SAMPLE) == 0.5
+    assert len(requests) == 3
+
+
+async def test_a_judge_that_says_nothing_gives_no_verdict(tmp_path: Path) -> None:
+    async with judge(tmp_path, lambda n: None) as (_, reward):
+        with pytest.raises(RewardError, match="found ''"):
             await reward(PROMPT, SAMPLE)
-    assert len(requests) == 1  # whoever wants a verdict asks again
+
+
+async def test_without_a_verdict_in_several_tries_the_error_has_what_was_said(tmp_path: Path) -> None:
+    async with judge(tmp_path, lambda n: "3/5 (on a scale of 1-5)") as (requests, reward):
+        with pytest.raises(RewardError, match=r"from 0 to 10 \(--judge-scale\), found '3/5 \(on a") as caught:
+            await reward(PROMPT, SAMPLE)
+    assert not isinstance(caught.value, RewardUnavailableError)  # it answers, but can't judge this sample
+    assert len(requests) == 3
+
+
+async def test_what_is_no_chat_completion_says_nothing_about_the_sample(tmp_path: Path) -> None:
+    async with judge(tmp_path, lambda n: "{}") as (_, reward):
+        with pytest.raises(RewardUnavailableError, match="expected a chat completion"):
+            await reward(PROMPT, SAMPLE)
 
 
 async def test_what_the_judge_refuses_is_the_samples_own_fault(tmp_path: Path) -> None:
@@ -117,10 +184,10 @@ async def test_a_judge_that_stays_down_is_infrastructure(tmp_path: Path) -> None
 
 
 async def test_flags_choose_the_judge_and_its_template_must_show_a_response(tmp_path: Path) -> None:
-    async with judge(tmp_path, lambda n: "0.25") as (_, reward):
+    async with judge(tmp_path, lambda n: "2.5") as (_, reward):
         url = reward._server.url.removesuffix("/chat/completions")  # type: ignore[union-attr]
         path = tmp_path / "judge.txt"
-        hub = RewardHub(RewardArguments(rm_type="judge:2", judge_url=url, judge_template=path))
+        hub = RewardHub(RewardArguments(rm_type="judge:2", judge_url=url, judge_template=path, judge_scale="0-10"))
         assert await hub(PROMPT, SAMPLE) == 0.5
         await hub.close()
     path.write_text("Is {prompt} right?")
