@@ -60,7 +60,8 @@ def _read_key(table: str, key: str, value: Any, values: dict[str, Any], passed: 
             return
         if isinstance(value, dict):
             raise ValueError(f"there is no such table; tables are {', '.join(argument_groups())}")
-        raise ValueError(explain_unknown(flag, ours).replace("flag --", "key ").replace("mean --", "mean "))
+        explained = explain_unknown(flag, ours).replace("flag --", "key ").replace("mean --", "mean ")
+        raise ValueError(explained.replace(" or --", " or "))
     if table not in ("", specification.group):
         raise ValueError(f"belongs to [{specification.group}]")
     if name in values:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rich.text import Text
 from rich_argparse import RichHelpFormatter
 
 from arguments import Arguments
@@ -120,10 +121,10 @@ class _HelpFormatter(RichHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" not in text:
-            return super()._fill_text(text, width, indent)
-        return "".join(indent + line for line in text.splitlines(keepends=True))
+    def _rich_fill_text(self, text: Text, width: int, indent: Text) -> Text:
+        if "\n" not in text.plain.strip():
+            return super()._rich_fill_text(text, width, indent)
+        return Text("\n").join(indent + line for line in text.split()) + "\n\n"
 
 
 class _Parser(argparse.ArgumentParser):

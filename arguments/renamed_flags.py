@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from difflib import SequenceMatcher, get_close_matches
+
+_CLOSE_NAME = 0.8  # likeness of a misspelt name; unrelated flags of equal length have 0.4 to 0.7
+_CLOSE_WORD = 0.85
+_SUGGESTIONS = 3
 
 RENAMED_FLAGS = {
     "--max-async-level": "it was two things: use --max-weight-staleness (oldest age that is trained) and "
@@ -32,6 +36,7 @@ RENAMED_FLAGS = {
     "--ref-load": "use --ref-hf-checkpoint",
     "--kl-coef": "use --use-kl-loss and --kl-loss-coef",
     "--wandb-key": "set WANDB_API_KEY in the environment",
+    "--learning-rate": "use --lr",
     "--tokenizer-path": "the tokenizer comes with --hf-checkpoint",
 }
 """Flag → what to do instead."""
@@ -53,8 +58,9 @@ OWNED_PASS_THROUGH_FLAGS = {
 """``--sglang-*`` and ``--router-*`` flags that the run itself decides → what to do instead."""
 
 
-def explain_unknown(name: str, valid: Iterable[str]) -> str:
-    """What is wrong with a flag (or key of a file) that does not exist, and the nearest one that does.
+def explain_unknown(name: str, valid: Sequence[str]) -> str:
+    """What is wrong with a flag (or key of a file) that does not exist, and those that are spelt like it or have
+    its words.
 
     >>> explain_unknown("--max-weight-stalenes", ["--max-weight-staleness", "--lr"])
     'unknown flag --max-weight-stalenes; did you mean --max-weight-staleness?'
@@ -62,10 +68,42 @@ def explain_unknown(name: str, valid: Iterable[str]) -> str:
     advice = RENAMED_FLAGS.get(name) or OWNED_PASS_THROUGH_FLAGS.get(name)
     if advice:
         return f"{name} does not exist here: {advice}"
-    normalized = "--" + name.lstrip("-").replace("_", "-").lower()
     is_for_router = name.startswith("--sglang-router-")
-    nearest = difflib.get_close_matches(normalized, list(valid), n=1, cutoff=0.9 if is_for_router else 0.6)
-    if is_for_router and not nearest:
+    words = _words(name)
+    nearest = _likest(words, [*valid, *RENAMED_FLAGS], _is_close)
+    if not nearest and is_for_router:
         return f"unknown flag {name}; arguments of the router are passed as --router-{name[16:]}"
-    hint = f"did you mean {nearest[0]}?" if nearest else "`miles-async train --help` lists the flags"
-    return f"unknown flag {name}; {hint}"
+    if nearest and nearest[0] in RENAMED_FLAGS:
+        return f"unknown flag {name}; {nearest[0]} does not exist here either: {RENAMED_FLAGS[nearest[0]]}"
+    meant = [*nearest[:1], *_likest(words, valid, _are_among)] or _likest(words, valid, _hold_all)
+    meant = list(dict.fromkeys(meant))[:_SUGGESTIONS]
+    if not meant:
+        return f"unknown flag {name}; `miles-async train --help` lists the flags"
+    return f"unknown flag {name}; did you mean {' or '.join(meant)}?"
+
+
+def _words(name: str) -> list[str]:
+    return name.lstrip("-").replace("_", "-").lower().split("-")
+
+
+def _likest(words: Sequence[str], flags: Iterable[str], fits: Callable[..., bool]) -> list[str]:
+    """The flags that fit ``words``, the one that is spelt most like them first."""
+    found = [flag for flag in flags if fits(words, _words(flag))]
+    return sorted(found, key=lambda flag: -_likeness(words, _words(flag)))
+
+
+def _is_close(words: Sequence[str], others: Sequence[str]) -> bool:
+    return _likeness(words, others) >= _CLOSE_NAME
+
+
+def _are_among(words: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether each word is one of the others, or a misspelling of it."""
+    return all(get_close_matches(word, others, n=1, cutoff=_CLOSE_WORD) for word in words)
+
+
+def _hold_all(words: Sequence[str], others: Sequence[str]) -> bool:
+    return _are_among(others, words)
+
+
+def _likeness(words: Sequence[str], others: Sequence[str]) -> float:
+    return SequenceMatcher(None, "-".join(words), "-".join(others)).ratio()

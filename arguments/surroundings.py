@@ -131,7 +131,7 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
 def check_router_port(arguments: Arguments) -> Iterator[str]:
     """The port that was asked for is free on this machine."""
     port = arguments.engines.sglang_router_port
-    if port is None:
+    if port is None or not 1 <= port <= 65535:  # the second is reported with the other ranges
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the run failed; 2 flags or data cannot work, nothing was s
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ Examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process exit code. ``--help`` raises SystemExit(0)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _replace_unprintable()
     try:
         return _dispatch(words)
     except (ConfigurationError, DataError) as error:
@@ -49,6 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _replace_unprintable() -> None:
+    """Print "?" for characters that a terminal of another encoding (LC_ALL=C, a pipe to an old tool) lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _dispatch(words: list[str]) -> int:

@@ -10,16 +10,19 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from miles_async.checkpoints import newest_checkpoint
 from miles_async.commands.parser import CommandParser
+from miles_async.commands.unissued import why_never_issued
 from miles_async.errors import CheckpointError, ConfigurationError, LedgerError
+from miles_async.rollout.checkpoint import STATE_FILE
 from miles_async.run.directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.run.readmission import request_readmission
 from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
-from miles_async.staleness.ledger import Balance
+from miles_async.staleness.ledger import Balance, Ledger
 from miles_async.staleness.ledger_reader import LedgerReader, open_ledger
 from miles_async.staleness.story import tell
 
@@ -53,8 +56,13 @@ def ledger(words: Sequence[str]) -> str:
         return _readmit(parsed.directory, parsed.readmit)
     if parsed.dead_letter:
         return _show_dead_letters(_dead_letters(parsed.directory).values())
+    if not (parsed.directory / LEDGER_FILE).is_file():
+        checkpoint, pool = _checkpoint(parsed.directory)
+        return f"{checkpoint}, when it was written:\n" + _show_balance(Ledger.saved_balance(pool["ledger"]))
     with open_ledger(_ledger_file(parsed.directory)) as reader:
-        return _show_balance(reader)
+        carried = reader.carried()
+        shown = _show_balance(reader.balance(), carried.balance.issued if carried else 0)
+        return shown + _show_lengths(reader)
 
 
 def explain(words: Sequence[str]) -> str:
@@ -70,7 +78,7 @@ def explain(words: Sequence[str]) -> str:
     with open_ledger(_ledger_file(parsed.directory)) as reader:
         records = reader.find(parsed.subject)
         if not records:
-            raise ConfigurationError(f"{parsed.directory}: {_not_found(reader, parsed.subject)}")
+            raise ConfigurationError(f"{parsed.directory}: {_not_found(reader, parsed.subject, parsed.directory)}")
         started_at = reader.started_at()
         stories = [tell(r, started_at=started_at, came_again_as=reader.next_attempt(r)) for r in records]
         return "\n\n".join(stories) + f"\n{_carried_note(reader)}"
@@ -101,28 +109,43 @@ def _save_directory(directory: Path) -> Path:
     return Path(save)
 
 
+def _checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint in ``directory``, and the state of its pool (``Pool.snapshot``)."""
+    try:
+        checkpoint = newest_checkpoint(directory)
+        state = msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=dict[str, dict[str, Any]])
+        return checkpoint, state["pool"]
+    except CheckpointError:
+        raise ConfigurationError(
+            f"expected a run directory ({LEDGER_FILE}) or checkpoints (iter_...), found neither in {directory}"
+        ) from None
+    except (OSError, KeyError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"cannot read the newest checkpoint in {directory}: {error!r}") from error
+
+
 # ---------------------------------------------------------------------------------------------------------- balance
-def _show_balance(reader: LedgerReader) -> str:
-    balance, carried = reader.balance(), reader.carried()
+def _show_balance(balance: Balance, carried: int = 0) -> str:
+    """``carried``: attempts that were issued before --load."""
     summary = balance.summary()
     issued = summary.pop("issued")
     width = max(len(str(issued)), 6)
-    lines = [f"{issued:>{width}}  issued" + (f", {carried.balance.issued} of them before --load" if carried else "")]
+    lines = [f"{issued:>{width}}  issued" + (f", {carried} of them before --load" if carried else "")]
     lines += [f"{count:>{width}}  {name.replace('_', ' ')}" for name, count in summary.items() if count]
     total = sum(summary.values())
     if total != issued:
         raise LedgerError(f"C2: {issued} attempts were issued and {total} are accounted for: {balance}")
     lines.append(f"balanced: issued = {' + '.join(str(count) for count in summary.values() if count) or 0}")
-    return "\n".join([*lines, *_show_reasons(balance, width), *_show_lengths(reader)]) + "\n"
+    return "\n".join([*lines, *_show_reasons(balance, width)]) + "\n"
 
 
-def _show_lengths(reader: LedgerReader) -> list[str]:
+def _show_lengths(reader: LedgerReader) -> str:
     """Whether what was thrown away was longer than what was trained: discarding favours short responses (C5)."""
     lengths = reader.response_lengths()
     if not lengths:
-        return []
+        return ""
     lines = ["", "response lengths (tokens)", "   mean  longest  samples"]
-    return lines + [f"{x.mean:>7.1f}  {x.longest:>7}  {x.samples:>7}  {x.where.replace('_', ' ')}" for x in lengths]
+    lines += [f"{x.mean:>7.1f}  {x.longest:>7}  {x.samples:>7}  {x.where.replace('_', ' ')}" for x in lengths]
+    return "\n".join(lines) + "\n"
 
 
 def _show_reasons(balance: Balance, width: int) -> list[str]:
@@ -142,15 +165,11 @@ def _dead_letters(directory: Path) -> dict[str, DeadLetter]:
     if (directory / LEDGER_FILE).is_file():
         with open_ledger(directory / LEDGER_FILE) as reader:
             return {letter.prompt_id: letter for letter in reader.dead_letters()}
+    checkpoint, pool = _checkpoint(directory)
     try:
-        state = msgspec.json.decode((newest_checkpoint(directory) / "rollout.json").read_bytes())
-        quarantined = msgspec.convert(state["pool"]["book"]["quarantined"], tuple[Retry, ...])
-    except CheckpointError:
-        raise ConfigurationError(
-            f"expected a run directory ({LEDGER_FILE}) or checkpoints (iter_...), found neither in {directory}"
-        ) from None
-    except (OSError, KeyError, msgspec.MsgspecError) as error:
-        raise ConfigurationError(f"cannot read the newest checkpoint in {directory}: {error!r}") from error
+        quarantined = msgspec.convert(pool["book"]["quarantined"], tuple[Retry, ...])
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"cannot read {checkpoint / STATE_FILE}: {error!r}") from error
     return {retry.prompt.prompt_id: dead_letter(retry) for retry in quarantined}
 
 
@@ -176,13 +195,16 @@ def _readmit(directory: Path, wanted: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- stories
-def _not_found(reader: LedgerReader, subject: str) -> str:
+def _not_found(reader: LedgerReader, subject: str, directory: Path) -> str:
     known = reader.attempt_range()
     if known is None:
         return "no attempt has been issued yet"
     message = f"no prompt and no attempt {subject!r} in this ledger (attempts {known[0]} to {known[1]})"
-    nearest = None if subject.isdecimal() else reader.nearest_prompt(subject)
-    return message + (f"; did you mean {nearest}?" if nearest else "") + _carried_note(reader)
+    if subject.isdecimal():
+        return message + _carried_note(reader)
+    why, exists = why_never_issued(directory, subject, reader.prompts_issued())
+    nearest = None if exists else reader.nearest_prompt(subject)
+    return f"{message}; {why}" + (f"; did you mean {nearest}?" if nearest else "") + _carried_note(reader)
 
 
 def _carried_note(reader: LedgerReader) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,14 @@ def open_prompts(arguments: DataArguments) -> RowFile:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A prompt in its file."""
+
+    position: int  # in the order of the first epoch, from 1
+    tokens: int
+
+
 class FilePromptSource:
     """``PromptSource`` over a .jsonl or .parquet file.
 
@@ -70,6 +80,19 @@ class FilePromptSource:
     def skipped_too_long(self) -> int:
         """Times a prompt was skipped for being longer than ``--rollout-max-prompt-len``."""
         return sum(self._skips.values())
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._rows.path
+
+    def find(self, prompt_id: str) -> Place | None:
+        """Where a prompt comes in the first epoch, and how long it is; None if there is no such prompt."""
+        for position, index in enumerate(self._order_of(0), start=1):
+            row = self._row(int(index))
+            if self._prompt_id(row, int(index)) == prompt_id:
+                return Place(position=position, tokens=len(self._encode(row.content)))
+        return None
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
         """The next ``count`` prompts as (epoch, prompt), never fewer.
@@ -152,12 +175,11 @@ class FilePromptSource:
 
     def _prompt(self, index: int) -> Prompt | None:
         """The prompt of one row, or None if it is too long."""
-        location = self._rows.location(index)
-        row = read_row(self._rows.read(index), self._arguments, location)
-        prompt_id = row.row_id if row.row_id is not None else f"{self._rows.path.name}:{self._rows.number(index)}"
+        row = self._row(index)
+        prompt_id = self._prompt_id(row, index)
         token_ids = tuple(self._encode(row.content))
         if not token_ids:
-            raise DataError(f"{location}: the tokenizer makes no tokens of this prompt: {row.text!r}")
+            raise DataError(f"{self._rows.location(index)}: the tokenizer makes no tokens of this prompt: {row.text!r}")
         limit = self._arguments.rollout_max_prompt_len
         if limit is not None and len(token_ids) > limit:
             self._count_skip(prompt_id, len(token_ids), limit)
@@ -170,6 +192,12 @@ class FilePromptSource:
             label=row.label,
             metadata=row.metadata,
         )
+
+    def _row(self, index: int) -> PromptRow:
+        return read_row(self._rows.read(index), self._arguments, self._rows.location(index))
+
+    def _prompt_id(self, row: PromptRow, index: int) -> str:
+        return row.row_id if row.row_id is not None else f"{self._rows.path.name}:{self._rows.number(index)}"
 
     def _count_skip(self, prompt_id: str, length: int, limit: int) -> None:
         first_time = prompt_id not in self._skips

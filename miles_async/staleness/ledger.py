@@ -198,6 +198,19 @@ class Ledger:
             "live": msgspec.to_builtins(self.live()),
         }
 
+    @staticmethod
+    def saved_balance(state: Mapping[str, Any]) -> Balance:
+        """The balance at the moment when ``state`` was taken."""
+        stages = Counter(row.stage for row in msgspec.convert(state["live"], tuple[Row, ...]))
+        return Balance(
+            issued=int(state["issued"]),
+            in_flight=stages[Stage.IN_FLIGHT],
+            buffered=stages[Stage.BUFFERED],
+            cut=stages[Stage.CUT],
+            ended={outcome: int(state["ended"].get(outcome, 0)) for outcome in Outcome},
+            reasons=dict(state["reasons"]),
+        )
+
     def restore(self, state: Mapping[str, Any], *, kept: Collection[int] = ()) -> tuple[Row, ...]:
         """Take over the counters of an earlier process, and as buffered the live attempts that are ``kept``, their
         groups having been saved. The other live ones are cancelled ("restart") and returned: their generations

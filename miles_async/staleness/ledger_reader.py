@@ -110,6 +110,11 @@ class LedgerReader:
         first, last = self._connection.execute("SELECT min(attempt_id), max(attempt_id) FROM attempts").fetchone()
         return None if first is None else (int(first), int(last))
 
+    def prompts_issued(self) -> int:
+        """Distinct prompts with an attempt in this ledger."""
+        (count,) = self._connection.execute("SELECT count(DISTINCT prompt_id) FROM attempts").fetchone()
+        return int(count)
+
     def nearest_prompt(self, prompt_id: str) -> str | None:
         """The prompt whose id looks most like it: one that contains it, or else one that is spelt like it."""
         row = self._connection.execute(

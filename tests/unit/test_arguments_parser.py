@@ -88,6 +88,20 @@ class TestUnknownFlags:
         assert "did you mean --max-weight-staleness?" in refusal("--max_weight_staleness", "2")
         assert "did you mean --no-progress?" in refusal("--no-progres")
 
+    @pytest.mark.parametrize(
+        ("flag", "says"),
+        [
+            ("--lerning-rate", "--learning-rate does not exist here either: use --lr"),
+            ("--batch-size", "did you mean --global-batch-size or --rollout-batch-size?"),
+            ("--temperature", "did you mean --eval-temperature or --rollout-temperature?"),
+            ("--save-dir", "did you mean --save?"),
+            ("--group-size", "`miles-async train --help` lists the flags"),
+            ("--tp", "`miles-async train --help` lists the flags"),
+        ],
+    )
+    def test_only_flags_that_are_close_or_share_the_words_are_suggested(self, flag: str, says: str):
+        assert refusal(flag, "1") == f"unknown flag {flag}; {says}"
+
     def test_abbreviation_is_not_accepted(self):
         assert "unknown flag --rollout-batch" in refusal("--rollout-batch", "4")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from arguments.parser import EPILOG
 from miles_async import __version__
 from miles_async.cli import main
 from miles_async.errors import ConfigurationError, TrainerError
@@ -159,6 +161,27 @@ def test_help_and_errors_load_nothing_heavy(words: list[str]):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert "LOADED []" in done.stdout
+
+
+def test_a_port_beyond_the_last_one_is_refused_with_the_range(flags: list[str], runs: list[Any], capsys: Any):
+    assert main([*flags, "--sglang-router-port", "80000"]) == 2
+    assert capsys.readouterr().err == "error: --sglang-router-port: expected at most 65535, found 80000\n"
+
+
+def test_a_terminal_without_the_characters_gets_question_marks():
+    code = "import sys; from miles_async.cli import main; sys.exit(main(['train', '--help']))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, timeout=30, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"--kl-loss-coef ? KL" in done.stdout
+
+
+def test_examples_in_the_help_keep_their_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if line.startswith("  miles-async train")] == EPILOG.splitlines()[1:]
 
 
 def test_python_m_works():

@@ -132,7 +132,8 @@ async def test_dead_letters_have_every_attempts_reason(run_dir: Path, capsys: An
         (("explain", "run"), "the following arguments are required: PROMPT_OR_GROUP; see miles-async explain --help"),
         (("ledger", "run", "--readmit", "train.jsonl:66"), "is not quarantined; did you mean train.jsonl:6?"),
         (("ledger", "run", "--readmit", "train.jsonl:6"), "name the directory of --save instead"),
-        (("ledger", "empty"), "expected a run directory with a ledger.sqlite"),
+        (("ledger", "empty"), "expected a run directory (ledger.sqlite) or checkpoints (iter_...)"),
+        (("explain", "empty", "train.jsonl:5"), "expected a run directory with a ledger.sqlite"),
         (("ledger", "empty", "--dead-letter"), "expected a run directory (ledger.sqlite) or checkpoints (iter_...)"),
     ],
 )
@@ -142,6 +143,41 @@ async def test_what_is_not_there_is_named_with_the_nearest(
     (run_dir.parent / "empty").mkdir()
     monkeypatch.chdir(run_dir.parent)
     assert says in refused(capsys, *words)
+
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("train.jsonl:8", "it was filtered by length: it has 27 tokens, and --rollout-max-prompt-len is 20\n"),
+        (
+            "train.jsonl:9",
+            "it was not reached: it is number 9 of 9 in the first epoch, and 3 prompts have been issued\n",
+        ),
+        ("train.jsonl:10", "it never existed: {data} has no such prompt; did you mean train.jsonl:"),
+    ],
+)
+async def test_explain_says_why_a_prompt_was_never_issued(run_dir: Path, prompt: str, says: str, capsys: Any) -> None:
+    data = run_dir.parent / "train.jsonl"
+    texts = ["rev 12"] * 7 + ["rev " + "1" * 20, "rev 12"]
+    data.write_text("".join(f'{{"prompt": "{text}", "label": ""}}\n' for text in texts))
+    (run_dir / "config.toml").write_text(
+        f'[model]\nhf-checkpoint = "{MODEL}"\n[data]\nprompt-data = "{data}"\nrollout-max-prompt-len = 20\n'
+        "rollout-shuffle = false\n"
+    )
+    assert says.format(data=data) in refused(capsys, "explain", run_dir, prompt)
+
+
+async def test_ledger_shows_the_balance_of_a_checkpoint(tmp_path: Path, capsys: Any) -> None:
+    story = Story(tmp_path / "run")
+    await story.tell()
+    await save_checkpoint(story, tmp_path / "save", 1)
+    out = printed(capsys, "ledger", tmp_path / "save")
+    assert f"\n{tmp_path / 'save' / 'iter_0000001'}, when it was written:\n     5  issued\n" in out
+    assert "     1  in flight\nbalanced: issued = 1 + 1 + 1 + 1 + 1\n" in out
+    assert "     1  stale recycled: age 3\n" in out
 
 
 # ---------------------------------------------------------------------------------------------------- readmission

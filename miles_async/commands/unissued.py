@@ -1,0 +1,41 @@
+"""Why a prompt has no attempt in the ledger of a run: not reached yet, filtered by its length, or not in the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from arguments.config_file import read_config_file
+from arguments.data import DataArguments
+from miles_async.errors import ConfigurationError, DataError
+from miles_async.prompts.source import FilePromptSource
+from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.run.directory import CONFIG_FILE
+
+
+def why_never_issued(run_dir: Path, prompt_id: str, issued: int) -> tuple[str, bool]:
+    """(One clause about a prompt that the ledger of ``run_dir`` lacks, whether there is such a prompt).
+
+    The data and the tokenizer are read from where the run's configuration says, relative paths from here. ``issued``:
+    prompts in the ledger.
+    """
+    try:
+        source, limit = _source(run_dir)
+    except (ConfigurationError, DataError) as error:
+        return f"whether it exists cannot be told: {error}", False
+    place = source.find(prompt_id)
+    if place is None:
+        return f"it never existed: {source.path} has no such prompt", False
+    if limit is not None and place.tokens > limit:
+        return f"it was filtered by length: it has {place.tokens} tokens, and --rollout-max-prompt-len is {limit}", True
+    where = f"number {place.position} of {len(source)} in the first epoch"
+    return f"it was not reached: it is {where}, and {issued} prompts have been issued", True
+
+
+def _source(run_dir: Path) -> tuple[FilePromptSource, int | None]:
+    values, _ = read_config_file(run_dir / CONFIG_FILE)
+    data = DataArguments(**{f.name: values[f.name] for f in dataclasses.fields(DataArguments) if f.name in values})
+    if (model := values.get("hf_checkpoint")) is None:
+        raise ConfigurationError(f"{run_dir / CONFIG_FILE} names no --hf-checkpoint")
+    template = ChatTemplate(load_tokenizer(model), data.apply_chat_template)
+    return FilePromptSource(data, template.encode), data.rollout_max_prompt_len
