@@ -5,21 +5,21 @@ Each check yields one line per problem, naming the flag and what was found.
 
 from __future__ import annotations
 
-import json
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from arguments import Arguments
 from arguments.evaluation import parse_data_sets
+from arguments.model_files import directory_problems, read_config
 from miles_async.errors import ConfigurationError
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
 
 
 def check_model(arguments: Arguments) -> Iterator[str]:
-    """The model directories hold what will be read from them."""
+    """The model directories hold whole models."""
     if arguments.model.hf_checkpoint is None:
         yield "--hf-checkpoint is required: a Hugging Face directory with the initial weights"
     models = {
@@ -27,36 +27,14 @@ def check_model(arguments: Arguments) -> Iterator[str]:
         "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
     }
     for flag, path in models.items():
-        problem = path and _model_directory_problem(path, flag)
-        if problem:
-            yield problem
-
-
-def _model_directory_problem(path: Path, flag: str) -> str | None:
-    if not path.exists():
-        return f"{flag} {path}: there is no such directory (nothing is downloaded: `hf download` it first)"
-    if not path.is_dir():
-        return f"{flag} {path}: expected a Hugging Face model directory, found a file"
-    if not (path / "config.json").is_file():
-        return f"{flag} {path}: the directory has no config.json, so it is not a Hugging Face model directory"
-    if not any(path.glob("*.safetensors")):
-        return f"{flag} {path}: the directory has no weights (*.safetensors)"
-    return None if _model_config(path) else f"{flag} {path}: config.json is not a JSON object"
-
-
-def _model_config(path: Path) -> dict[str, Any]:
-    """What config.json holds; empty if it cannot be read."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+        if path is not None:
+            yield from directory_problems(path, flag)
 
 
 def check_model_fits(arguments: Arguments) -> Iterator[str]:
     """The model divides by the parallel sizes, and has positions for prompt and response."""
     model, path = arguments.model, arguments.model.hf_checkpoint
-    config = _model_config(path) if path else {}
+    config = read_config(path) if path else {}
     sizes = {
         "--tensor-model-parallel-size": (model.tensor_model_parallel_size, "num_attention_heads"),
         "--pipeline-model-parallel-size": (model.pipeline_model_parallel_size, "num_hidden_layers"),
@@ -118,14 +96,37 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
     run_dir = arguments.observability.run_dir.absolute()
     if checkpoint.load is not None and checkpoint.load.absolute().is_relative_to(run_dir):
         yield f"--load {checkpoint.load} is inside --run-dir {run_dir}, which starts empty: choose another --run-dir"
+    if checkpoint.save is not None and checkpoint.save.absolute().is_relative_to(run_dir):
+        yield (
+            f"--save {checkpoint.save} is inside --run-dir {run_dir}, which the next run moves aside: choose a "
+            "directory outside of it"
+        )
+    model = arguments.model.hf_checkpoint
+    if checkpoint.save_hf is not None and model is not None and checkpoint.save_hf.resolve() == model.resolve():
+        yield f"--save-hf {checkpoint.save_hf} is --hf-checkpoint, which it would overwrite: choose another directory"
     outputs = {
         "--run-dir": arguments.observability.run_dir,
         "--save": checkpoint.save,
         "--save-hf": checkpoint.save_hf,
+        "--weight-staging-dir": arguments.weights.weight_staging_dir,
     }
     for flag, path in outputs.items():
-        if path is not None and path.exists() and not path.is_dir():
-            yield f"{flag} {path}: expected a directory, found a file"
+        problem = path and _output_problem(path)
+        if problem:
+            yield f"{flag} {path}: {problem}"
+
+
+def _output_problem(path: Path) -> str | None:
+    """Why nothing can be written below ``path``. Tried, since permission bits don't tell (root, /proc, full disks)."""
+    if path.exists() and not path.is_dir():
+        return "expected a directory, found a file"
+    nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(b"0")
+    except OSError as error:
+        return f"{nearest} cannot be written to ({error.strerror}): choose another directory"
+    return None
 
 
 def check_router_port(arguments: Arguments) -> Iterator[str]:

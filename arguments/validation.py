@@ -36,8 +36,13 @@ def validate(arguments: Arguments) -> None:
 
 
 def check_ranks(arguments: Arguments) -> Iterator[str]:
-    """Ranks divide into model replicas, GPUs into engines."""
+    """Ranks divide into model replicas, GPUs into engines; several nodes are those of a cluster."""
     model, cluster = arguments.model, arguments.cluster
+    if cluster.actor_num_nodes > 1 and cluster.ray_address is None:
+        yield (
+            f"--actor-num-nodes {cluster.actor_num_nodes} without --ray-address: Ray would be started on this machine "
+            "alone; start a Ray cluster and name it, or train on one node"
+        )
     replica = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
     if cluster.trainer_world_size % replica:
         yield (
@@ -89,6 +94,12 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is larger than --lr {optimizer.lr}"
+    steps = rollout.num_rollout * (samples // batch)
+    if optimizer.lr_warmup_iters >= steps > 0:
+        yield (
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not less than the run's {steps} optimizer steps, so "
+            "that --lr would never be reached: lower it, or raise --num-rollout"
+        )
 
 
 def check_algorithm(arguments: Arguments) -> Iterator[str]:

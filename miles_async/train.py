@@ -40,6 +40,7 @@ from miles_async.protocols import EngineFleet, RolloutSide, Tracker
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.run.cluster import ray_cluster, worker_environment
 from miles_async.run.control import ControlServer
+from miles_async.run.device import choose_device
 from miles_async.run.directory import CONFIG_FILE, LEDGER_FILE, prepare_run_directory
 from miles_async.run.owned_directory import sweep
 from miles_async.run.process import note_run_process
@@ -47,7 +48,7 @@ from miles_async.run.stall_report import waiting_tasks
 from miles_async.staleness.ledger_reader import open_ledger
 from miles_async.trainer.group import TrainerGroup
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.choice import check_device, choose_transport
+from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import default_tolerance
 
@@ -89,8 +90,7 @@ class Run:
     def __init__(self, arguments: Arguments, run_dir: Path) -> None:
         self._arguments = arguments
         self._run_dir = run_dir
-        self._device = _device(arguments.cluster.device)
-        check_device(arguments.weights, self._device)
+        self._device = choose_device(arguments.cluster.device)
         self._summary = RunSummary()
         self._started = time.monotonic()
         self._stats: dict[str, Any] = {}  # of the rollout side, as last heard
@@ -244,14 +244,6 @@ async def _last_stats(manager: RolloutSide) -> dict[str, Any]:
     except Exception as error:  # supervision point: the run is ending, and its first error must surface
         log.debug("no last word from the rollout side", error=repr(error))
         return {}
-
-
-def _device(choice: str) -> str:
-    if choice != "auto":
-        return choice
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _cancel_on_sigterm() -> None:

@@ -1,18 +1,17 @@
-"""``miles-async train``: flags, prompts and hooks are checked before anything starts."""
+"""``miles-async train``: flags, model, prompts and hooks are checked before anything starts."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from arguments import Arguments
 from arguments.config_file import to_toml
-from arguments.evaluation import parse_data_sets
 from arguments.parser import parse_arguments
 from arguments.server_groups import ServerGroup, server_groups
 from arguments.validation import validate
+from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer
 
 
 def train(words: Sequence[str], show: Callable[[str], None]) -> int:
@@ -24,39 +23,16 @@ def train(words: Sequence[str], show: Callable[[str], None]) -> int:
     validate(parsed.arguments)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
+    check_surroundings(parsed.arguments)
     check_hooks(parsed.arguments)
     prompts = check_prompts(parsed.arguments)
     if parsed.dry_run:
+        check_tokenizer(parsed.arguments)
         show(summarize(parsed.arguments, prompts) + "\n")
         return 0
     from miles_async.train import run  # here, since it brings torch and Ray with it
 
     return run(parsed.arguments)
-
-
-def check_prompts(arguments: Arguments) -> dict[str, int]:
-    """Check every row; path → number of prompts. Raises DataError naming file and line."""
-    from miles_async.prompts.source import open_prompts
-
-    held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
-    paths = (arguments.data.prompt_data, *held_out.values())
-    return {str(path): len(open_prompts(replace(arguments.data, prompt_data=path))) for path in paths if path}
-
-
-def check_hooks(arguments: Arguments) -> None:
-    """Import what ``module:attr`` flags name and check it against its protocol. Raises ConfigurationError.
-
-    The processes that call the hooks load them again; here a mistake costs no start-up.
-    """
-    from miles_async.hooks import load_object
-    from miles_async.parts import episode
-    from miles_async.protocols import Generate
-    from miles_async.rollout.filter_hub import resolve_group_filter
-
-    episode.check_hooks(arguments)
-    resolve_group_filter(arguments.rewards)
-    if arguments.rollout.custom_generate_function_path:
-        load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
 
 
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
@@ -82,7 +58,7 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
         "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
         "run directory": arguments.observability.run_dir,
     }
-    return "Dry run: flags, model directory, prompts and hooks are in order. Nothing was started.\n" + "\n".join(
+    return "Dry run: flags, model, tokenizer, prompts and hooks are in order. Nothing was started.\n" + "\n".join(
         f"  {name:<14} {value}" for name, value in lines.items()
     )
 

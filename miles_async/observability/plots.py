@@ -26,6 +26,7 @@ def plot_run(run_dir: Path, output: Path | None = None) -> Path:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and no display is needed
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     rows = read_metrics(run_dir / FILE_NAME)
     if not any("reward/mean" in row for row in rows):
@@ -36,6 +37,7 @@ def plot_run(run_dir: Path, output: Path | None = None) -> Path:
     draw_reward(upper, rows)
     draw_ages(lower, rows)
     lower.set_xlabel("step")
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
     output = output or run_dir / "reward.png"

@@ -23,6 +23,9 @@ from miles_async.types import Int64, Prompt
 
 logger = logging.getLogger(__name__)
 
+FIRST_SKIPS = 5  # skipped prompts that are told one by one; after that only how many they have become
+POWERS_OF_TEN = frozenset(10**exponent for exponent in range(1, 12))
+
 Encode = Callable[[Content], Sequence[int]]
 """A text or messages → token ids; usually ``ChatTemplate.encode``."""
 
@@ -202,10 +205,11 @@ class FilePromptSource:
     def _count_skip(self, prompt_id: str, length: int, limit: int) -> None:
         first_time = prompt_id not in self._skips
         self._skips[prompt_id] = self._skips.get(prompt_id, 0) + 1
-        if first_time:
+        count = len(self._skips)
+        if first_time and (count <= FIRST_SKIPS or count in POWERS_OF_TEN):
             logger.warning(
                 "prompt %s skipped: %d tokens, --rollout-max-prompt-len is %d (%d prompts skipped so far)",
-                prompt_id, length, limit, len(self._skips),
+                prompt_id, length, limit, count,
             )  # fmt: skip
 
 

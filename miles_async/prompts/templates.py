@@ -24,9 +24,12 @@ def load_tokenizer(path: Path) -> Any:
     if not path.is_dir():
         raise ConfigurationError(f"--hf-checkpoint {path}: there is no such directory")
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: {error}") from error
+    if tokenizer.vocab_size <= 1:  # by config.json transformers makes one without a vocabulary
+        raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: expected tokenizer.json")
+    return tokenizer
 
 
 class ChatTemplate:

@@ -106,6 +106,7 @@ class Staging:
             index = self._options.sender + position * self._options.senders
             path = partial / bucket_file(index)
             save_file(bucket, path)
+            path.chmod(0o644)  # safetensors lets nobody else read it, and engines may run under another user
             buckets[index] = tuple(self._describe(name, bucket[name]) for name in _file_order(path))
             total_bytes += sum(tensor.nbytes for tensor in bucket.values())
             if delta is not None:

@@ -131,6 +131,7 @@ def test_hf_export_holds_the_trained_weights_and_the_source_s_own_files(seen: di
         assert (exported / name).read_text() == text
     configs = [json.loads((directory / "config.json").read_text()) for directory in (model, exported)]
     assert configs[1] == configs[0] | {"dtype": "float32"}
+    assert {file.stat().st_mode & 0o777 for file in exported.glob("*.safetensors")} == {0o644}  # others may read it
 
 
 def test_export_and_staging_stay_within_two_buckets_of_host_memory(seen: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 from arguments import Arguments
 from arguments.parser import assemble
@@ -26,7 +27,7 @@ def valid(tmp_path: Path) -> dict[str, Any]:
     (model / "config.json").write_text(
         '{"num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 2048}'
     )
-    (model / "model.safetensors").touch()
+    save_file({}, model / "model.safetensors")
     prompts = tmp_path / "train.jsonl"
     prompts.write_text('{"prompt": "rev 12", "label": "21"}\n')
     return {
@@ -315,7 +316,7 @@ def test_model_directory_without_its_files(valid: dict[str, Any]):
     (model / "model.safetensors").unlink()
     assert "no weights (*.safetensors)" in refusal(valid)
     (model / "config.json").write_text("{")
-    (model / "model.safetensors").touch()
+    save_file({}, model / "model.safetensors")
     assert "config.json is not a JSON object" in refusal(valid)
     (model / "config.json").unlink()
     assert "has no config.json" in refusal(valid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -16,19 +17,20 @@ from arguments.parser import EPILOG
 from miles_async import __version__
 from miles_async.cli import main
 from miles_async.errors import ConfigurationError, TrainerError
+from miles_async.prompts.templates import load_tokenizer
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
 
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"num_attention_heads": 4}')
-    (model / "model.safetensors").touch()
+    model = shutil.copytree(MODEL, tmp_path / "model")
     prompts = tmp_path / "train.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"rev {i}", "label": f"{i}"}) + "\n" for i in range(9)))
     return [
         "train", "--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--rm-type", "exact_match",
-        "--max-weight-staleness", "2", "--use-rollout-logprobs",
+        "--max-weight-staleness", "2", "--use-rollout-logprobs", "--rollout-max-response-len", "32", "--device", "cpu",
+        "--run-dir", str(tmp_path / "runs" / "latest"),
     ]  # fmt: skip
 
 
@@ -71,13 +73,13 @@ def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Any], ca
     assert "Nothing was started" in printed
     assert "(9)" in printed
     assert "age at most 2, 3 batch(es) admitted ahead" in printed
-    assert "1 ranks on auto: DP 1\n" in printed
+    assert "1 ranks on cpu: DP 1\n" in printed
     assert not runs
 
 
 def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
     assert main([*flags, "--dry-run", "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]) == 0
-    assert "4 ranks on auto: DP 2, TP 2\n" in capsys.readouterr().out
+    assert "4 ranks on cpu: DP 2, TP 2\n" in capsys.readouterr().out
 
 
 def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Path, capsys: Any):
@@ -147,6 +149,74 @@ def test_exit_code_tells_how_a_run_ended(
     monkeypatch.setattr(sys.modules["miles_async.train"], "run", run)
     assert main(flags) == exit_code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--rollout-max-prompt-len", "3"], "all 9 prompts have more than 3 tokens"),
+        (["--sglang-mem-fraction-statik", "0.3"], "did you mean --sglang-mem-fraction-static?"),
+        (["--router-polizy", "random"], "did you mean --router-policy?"),
+        (["--weight-transport", "ipc"], "--weight-transport ipc shares the memory of a GPU"),
+        (["--run-dir", "/proc/run"], "--run-dir /proc/run: /proc cannot be written to"),
+        (["--actor-num-nodes", "2"], "--actor-num-nodes 2 without --ray-address"),
+        (["--lr-warmup-iters", "5000"], "--lr-warmup-iters 5000 is not less than the run's"),
+        (
+            ["--tensor-model-parallel-size", "4", "--actor-num-gpus-per-node", "4"],
+            "does not divide num_key_value_heads 2",
+        ),
+        (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_refuses_what_would_fail_later(
+    flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+):
+    assert main([*flags, *extra, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+    if "prompts" not in message:  # what takes seconds to know is checked by the rollout process, before engines
+        assert main([*flags, *extra]) == 2
+    assert not runs
+
+
+def change_config(flags: list[str], **changes: Any) -> Path:
+    model = Path(flags[flags.index("--hf-checkpoint") + 1])
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    return model
+
+
+def test_a_dry_run_refuses_a_model_that_cannot_be_trained(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    change_config(flags, model_type="mamba")
+    assert main([*flags, "--dry-run"]) == 2
+    assert "model_type 'mamba' is not among those" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_weights_that_are_not_those_of_the_config(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+):
+    change_config(flags, vocab_size=65)
+    assert main([*flags, "--dry-run"]) == 2
+    assert "model.embed_tokens.weight is [64, 128], and by config.json [65, 128]" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_a_model_without_tokenizer_or_template(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    model = change_config(flags)
+    (model / "chat_template.jinja").unlink()
+    assert main([*flags, "--dry-run"]) == 2
+    assert "has no chat template; use --no-apply-chat-template" in capsys.readouterr().err
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    load_tokenizer.cache_clear()
+    assert main([*flags, "--dry-run"]) == 2
+    assert "no usable tokenizer there" in capsys.readouterr().err
+
+
+def test_outputs_never_overwrite_inputs(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*flags, "--dry-run", "--save-hf", str(tmp_path / "runs" / ".." / "model")]) == 2
+    assert "model is --hf-checkpoint, which it would overwrite" in capsys.readouterr().err
+    assert main([*flags, "--dry-run", "--save", str(tmp_path / "runs" / "latest" / "checkpoints")]) == 2
+    assert "checkpoints is inside --run-dir" in capsys.readouterr().err
 
 
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "pyarrow", "aiohttp")

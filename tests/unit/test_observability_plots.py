@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from miles_async.observability.metrics_file import MetricsFile, read_metrics
 from miles_async.observability.plots import moving_average, plot_run
@@ -47,6 +48,17 @@ def test_a_recorded_run_can_be_plotted_and_summarised(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert rows[2]["age/count/1"] == 2
+
+
+def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of three steps has no step 0.5."""
+    record_run(tmp_path)
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot_run(tmp_path)
+    ticks = drawn[0].axes[1].get_xticks()
+    assert len(ticks) > 1
+    assert all(tick == round(tick) for tick in ticks)
 
 
 def test_a_run_without_age_histograms_is_plotted_too(tmp_path: Path) -> None:

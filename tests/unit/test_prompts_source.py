@@ -207,6 +207,14 @@ class TestTooLongPrompts:
         assert len(caplog.records) == 2
         assert "9 tokens, --rollout-max-prompt-len is 5" in caplog.text
 
+    def test_a_file_of_long_prompts_does_not_flood_the_log(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+        rows = [{"prompt": "x" * 9, "label": "1"} for _ in range(150)]
+        source = source_of(write_jsonl(tmp_path / "t.jsonl", rows), rollout_max_prompt_len=5)
+        with caplog.at_level(logging.WARNING), pytest.raises(DataError):
+            source.take(1)
+        counts = [int(record.getMessage().split("(")[1].split()[0]) for record in caplog.records]
+        assert counts == [1, 2, 3, 4, 5, 10, 100]
+
     def test_a_prompt_of_exactly_the_limit_is_taken(self, tmp_path: Path):
         source = source_of(self.path(tmp_path), rollout_max_prompt_len=9)
         assert len(list(source.all_prompts())) == 5

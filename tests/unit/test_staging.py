@@ -63,6 +63,11 @@ def test_files_hold_what_was_exported(staging: Staging) -> None:
     assert msgspec.json.decode(manifest, type=StagedWeights) == staged
 
 
+def test_engines_of_another_user_can_read_the_files(staging: Staging) -> None:
+    staged = staging.stage(0, iter(tensors()))
+    assert {path.stat().st_mode & 0o777 for path in Path(staged.directory).glob("*.safetensors")} == {0o644}
+
+
 def test_a_bucket_is_its_tensors_one_after_another(staging: Staging) -> None:
     """Aligned, since wide dtypes come first: an engine takes views of one buffer."""
     staged = staging.stage(0, tensors())

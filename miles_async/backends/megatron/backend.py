@@ -159,9 +159,12 @@ class MegatronBackend:
                 config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
                 (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             self._model.bridge.save_hf_weights(self._model.modules, str(directory), show_progress=False)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                for file in directory.glob("*.safetensors"):
+                    file.chmod(0o644)  # safetensors lets nobody else read it
         except OSError as error:
             raise CheckpointError(f"cannot export to {directory}: {error}") from error
-        dist.barrier()
 
     def close(self) -> None:
         """Give up the process groups, so that this process can build another backend. Collective."""

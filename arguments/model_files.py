@@ -1,0 +1,142 @@
+"""The files of a Hugging Face model directory, judged by their headers: nothing is loaded.
+
+A shard that was cut off, one that the index names and nobody downloaded, weights of another model than config.json
+describes: each would otherwise fail minutes later, in every process that loads the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Shape = tuple[int, ...]
+
+_LENGTH_BYTES = 8  # a safetensors file: length of the header (little-endian), the header (JSON), the data
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+_INDEX = "model.safetensors.index.json"
+
+
+def directory_problems(path: Path, flag: str) -> Iterator[str]:
+    """Why ``path``, given with ``flag``, is not the directory of a whole model; one line per problem."""
+    where = f"{flag} {path}"
+    if not path.exists():
+        yield f"{where}: there is no such directory (nothing is downloaded: `hf download` it first)"
+    elif not path.is_dir():
+        yield f"{where}: expected a Hugging Face model directory, found a file"
+    elif not (path / "config.json").is_file():
+        yield f"{where}: the directory has no config.json, so it is not a Hugging Face model directory"
+    elif not (config := read_config(path)):
+        yield f"{where}: config.json is not a JSON object"
+    elif not any(path.glob("*.safetensors")):
+        yield f"{where}: the directory has no weights (*.safetensors)"
+    else:
+        yield from (f"{where}: {problem}" for problem in _weight_problems(path, config))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Content of config.json in ``path``; empty if it cannot be read."""
+    return _read_object(path / "config.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _weight_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    index = _read_object(path / _INDEX).get("weight_map", {})
+    missing = sorted({str(name) for name in index.values() if not (path / str(name)).is_file()})
+    if missing:
+        yield f"{_INDEX} names {len(missing)} file(s) that are not there: {_first(missing)}; download them again"
+    shapes: dict[str, Shape] = {}
+    damaged = False
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            shapes |= read_shapes(file)
+        except (OSError, ValueError) as error:
+            damaged = True
+            yield f"{file.name}: {error}; download it again"
+    if not missing and not damaged and "quantization_config" not in config:  # which packs tensors as it likes
+        yield from _shape_problems(shapes, config)
+
+
+def read_shapes(file: Path) -> dict[str, Shape]:
+    """Name → shape of the tensors in a safetensors file. Raises ValueError if the file is not whole."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if not 0 < length <= min(_LONGEST_HEADER, size - _LENGTH_BYTES):
+            raise ValueError(f"expected a safetensors file, found {size} bytes without its header")
+        try:
+            header = json.loads(stream.read(length))
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"expected the header of a safetensors file: {error!r}") from None
+    if (expected := _LENGTH_BYTES + length + end) != size:
+        raise ValueError(f"expected {expected} bytes, found {size}: the file was cut off or overwritten")
+    return shapes
+
+
+def _shape_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
+    """Tensors whose shapes config.json tells, under the names that the supported families share."""
+    layers = config.get("num_hidden_layers")
+    found = {int(part) for name in shapes if (part := _layer(name)) is not None}
+    extra = config.get("num_nextn_predict_layers") or 0  # stored as further layers, for multi-token prediction
+    if isinstance(layers, int) and found and max(found) + 1 not in (layers, layers + extra):
+        yield f"the weights have {max(found) + 1} layers, config.json says num_hidden_layers {layers}"
+    expected = _expected_shapes(config)
+    wrong = [
+        f"{name} is {list(shape)}, and by config.json {list(expected[kind])}"
+        for name, shape in shapes.items()
+        if (kind := _kind(name)) in expected and shape != expected[kind]
+    ]
+    if wrong:
+        yield f"{len(wrong)} tensor(s) are not those of config.json: {_first(wrong)}"
+    if "model.embed_tokens.weight" not in shapes and found:
+        yield "the weights have no model.embed_tokens.weight"
+
+
+def _expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Kind of tensor → shape, as far as config.json says."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    head = config.get("head_dim") or (hidden // heads if heads and hidden else None)
+    kv_heads = config.get("num_key_value_heads") or heads
+    vocabulary, intermediate = config.get("vocab_size"), config.get("intermediate_size")
+    kinds: dict[str, tuple[Any, ...]] = {
+        "embed_tokens": (vocabulary, hidden),
+        "lm_head": (vocabulary, hidden),
+        "norm": (hidden,),
+        "input_layernorm": (hidden,),
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }
+    if heads and head and "kv_lora_rank" not in config:  # latent attention has other projections
+        kinds |= {
+            "q_proj": (heads * head, hidden),
+            "k_proj": (kv_heads * head, hidden),
+            "v_proj": (kv_heads * head, hidden),
+            "o_proj": (hidden, heads * head),
+        }
+    return {kind: shape for kind, shape in kinds.items() if all(isinstance(length, int) for length in shape)}
+
+
+def _kind(name: str) -> str:
+    """Last part of a weight's name; empty for experts, whose sizes have other names, and for what is no weight."""
+    return "" if "expert" in name or not name.endswith(".weight") else name.split(".")[-2]
+
+
+def _layer(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["model", "layers"] and parts[2].isdigit() else None
+
+
+def _first(items: list[str]) -> str:
+    return items[0] + (f" (and {len(items) - 1} more)" if len(items) > 1 else "")

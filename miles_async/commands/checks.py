@@ -1,0 +1,123 @@
+"""What can be known before a run starts, beyond its flags: model, tokenizer, prompts, hooks, other programs' flags.
+
+``miles-async train`` checks all of it first, and ``--dry-run`` stops there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from arguments import Arguments
+from arguments.data import DataArguments
+from arguments.evaluation import parse_data_sets
+from arguments.problems import refuse
+from arguments.server_groups import server_groups
+from miles_async.errors import ConfigurationError
+
+
+def check_surroundings(arguments: Arguments) -> None:
+    """Raises ConfigurationError listing every problem with the model and with flags for SGLang, smg and the GPUs."""
+    refuse([*model_problems(arguments), *passed_on_problems(arguments), *device_problems(arguments)])
+
+
+def model_problems(arguments: Arguments) -> Iterator[str]:
+    """Why the model cannot be trained, or not split as asked; for the backend that comes with the project."""
+    from miles_async.backends.megatron.hf_config import check_layout, check_model, read_config
+
+    model, reference = arguments.model, arguments.algorithm.ref_hf_checkpoint
+    if model.train_backend != "megatron" or model.hf_checkpoint is None:
+        return
+    try:
+        config = read_config(model.hf_checkpoint)
+        check_model(config, model.hf_checkpoint)
+        check_layout(config, model, arguments.cluster.trainer_world_size)
+        if reference is not None:
+            check_model(read_config(reference), reference)
+    except ConfigurationError as error:
+        yield str(error)
+
+
+def passed_on_problems(arguments: Arguments) -> Iterator[str]:
+    """Flags that SGLang or smg does not know, by its installed version."""
+    from miles_async.engines.known_flags import sglang_flags, smg_flags, unknown_flags
+
+    engines = arguments.engines
+    groups = [group for group in server_groups(arguments) if group.sglang]
+    if engines.sglang_extra or groups:
+        known = sglang_flags()
+        yield from unknown_flags(engines.sglang_extra, known, "--sglang-")
+        for group in groups:
+            where = f"--server-groups {engines.server_groups}: [groups.{group.name}.sglang] "
+            yield from unknown_flags(group.sglang_extra, known, where)
+    if engines.router_extra:
+        yield from unknown_flags(engines.router_extra, smg_flags(), "--router-")
+
+
+def device_problems(arguments: Arguments) -> Iterator[str]:
+    """More GPUs than this machine has, where Ray is started on it; a transport that needs a GPU."""
+    from miles_async.run.device import choose_device, count_gpus
+    from miles_async.weights.transports.choice import check_device
+
+    cluster = arguments.cluster
+    device = choose_device(cluster.device)
+    try:
+        check_device(arguments.weights, device)
+    except ConfigurationError as error:
+        yield str(error)
+    if device == "cpu" or cluster.ray_address is not None:
+        return
+    owned = [group for group in server_groups(arguments) if not group.external]
+    generating = sum(group.engines * group.gpus_per_engine for group in owned)
+    needed, there = cluster.trainer_world_size + generating, count_gpus()
+    if needed > there:
+        yield (
+            f"{needed} GPUs are asked for and this machine has {there}: {cluster.trainer_world_size} to train "
+            f"(--actor-num-gpus-per-node), {generating} to generate (--rollout-num-gpus or --server-groups); ask for "
+            "fewer, or join a cluster with --ray-address"
+        )
+
+
+def check_prompts(arguments: Arguments) -> dict[str, int]:
+    """Check every row; path → number of prompts. Raises DataError naming file and line."""
+    from miles_async.prompts.source import open_prompts
+
+    return {str(data.prompt_data): len(open_prompts(data)) for data in _prompt_files(arguments)}
+
+
+def check_tokenizer(arguments: Arguments) -> None:
+    """Tokenize each prompt file until a prompt is short enough. Raises ConfigurationError or DataError.
+
+    For the dry run: in a run the rollout process does this before it starts an engine, and importing transformers
+    takes seconds.
+    """
+    from miles_async.prompts.source import FilePromptSource
+    from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+
+    assert arguments.model.hf_checkpoint is not None
+    template = ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
+    for data in _prompt_files(arguments):
+        next(FilePromptSource(data, template.encode).all_prompts())
+
+
+def check_hooks(arguments: Arguments) -> None:
+    """Import what ``module:attr`` flags name and check it against its protocol. Raises ConfigurationError.
+
+    The processes that call the hooks load them again; here a mistake costs no start-up.
+    """
+    from miles_async.hooks import load_object
+    from miles_async.parts import episode
+    from miles_async.protocols import Generate
+    from miles_async.rollout.filter_hub import resolve_group_filter
+
+    episode.check_hooks(arguments)
+    resolve_group_filter(arguments.rewards)
+    if arguments.rollout.custom_generate_function_path:
+        load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
+
+
+def _prompt_files(arguments: Arguments) -> Iterator[DataArguments]:
+    held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
+    for path in (arguments.data.prompt_data, *held_out.values()):
+        if path is not None:
+            yield replace(arguments.data, prompt_data=path)

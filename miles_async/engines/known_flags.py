@@ -1,0 +1,70 @@
+"""The flags that SGLang and smg know, so that a misspelled ``--sglang-X`` or ``--router-X`` costs no start.
+
+SGLang's are read from its source: importing it to ask takes ten seconds. Only names are checked, not values.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+_FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
+_HELP_SECONDS = 30.0
+
+
+def unknown_flags(words: Sequence[str], known: Collection[str], prefix: str) -> Iterator[str]:
+    """One line per flag of ``words`` that is not in ``known``; nothing if ``known`` is empty.
+
+    ``prefix``: what the user writes instead of ``--``, such as ``--sglang-``. A flag may be abbreviated and negated
+    (``--no-X``), as argparse allows.
+    """
+    for word in words:
+        flag = word.partition("=")[0]
+        switched_on = flag.replace("--no-", "--", 1)
+        if not known or not _FLAG.fullmatch(flag) or any(name.startswith((flag, switched_on)) for name in known):
+            continue
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+        hint = f"; did you mean {prefix}{near[0][2:]}?" if near else ""
+        yield f"{prefix}{flag[2:]} is passed on as {flag}, which the installed version does not know{hint}"
+
+
+def sglang_flags() -> frozenset[str]:
+    """All flags of the installed SGLang's server; empty if it isn't installed.
+
+    They are the annotated fields of its argument classes, and the flags that its source spells out.
+    """
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        return frozenset()
+    source = Path(package.submodule_search_locations[0]) / "srt"
+    files = (source / "server_args.py", *(source / "arg_groups" / "fields").glob("*.py"))
+    return frozenset(flag for file in files if file.is_file() for flag in _flags_in(ast.parse(file.read_text())))
+
+
+def _flags_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                match statement:
+                    case ast.AnnAssign(target=ast.Name(id=name)) if not name.startswith("_"):
+                        yield "--" + name.replace("_", "-")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _FLAG.fullmatch(node.value):
+            yield node.value
+
+
+def smg_flags() -> frozenset[str]:
+    """All flags of ``smg launch``; empty if it isn't installed."""
+    try:
+        shown = subprocess.run(
+            [sys.executable, "-m", "smg", "launch", "--help"],
+            capture_output=True, text=True, check=True, timeout=_HELP_SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return frozenset()
+    return frozenset(_FLAG.findall(shown.stdout))
