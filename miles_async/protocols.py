@@ -18,6 +18,7 @@ from miles_async.types import (
     Generation,
     Group,
     HeldPart,
+    Incarnation,
     Observation,
     PreparedBatch,
     Prompt,
@@ -276,76 +277,93 @@ class TrainBackend(Protocol):
 # ---------------------------------------------------------------------------------------------- weights
 class EngineFleet(Protocol):
     """The engines as the publisher and the transports see them. Every call fans out to the named engines concurrently
-    and returns, per engine id, None (or what was asked for) or the error that it met; it raises only for its own bugs.
+    and returns, per engine, None (or what was asked for) or the error that it met; it raises only for its own bugs.
+
+    An engine is named by its incarnation: if it has been restarted, even while it was called, the result is an error
+    and nothing of the call counts for the new start.
     """
 
     async def members(self) -> FleetMembers: ...
 
-    async def probe(self, engines: Sequence[str]) -> EngineErrors:
+    async def probe(self, engines: Sequence[Incarnation]) -> EngineErrors:
         """Who does not answer soon, down to its schedulers, is dead or hangs."""
         ...
 
-    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
+    async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str | Exception]:
         """What each says that it holds: a version's number, or "default" before its first publication."""
         ...
 
-    async def pause(self, engines: Sequence[str], mode: str) -> EngineErrors:
+    async def pause(self, engines: Sequence[Incarnation], mode: str) -> EngineErrors:
         """Stops new requests at our side too, until :meth:`resume`."""
         ...
 
-    async def flush_cache(self, engines: Sequence[str]) -> EngineErrors: ...
+    async def flush_cache(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
 
-    async def resume(self, engines: Sequence[str]) -> EngineErrors: ...
+    async def resume(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
 
-    async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore | Exception]: ...
+    async def score(
+        self, engines: Sequence[Incarnation], tokens: Sequence[int]
+    ) -> Mapping[Incarnation, CanaryScore | Exception]: ...
 
-    async def held_weights(self, engines: Sequence[str]) -> Mapping[str, HeldWeights | Exception]:
+    async def held_weights(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, HeldWeights | Exception]:
         """Digests of everything they hold, while they are paused."""
         ...
 
-    async def admit(self, engines: Sequence[str], version: int) -> EngineErrors:
+    async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
         """These engines hold ``version``, verified: make (or keep) them routable, unless they claim another."""
         ...
 
-    async def fence(self, engines: Sequence[str], reason: str) -> None:
-        """Take out of the router, end their requests, restart them; they come back as joining."""
+    async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
+        """Take out of the router, end their requests, restart them; they come back as joining. No-op for those that
+        have been restarted already.
+        """
         ...
 
     # Ways for weights to reach a paused engine; from the first of these calls until ``admit`` its weights count as
     # unverified. What was received between begin and end is post-processed at the end, what was loaded at once.
     async def connect(
-        self, engines: Sequence[str], group_name: str, address: str, port: int, world_size: int, backend: str
+        self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
     ) -> EngineErrors:
         """Engines join as ranks 1.. in the order given (tensor-parallel engines take several ranks)."""
         ...
 
-    async def disconnect(self, engines: Sequence[str], group_name: str) -> EngineErrors: ...
+    async def disconnect(self, engines: Sequence[Incarnation], group_name: str) -> EngineErrors: ...
 
-    async def begin_update(self, engines: Sequence[str]) -> EngineErrors: ...
+    async def begin_update(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
 
     async def receive_bucket(
-        self, engines: Sequence[str], group_name: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
+        self,
+        engines: Sequence[Incarnation],
+        group_name: str,
+        tensors: Sequence[TensorMeta],
+        version: int,
+        flush_cache: bool,
     ) -> EngineErrors:
         """One broadcast: the bytes of ``tensors``, one after another."""
         ...
 
     async def receive_handles(
-        self, engines: Sequence[str], handles: str, version: int, flush_cache: bool
+        self, engines: Sequence[Incarnation], handles: str, version: int, flush_cache: bool
     ) -> EngineErrors:
         """One bucket in device memory that the engine shares; ``handles`` as ``senders/ipc.py`` makes them."""
         ...
 
-    async def end_update(self, engines: Sequence[str], *, abandon: bool = False) -> EngineErrors:
+    async def end_update(self, engines: Sequence[Incarnation], *, abandon: bool = False) -> EngineErrors:
         """``abandon``: after a failure; who has no answer soon is left alone."""
         ...
 
-    async def load_files(self, directories: Mapping[str, str], version: int, flush_cache: bool) -> EngineErrors:
-        """Engine id → directory on its host; all tensors of all safetensors files in it, no others, are replaced."""
+    async def load_files(self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool) -> EngineErrors:
+        """Engine → directory on its host; all tensors of all safetensors files in it, no others, are replaced."""
         ...
 
     async def on_host(
-        self, engines: Sequence[str], function: Callable[..., Any], arguments: Sequence[Any] = (), *, room: int = 0
-    ) -> Mapping[str, Any | Exception]:
+        self,
+        engines: Sequence[Incarnation],
+        function: Callable[..., Any],
+        arguments: Sequence[Any] = (),
+        *,
+        room: int = 0,
+    ) -> Mapping[Incarnation, Any | Exception]:
         """``function(directory, *arguments)`` in a thread on each engine's host.
 
         ``directory``: of this start of the engine, gone with it; where there is ``room`` for that many bytes, in memory
@@ -354,7 +372,7 @@ class EngineFleet(Protocol):
         ...
 
 
-EngineErrors = Mapping[str, Exception | None]
+EngineErrors = Mapping[Incarnation, Exception | None]
 HeldWeights = Mapping[str, Sequence[HeldPart]]
 """HF name → where its parts are, over all ranks of an engine."""
 
@@ -365,11 +383,11 @@ class WeightTransport(Protocol):
     shares_fate: bool  # an engine that fails may make delivery fail for others
     sent_fraction: float  # of the weights' bytes, what the last delivery sent to each engine; mean over engines
 
-    async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """All that can be done while they generate."""
         ...
 
-    async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """While they are paused; to any of those that were prepared. May be called again after errors."""
         ...
 

@@ -218,14 +218,25 @@ class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):
     ages: Mapping[int, int]  # age → number of samples
 
 
+class Incarnation(msgspec.Struct, frozen=True, order=True):
+    """An engine from one of its starts to its end. Weights are brought to incarnations: a restarted engine has none of
+    what was sent before.
+    """
+
+    engine: str  # its id
+    number: int  # changes whenever what is known of the engine becomes void
+
+    def __str__(self) -> str:
+        return self.engine
+
+
 class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
     """The engines that a publication concerns."""
 
-    serving: tuple[str, ...]  # hold the current version and take requests
-    joining: tuple[str, ...]  # up, but their weights are unknown until a publication reaches them
-    starting: tuple[str, ...]  # not up yet
-    ranks: Mapping[str, int]  # process-group ranks per engine (its tensor-parallel size)
-    incarnations: Mapping[str, int]  # per engine; another one belongs to no process group yet
+    serving: tuple[Incarnation, ...]  # hold the current version and take requests
+    joining: tuple[Incarnation, ...]  # up, but their weights are unknown until a publication reaches them
+    starting: tuple[str, ...]  # ids of those that are not up yet
+    ranks: Mapping[str, int]  # process-group ranks by engine id (its tensor-parallel size)
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

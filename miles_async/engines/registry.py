@@ -28,6 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from miles_async.types import Incarnation
+
 WOKEN_AT_ONCE = 3  # requests, of about half a millisecond each
 
 
@@ -56,6 +58,11 @@ class EngineRecord:
     verified: bool = False  # its weights are those of ``version``
     version: int | None = None  # that it was last admitted with
     reason: str = ""  # why it was last fenced
+
+    @property
+    def current(self) -> Incarnation:
+        """This start of the engine."""
+        return Incarnation(self.engine_id, self.incarnation)
 
 
 @dataclass(slots=True)

@@ -74,6 +74,7 @@ class EngineSupervisor:
         self.groups = {group.name: group for group in groups}
         self._max_restarts = max_restarts
         self._engines: dict[str, _Engine] = {}
+        self._forgotten: dict[str, int] = {}  # id → its last incarnation
         self._scope: asyncio.TaskGroup | None = None  # of supervise()
         for group in groups:
             for index in range(group.engines):
@@ -123,9 +124,13 @@ class EngineSupervisor:
         return handle
 
     def _add(self, group: EngineGroup, index: int) -> EngineRecord:
-        record = EngineRecord(engine_id=f"{group.name}-{index}", ranks=group.ranks)
-        self._registry.engines[record.engine_id] = record
-        self._engines[record.engine_id] = _Engine(group, index)
+        engine_id = f"{group.name}-{index}"
+        if (given_up := self._registry.engines.get(engine_id)) is not None:
+            self._forgotten[engine_id] = given_up.incarnation
+        incarnation = self._forgotten.get(engine_id, -1) + 1  # no number is used twice
+        record = EngineRecord(engine_id=engine_id, ranks=group.ranks, incarnation=incarnation)
+        self._registry.engines[engine_id] = record
+        self._engines[engine_id] = _Engine(group, index)
         return record
 
     async def _start(self, record: EngineRecord) -> None:
@@ -308,6 +313,7 @@ class EngineSupervisor:
         if engine.handle is not None:
             await engine.handle.stop()
         del self._engines[record.engine_id], self._registry.engines[record.engine_id]
+        self._forgotten[record.engine_id] = record.incarnation
         self._registry.notify()
         log.info("engine is gone", engine=record.engine_id)
 

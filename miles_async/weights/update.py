@@ -30,7 +30,7 @@ from arguments.weights import WeightsArguments
 from miles_async.clock import Stopwatch, now
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineFleet, WeightTransport
-from miles_async.types import FleetMembers, Publication, StagedWeights
+from miles_async.types import FleetMembers, Incarnation, Publication, StagedWeights
 from miles_async.weights.verify import digest_disagreement, disagreement, max_difference
 
 log = structlog.get_logger(__name__)
@@ -96,7 +96,7 @@ class FleetUpdater:
             return ()
         try:
             async with asyncio.timeout(self._arguments.publication_timeout):
-                return (await self._update(staged, joining)).present
+                return tuple(map(str, (await self._update(staged, joining)).present))
         except TimeoutError:
             await self._fleet.fence(joining, "repair timed out (--publication-timeout)")
             return ()
@@ -107,7 +107,7 @@ class FleetUpdater:
         """End what the transport holds."""
         await self._transport.close()
 
-    def _portions(self, members: FleetMembers) -> Iterator[tuple[str, ...]]:
+    def _portions(self, members: FleetMembers) -> Iterator[tuple[Incarnation, ...]]:
         """Which engines are updated together. Those that join stop nobody: first, so that there are more to go on."""
         if self._arguments.publish_order == "all":
             yield (*members.serving, *members.joining)
@@ -148,7 +148,7 @@ class FleetUpdater:
                 f"{members.starting or 'none'}; {self._last_loss}"
             ) from error
 
-    async def _update(self, staged: StagedWeights, engines: Sequence[str]) -> _Update:
+    async def _update(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> _Update:
         """Bring ``staged`` to ``engines``, verify, admit. Who fails is absent from the result."""
         update, fleet = _Update(self._fleet, engines), self._fleet
         joining = (await fleet.members()).joining
@@ -219,9 +219,9 @@ class FleetUpdater:
 class _Update:
     """One update under way: who fails a step is fenced and not called again; steps are timed."""
 
-    def __init__(self, fleet: EngineFleet, engines: Sequence[str]) -> None:
+    def __init__(self, fleet: EngineFleet, engines: Sequence[Incarnation]) -> None:
         self.present = tuple(engines)
-        self.absent: tuple[str, ...] = ()
+        self.absent: tuple[Incarnation, ...] = ()
         self.last_loss = ""  # who was lost last, and why
         self.steps = Stopwatch()
         self.prepare_seconds = 0.0
@@ -233,11 +233,11 @@ class _Update:
     async def each(
         self,
         step: str,
-        call: Callable[[Sequence[str]], Awaitable[Mapping[str, Any]]],
+        call: Callable[[Sequence[Incarnation]], Awaitable[Mapping[Incarnation, Any]]],
         *,
         blame: bool = True,
-        only: Collection[str] | None = None,
-    ) -> Mapping[str, Any]:
+        only: Collection[Incarnation] | None = None,
+    ) -> Mapping[Incarnation, Any]:
         """One step for everyone present (of ``only``); results of those that succeed. Who fails is fenced if it is to
         ``blame``.
         """
@@ -252,12 +252,12 @@ class _Update:
             if blame:
                 await self.lose(engine, f"{step}: {error}")
             else:
-                log.warning("publication step failed", step=step, engine=engine, error=str(error))
+                log.warning("publication step failed", step=step, engine=str(engine), error=str(error))
         return {engine: result for engine, result in results.items() if not isinstance(result, Exception)}
 
-    async def lose(self, engine: str, reason: str) -> None:
+    async def lose(self, engine: Incarnation, reason: str) -> None:
         """Fence ``engine``."""
-        log.warning("engine fenced", engine=engine, reason=reason)
+        log.warning("engine fenced", engine=str(engine), reason=reason)
         await self._fleet.fence([engine], reason)
         self.present = tuple(e for e in self.present if e != engine)
         self.absent = (*self.absent, engine)
@@ -273,8 +273,8 @@ def _summary(version: int, staged: StagedWeights, updates: Sequence[_Update]) ->
     return Publication(
         version=version,
         sent_version=staged.version,
-        engines=tuple(engine for update in updates for engine in update.present),
-        fenced=tuple(engine for update in updates for engine in update.absent),
+        engines=tuple(str(engine) for update in updates for engine in update.present),
+        fenced=tuple(str(engine) for update in updates for engine in update.absent),
         prepare_seconds=staged.prepare_seconds + sum(update.prepare_seconds for update in updates),
         pause_seconds=_mean([update.pause_seconds for update in updates], present),
         step_seconds=steps,

@@ -24,7 +24,7 @@ import msgspec
 
 from arguments.weights import WeightsArguments
 from miles_async.trainer.group import united
-from miles_async.types import CanaryScore, FleetMembers, Publication, StagedWeights, TensorMeta
+from miles_async.types import CanaryScore, FleetMembers, Incarnation, Publication, StagedWeights, TensorMeta
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
@@ -262,50 +262,63 @@ class Fleet:
         self.version = -1
 
     async def members(self) -> FleetMembers:
-        engines = tuple(self.processes)
-        once = dict.fromkeys(engines, 1)
-        return FleetMembers(serving=engines, joining=(), starting=(), ranks=once, incarnations=once)
+        return FleetMembers(
+            serving=tuple(Incarnation(engine, 0) for engine in self.processes),
+            joining=(),
+            starting=(),
+            ranks=dict.fromkeys(self.processes, 1),
+        )
 
-    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str]:
+    async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str]:
         return dict.fromkeys(engines, str(self.version))
 
     async def connect(
-        self, engines: Sequence[str], name: str, address: str, port: int, world_size: int, backend: str
-    ) -> Mapping[str, None]:
+        self, engines: Sequence[Incarnation], name: str, address: str, port: int, world_size: int, backend: str
+    ) -> Mapping[Incarnation, None]:
         async with asyncio.TaskGroup() as scope:
             for rank, engine in enumerate(engines, start=1):
-                scope.create_task(self.processes[engine].call("join", name, rank, address, port, world_size))
+                scope.create_task(self.processes[engine.engine].call("join", name, rank, address, port, world_size))
         return dict.fromkeys(engines)
 
-    async def disconnect(self, engines: Sequence[str], name: str) -> Mapping[str, None]:
+    async def disconnect(self, engines: Sequence[Incarnation], name: str) -> Mapping[Incarnation, None]:
         return await self._each(engines, "leave", name)
 
     async def receive_bucket(
-        self, engines: Sequence[str], name: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
-    ) -> Mapping[str, None]:
+        self, engines: Sequence[Incarnation], name: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
+    ) -> Mapping[Incarnation, None]:
         self.version = version
         return await self._each(engines, "receive", name, tuple(tensors))
 
-    async def load_files(self, directories: Mapping[str, str], version: int, flush_cache: bool) -> Mapping[str, None]:
+    async def load_files(
+        self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool
+    ) -> Mapping[Incarnation, None]:
         self.version = version
         return await self._each(tuple(directories), "load", next(iter(directories.values())))
 
-    async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore]:
+    async def score(self, engines: Sequence[Incarnation], tokens: Sequence[int]) -> Mapping[Incarnation, CanaryScore]:
         await self._each(engines, "score")
         return dict.fromkeys(engines, CanaryScore(str(self.version), (0.0,)))
 
     async def on_host(
-        self, engines: Sequence[str], function: Callable[..., Any], arguments: Sequence[Any] = (), *, room: int = 0
-    ) -> Mapping[str, Any]:
-        return {engine: await self.processes[engine].call("on_host", function, tuple(arguments)) for engine in engines}
+        self,
+        engines: Sequence[Incarnation],
+        function: Callable[..., Any],
+        arguments: Sequence[Any] = (),
+        *,
+        room: int = 0,
+    ) -> Mapping[Incarnation, Any]:
+        return {
+            engine: await self.processes[engine.engine].call("on_host", function, tuple(arguments))
+            for engine in engines
+        }
 
-    async def _each(self, engines: Sequence[str], *call: Any) -> Mapping[str, None]:
+    async def _each(self, engines: Sequence[Incarnation], *call: Any) -> Mapping[Incarnation, None]:
         async with asyncio.TaskGroup() as scope:
             for engine in engines:
-                scope.create_task(self.processes[engine].call(*call))
+                scope.create_task(self.processes[engine.engine].call(*call))
         return dict.fromkeys(engines)
 
-    async def _nothing(self, engines: Sequence[str], *_: Any) -> Mapping[str, None]:
+    async def _nothing(self, engines: Sequence[Incarnation], *_: Any) -> Mapping[Incarnation, None]:
         return dict.fromkeys(engines)
 
     probe = pause = flush_cache = resume = begin_update = end_update = admit = _nothing
@@ -391,7 +404,7 @@ async def plain_rates(trainer: Trainer, fleet: Fleet) -> tuple[float, float]:
     staged = await trainer.stage_weights(0)
     sizes = [sum(ITEM_BYTES * math.prod(meta.shape) for meta in bucket) for bucket in staged.buckets.values()]
     address, port = await trainer.call_sender("open_group", ("plain", 1 + len(fleet.processes)))
-    engines = tuple(fleet.processes)
+    engines = (await fleet.members()).serving
     await asyncio.gather(
         trainer.call_sender("join_group", ("plain",)),
         fleet.connect(engines, "plain", address, port, 1 + len(engines), "gloo"),

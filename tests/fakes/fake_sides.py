@@ -6,13 +6,23 @@ Held against the real thing by tests/unit/test_fakes_contract.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miles_async.errors import EngineError
 from miles_async.protocols import HeldWeights
-from miles_async.types import CanaryScore, EngineLoad, FleetMembers, HeldPart, PreparedBatch, StagedWeights, TensorMeta
+from miles_async.types import (
+    CanaryScore,
+    EngineLoad,
+    FleetMembers,
+    HeldPart,
+    Incarnation,
+    PreparedBatch,
+    StagedWeights,
+    TensorMeta,
+)
 
 CANARY = (1, 2, 3)
 CANARY_LOGPROBS = (-1.0, -2.0)
@@ -88,126 +98,158 @@ class FakeFleet:
         self.sessions: set[str] = set()  # engines between begin and end of an update
         self.complete: dict[str, list[str]] = {}  # tensors received in the session
         self.fenced: list[str] = []
+        self.restarts: Counter[str] = Counter()
 
     async def members(self) -> FleetMembers:
-        engines = (*self.serving, *self.joining)
         return FleetMembers(
-            serving=tuple(self.serving),
-            joining=tuple(self.joining),
+            serving=tuple(map(self.current, self.serving)),
+            joining=tuple(map(self.current, self.joining)),
             starting=(),
-            ranks=dict.fromkeys(engines, 1),
-            incarnations={engine: self.fenced.count(engine) for engine in engines},
+            ranks=dict.fromkeys((*self.serving, *self.joining), 1),
         )
 
-    def _result(self, step: str, engines: Sequence[str]) -> dict[str, Exception | None]:
-        self.events.append(step)
-        failing = self.faults.get(step, set())
-        return {engine: EngineError(f"{step} refused") if engine in failing else None for engine in engines}
+    def current(self, engine: str) -> Incarnation:
+        return Incarnation(engine, self.restarts[engine])
 
-    async def probe(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+    def restart(self, engine: str) -> None:
+        """It dies, and is up again at once."""
+        self.restarts[engine] += 1
+        self.sessions.discard(engine)
+        self.versions.pop(engine, None)
+        self.complete.pop(engine, None)
+        self.serving = [other for other in self.serving if other != engine]
+        self.joining = [*(other for other in self.joining if other != engine), engine]
+
+    def _result(self, step: str, engines: Sequence[Incarnation]) -> dict[Incarnation, Exception | None]:
+        self.events.append(step)
+        return {engine: self._error(step, engine) for engine in engines}
+
+    def _error(self, step: str, engine: Incarnation) -> Exception | None:
+        if engine != self.current(engine.engine) or engine.engine not in (*self.serving, *self.joining):
+            return EngineError(f"{engine} was lost")
+        return EngineError(f"{step} refused") if engine.engine in self.faults.get(step, ()) else None
+
+    async def probe(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
         return self._result("probe", engines)
 
-    async def weight_versions(self, engines: Sequence[str]) -> Mapping[str, str | Exception]:
-        return {engine: str(self.versions.get(engine, "default")) for engine in engines}
+    async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str | Exception]:
+        return {engine: str(self.versions.get(engine.engine, "default")) for engine in engines}
 
-    async def pause(self, engines: Sequence[str], mode: str) -> Mapping[str, Exception | None]:
-        self.paused |= set(engines)
+    async def pause(self, engines: Sequence[Incarnation], mode: str) -> Mapping[Incarnation, Exception | None]:
+        self.paused |= ids(engines)
         return self._result(f"pause {mode}", engines)
 
-    async def flush_cache(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+    async def flush_cache(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
         return self._result("flush", engines)
 
     async def connect(
-        self, engines: Sequence[str], group_name: str, address: str, port: int, world_size: int, backend: str
-    ) -> Mapping[str, Exception | None]:
+        self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
+    ) -> Mapping[Incarnation, Exception | None]:
         errors = self._result("connect", engines)
         if not any(errors.values()):
-            self.groups[group_name] = set(engines)
+            self.groups[group_name] = ids(engines)
         return errors
 
-    async def disconnect(self, engines: Sequence[str], group_name: str) -> Mapping[str, Exception | None]:
+    async def disconnect(
+        self, engines: Sequence[Incarnation], group_name: str
+    ) -> Mapping[Incarnation, Exception | None]:
         self.groups.pop(group_name, None)
         return self._result("disconnect", engines)
 
-    async def begin_update(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
+    async def begin_update(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
         result = self._result("begin", engines)
         for engine in engines:
-            if engine in self.sessions:  # SGLang refuses a second session
+            if engine.engine in self.sessions:  # SGLang refuses a second session
                 result[engine] = EngineError("a weight-update session is already open")
             elif result[engine] is None:
-                self.sessions.add(engine)
-                self.complete[engine] = []
+                self.sessions.add(engine.engine)
+                self.complete[engine.engine] = []
         return result
 
     async def receive_bucket(
         self,
-        engines: Sequence[str],
+        engines: Sequence[Incarnation],
         group_name: str,
         tensors: Sequence[TensorMeta],
         version: int,
         flush_cache: bool,
-    ) -> Mapping[str, Exception | None]:
-        self.versions |= dict.fromkeys(engines, version)
+    ) -> Mapping[Incarnation, Exception | None]:
+        self.versions |= dict.fromkeys(ids(engines), version)
         result = self._result(f"receive {tensors[0].name}", engines)
         if any(result.values()):  # one broken member breaks the group for all
             result = {engine: error or EngineError("connection closed by peer") for engine, error in result.items()}
         for engine, error in result.items():
             if error is None:
-                self.complete[engine] += [tensor.name for tensor in tensors]
+                self.complete[engine.engine] += [tensor.name for tensor in tensors]
         return result
 
     async def receive_handles(
-        self, engines: Sequence[str], handles: str, version: int, flush_cache: bool
-    ) -> Mapping[str, Exception | None]:
-        self.versions |= dict.fromkeys(engines, version)
+        self, engines: Sequence[Incarnation], handles: str, version: int, flush_cache: bool
+    ) -> Mapping[Incarnation, Exception | None]:
+        self.versions |= dict.fromkeys(ids(engines), version)
         return self._result(f"open {handles}", engines)
 
-    async def end_update(self, engines: Sequence[str], *, abandon: bool = False) -> Mapping[str, Exception | None]:
-        self.sessions -= set(engines)
+    async def end_update(
+        self, engines: Sequence[Incarnation], *, abandon: bool = False
+    ) -> Mapping[Incarnation, Exception | None]:
+        self.sessions -= ids(engines)
         return self._result("end", engines)
 
     async def load_files(
-        self, directories: Mapping[str, str], version: int, flush_cache: bool
-    ) -> Mapping[str, Exception | None]:
-        self.versions |= dict.fromkeys(directories, version)
+        self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool
+    ) -> Mapping[Incarnation, Exception | None]:
+        self.versions |= dict.fromkeys(ids(directories), version)
         return self._result(f"load {sorted(set(directories.values()))}", tuple(directories))
 
     async def on_host(
-        self, engines: Sequence[str], function: Callable[..., Any], arguments: Sequence[Any] = (), *, room: int = 0
-    ) -> Mapping[str, Any | Exception]:
+        self,
+        engines: Sequence[Incarnation],
+        function: Callable[..., Any],
+        arguments: Sequence[Any] = (),
+        *,
+        room: int = 0,
+    ) -> Mapping[Incarnation, Any | Exception]:
         return self._result(f"host {function.__name__}", engines)
 
-    async def resume(self, engines: Sequence[str]) -> Mapping[str, Exception | None]:
-        self.paused -= set(engines)
+    async def resume(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
+        self.paused -= ids(engines)
         return self._result("resume", engines)
 
-    async def score(self, engines: Sequence[str], tokens: Sequence[int]) -> Mapping[str, CanaryScore | Exception]:
+    async def score(
+        self, engines: Sequence[Incarnation], tokens: Sequence[int]
+    ) -> Mapping[Incarnation, CanaryScore | Exception]:
         self.events.append("score")
         return {
             engine: CanaryScore(
-                self.labels.get(engine, str(self.versions.get(engine))),
-                self.logprobs.get(engine, CANARY_LOGPROBS),
+                self.labels.get(engine.engine, str(self.versions.get(engine.engine))),
+                self.logprobs.get(engine.engine, CANARY_LOGPROBS),
             )
             for engine in engines
         }
 
-    async def held_weights(self, engines: Sequence[str]) -> Mapping[str, HeldWeights | Exception]:
+    async def held_weights(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, HeldWeights | Exception]:
         self.events.append("digests")
         part = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
-        return {engine: self.held.get(engine, {"t0": [part], "t1": [part]}) for engine in engines}
+        return {engine: self.held.get(engine.engine, {"t0": [part], "t1": [part]}) for engine in engines}
 
-    async def admit(self, engines: Sequence[str], version: int) -> Mapping[str, Exception | None]:
+    async def admit(self, engines: Sequence[Incarnation], version: int) -> Mapping[Incarnation, Exception | None]:
         result = self._result(f"admit {version}", engines)
-        admitted = {engine for engine, error in result.items() if error is None}
+        admitted = ids(engine for engine, error in result.items() if error is None)
         self.joining = [engine for engine in self.joining if engine not in admitted]
         self.serving = sorted({*self.serving, *admitted})
         return result
 
-    async def fence(self, engines: Sequence[str], reason: str) -> None:
-        self.fenced += engines
-        self.sessions -= set(engines)  # its process is ended
-        self.serving = [engine for engine in self.serving if engine not in engines]
-        self.joining = [engine for engine in self.joining if engine not in engines]
+    async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
+        fenced = {e.engine for e in engines if e == self.current(e.engine)}
+        self.restarts.update(fenced)
+        self.fenced += sorted(fenced)
+        self.sessions -= fenced  # its process is ended
+        self.serving = [engine for engine in self.serving if engine not in fenced]
+        self.joining = [engine for engine in self.joining if engine not in fenced]
+
+
+def ids(engines: Iterable[Incarnation]) -> set[str]:
+    return {engine.engine for engine in engines}
 
 
 class FakeRollout:

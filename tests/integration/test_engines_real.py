@@ -30,7 +30,7 @@ from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
 from miles_async.staleness.versions import parse_spans
-from miles_async.types import Generation, TensorMeta
+from miles_async.types import Generation, Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine
 from tests.integration.served_models import reference_logprobs, save_served
 
@@ -41,7 +41,6 @@ pytestmark = [
 ]
 
 ENGINE = "engine-0"
-ONE = (ENGINE,)
 LONG = 300  # tokens: still running when we look, done soon after
 DEADLINE = 30.0
 
@@ -282,35 +281,40 @@ class Trainer:
         address, port = self.sender.open_group("g", 2)
         _, joined = await asyncio.gather(
             asyncio.to_thread(self.sender.join_group, "g"),
-            stack.fleet.connect(ONE, "g", address, port, 2, "gloo"),
+            stack.fleet.connect(one(stack), "g", address, port, 2, "gloo"),
         )
-        assert joined == {ENGINE: None}
+        assert joined == dict.fromkeys(one(stack))
         yield
         left, _ = await asyncio.gather(
-            stack.fleet.disconnect(ONE, "g"), asyncio.to_thread(self.sender.leave_group, "g")
+            stack.fleet.disconnect(one(stack), "g"), asyncio.to_thread(self.sender.leave_group, "g")
         )
-        assert left == {ENGINE: None}
+        assert left == dict.fromkeys(one(stack))
         self.sender.close()
 
     async def publish(self, stack: EngineStack, version: int, mode: str) -> None:
         """The steps of weights.publisher up to the verification, asserting that no engine fails."""
         from safetensors.torch import load_file
 
-        fleet = stack.fleet
+        fleet, engine = stack.fleet, one(stack)
         staged = self.sender.stage(version, load_file(self.model / "model.safetensors").items())
-        assert await fleet.pause(ONE, mode) == {ENGINE: None}
+        assert await fleet.pause(engine, mode) == dict.fromkeys(engine)
         if mode != "in_place":
-            assert await fleet.flush_cache(ONE) == {ENGINE: None}
-        assert await fleet.begin_update(ONE) == {ENGINE: None}
+            assert await fleet.flush_cache(engine) == dict.fromkeys(engine)
+        assert await fleet.begin_update(engine) == dict.fromkeys(engine)
         assert len(staged.buckets) > 1
         for index, bucket in staged.buckets.items():
             _, received = await asyncio.gather(
                 asyncio.to_thread(self.sender.send_bucket, "g", version, index),
-                fleet.receive_bucket(ONE, "g", bucket, version, mode != "in_place"),
+                fleet.receive_bucket(engine, "g", bucket, version, mode != "in_place"),
             )
-            assert received == {ENGINE: None}
-        assert await fleet.end_update(ONE) == {ENGINE: None}
-        assert await fleet.resume(ONE) == {ENGINE: None}
+            assert received == dict.fromkeys(engine)
+        assert await fleet.end_update(engine) == dict.fromkeys(engine)
+        assert await fleet.resume(engine) == dict.fromkeys(engine)
+
+
+def one(stack: EngineStack) -> tuple[Incarnation]:
+    """The engine, as it is now."""
+    return (stack.registry.engines[ENGINE].current,)
 
 
 async def _in_flight(running: Running, count: int) -> None:
@@ -332,12 +336,12 @@ async def test_the_first_publication_opens_the_gate(running: Running) -> None:  
     trainer = Trainer(running.models[1])
     async with trainer.connected(running.stack):
         await trainer.publish(running.stack, 0, "retract")
-    score = (await running.stack.fleet.score(ONE, range(3, 40)))[ENGINE]
+    [score] = (await running.stack.fleet.score(one(running.stack), range(3, 40))).values()
     assert not isinstance(score, Exception)
     assert score.weight_version == "0"
     np.testing.assert_allclose(score.logprobs, reference_logprobs(running.models[1], range(3, 40)), atol=1e-4)
     assert not waiting.done()
-    await running.stack.fleet.admit(ONE, 0)
+    await running.stack.fleet.admit(one(running.stack), 0)
     generation = await waiting
     assert generation.engine_id == ENGINE
     expected = reference_logprobs(running.models[1], [5, 6, 7, 8, *generation.output_ids.tolist()])[3:]
@@ -355,7 +359,7 @@ async def test_a_publication_meets_requests_in_flight(
         await trainer.publish(running.stack, version, mode)
     if mode != "abort":  # there answers are from before the weights changed, and count at once
         assert not any(task.done() for task in tasks)  # even finished answers wait for the commit
-    await running.stack.fleet.admit(ONE, version)
+    await running.stack.fleet.admit(one(running.stack), version)
     for generation in await asyncio.gather(*tasks):
         versions = [span.version for span in generation.spans]
         if mode == "abort":
@@ -432,7 +436,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
     trainer = Trainer(running.models[1])
     async with trainer.connected(stack):
         await trainer.publish(stack, 3, "retract")
-    await stack.fleet.admit(ONE, 3)
+    await stack.fleet.admit(one(stack), 3)
     generation = await interrupted  # the request that was cut has been done again
     assert len(generation.output_ids) == LONG
     assert [span.version for span in generation.spans] == [3]

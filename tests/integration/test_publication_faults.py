@@ -103,7 +103,8 @@ class Cluster:
             assert record.verified
             assert record.version == self.trainer.version
         for sequence in random_sequences():
-            for score in (await self.stack.fleet.score(BOTH, sequence)).values():
+            both = [record.current for record in self.stack.registry.engines.values()]
+            for score in (await self.stack.fleet.score(both, sequence)).values():
                 assert isinstance(score, CanaryScore)
                 assert score.weight_version == str(self.trainer.version)
                 np.testing.assert_allclose(score.logprobs, self.trainer.logprobs(sequence), atol=1e-4)

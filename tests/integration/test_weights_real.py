@@ -28,7 +28,7 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineErrors
-from miles_async.types import CanaryScore, FleetMembers
+from miles_async.types import CanaryScore, FleetMembers, Incarnation
 from tests.fakes.fake_engine import FakeRouter
 from tests.integration.publishing import TRANSPORTS, Corrupt, Publishing, Trainer, publishing, random_sequences
 from tests.integration.served_models import save_served
@@ -53,13 +53,13 @@ class RecordingFleet(Fleet):
         self.fenced: list[str] = []
         self.before_pause: Callable[[], Awaitable[None]] | None = None  # once
 
-    async def pause(self, engines: Sequence[str], mode: str) -> EngineErrors:
+    async def pause(self, engines: Sequence[Incarnation], mode: str) -> EngineErrors:
         before, self.before_pause = self.before_pause, None
         if before is not None:
             await before()
         return await super().pause(engines, mode)
 
-    async def fence(self, engines: Sequence[str], reason: str) -> None:
+    async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
         self.fenced.append(reason)
 
     async def members(self) -> FleetMembers:
@@ -154,7 +154,7 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
     assert server.registry.version == version
     assert publication.canary_difference < 1e-4
     for sequence in random_sequences():
-        score = (await server.fleet.score([ENGINE], sequence))[ENGINE]
+        [score] = (await server.fleet.score([server.registry.engines[ENGINE].current], sequence)).values()
         assert isinstance(score, CanaryScore)
         np.testing.assert_allclose(score.logprobs, server.trainer.logprobs(sequence), atol=1e-4)
     assert np.abs(np.subtract(score.logprobs, before)).max() > 1e-2  # else older weights would pass as well

@@ -152,7 +152,7 @@ async def test_a_delivery_that_fails_stops_the_run_although_the_trainer_was_ahea
     b = bench(steps=5)
 
     async def nobody() -> FleetMembers:
-        return FleetMembers(serving=(), joining=(), starting=(), ranks={}, incarnations={})
+        return FleetMembers(serving=(), joining=(), starting=(), ranks={})
 
     async def train_once(shards: Any) -> Mapping[str, float]:
         b.fleet.members = nobody

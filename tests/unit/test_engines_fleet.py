@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,10 @@ from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError
-from miles_async.types import TensorMeta
+from miles_async.types import Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
+E0, E1 = Incarnation("engine-0", 0), Incarnation("engine-1", 0)
 BUCKET = (TensorMeta("model.norm.weight", "float32", (64,)),)
 
 
@@ -47,7 +49,7 @@ class Setup:
         self.servers[index].append(server)
         return server
 
-    async def publish(self, engines: tuple[str, ...], version: int, mode: str = "retract") -> None:
+    async def publish(self, engines: tuple[Incarnation, ...], version: int, mode: str = "retract") -> None:
         """As weights.publisher does, everything going well."""
         fleet = self.fleet
         for errors in (
@@ -84,7 +86,7 @@ async def started(num_engines: int, **options: object) -> AsyncIterator[Setup]:
 async def test_engines_that_came_up_are_joining_and_not_routable() -> None:
     async with started(2) as setup:
         members = await setup.fleet.members()
-        assert members.joining == ("engine-0", "engine-1")
+        assert members.joining == (E0, E1)
         assert members.serving == members.starting == ()
         assert members.ranks == {"engine-0": 1, "engine-1": 1}
         assert setup.router.registered == []
@@ -93,7 +95,7 @@ async def test_engines_that_came_up_are_joining_and_not_routable() -> None:
 
 async def test_a_publication_makes_engines_serve_under_its_version() -> None:  # covers: C8
     async with started(2) as setup:
-        engines = ("engine-0", "engine-1")
+        engines = (E0, E1)
         await setup.publish(engines, 0)
         assert (await setup.fleet.members()).serving == engines
         assert len(setup.router.registered) == 2
@@ -105,7 +107,7 @@ async def test_a_publication_makes_engines_serve_under_its_version() -> None:  #
 
 async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
     async with started(1) as setup:
-        one = ("engine-0",)
+        one = (E0,)
         await setup.publish(one, 0)
         fleet, may_dispatch = setup.fleet, setup.registry.may_dispatch
         await fleet.pause(one, "retract")
@@ -115,7 +117,7 @@ async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
         await fleet.end_update(one)
         await fleet.resume(one)
         assert not may_dispatch()  # new weights, not verified
-        score = (await fleet.score(one, [5, 6, 7]))["engine-0"]
+        score = (await fleet.score(one, [5, 6, 7]))[E0]
         assert not isinstance(score, Exception)
         assert (score.weight_version, score.logprobs) == ("1", (-1.0, -1.0))
         assert not may_dispatch()
@@ -125,26 +127,26 @@ async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
 
 async def test_a_pause_without_update_ends_with_resume() -> None:
     async with started(1) as setup:
-        await setup.publish(("engine-0",), 0)
-        await setup.fleet.pause(("engine-0",), "in_place")
-        await setup.fleet.resume(("engine-0",))
+        await setup.publish((E0,), 0)
+        await setup.fleet.pause((E0,), "in_place")
+        await setup.fleet.resume((E0,))
         assert setup.registry.may_dispatch()
 
 
 async def test_repairing_a_joining_engine_does_not_stop_the_serving_one() -> None:
     async with started(2) as setup:
-        await setup.publish(("engine-0",), 5)
-        await setup.fleet.pause(("engine-1",), "abort")
+        await setup.publish((E0,), 5)
+        await setup.fleet.pause((E1,), "abort")
         assert setup.registry.may_dispatch()
-        await setup.fleet.resume(("engine-1",))
-        await setup.publish(("engine-1",), 5)
-        assert (await setup.fleet.members()).serving == ("engine-0", "engine-1")
+        await setup.fleet.resume((E1,))
+        await setup.publish((E1,), 5)
+        assert (await setup.fleet.members()).serving == (E0, E1)
 
 
 async def test_abort_pause_ends_requests_before_it_pauses() -> None:
     """SGLang's own abort-pause would wait for a whole second."""
     async with started(1) as setup:
-        await setup.publish(("engine-0",), 0)
+        await setup.publish((E0,), 0)
         engine = setup.servers[0][0].engine
         engine.token_seconds = 0.3
         engine.calls.clear()
@@ -158,7 +160,7 @@ async def test_abort_pause_ends_requests_before_it_pauses() -> None:
         async with asyncio.TaskGroup() as scope:
             scope.create_task(request())
             await asyncio.sleep(0.05)
-            await setup.fleet.pause(("engine-0",), "abort")
+            await setup.fleet.pause((E0,), "abort")
             assert setup.traffic.in_flight == 0
         assert engine.calls[0] == "/abort_request"
         assert engine.calls[-1] == "/pause_generation"
@@ -166,27 +168,29 @@ async def test_abort_pause_ends_requests_before_it_pauses() -> None:
 
 async def test_engines_load_files_each_from_its_own_directory(tmp_path: Path) -> None:  # covers: C8, P4
     async with started(2) as setup:
-        await setup.publish(("engine-0", "engine-1"), 0)
+        await setup.publish((E0, E1), 0)
         for index in range(2):
             (tmp_path / str(index)).mkdir()
             (tmp_path / str(index) / f"bucket-{index}.safetensors").touch()
-        await setup.fleet.pause(("engine-0", "engine-1"), "in_place")
-        errors = await setup.fleet.load_files({f"engine-{i}": str(tmp_path / str(i)) for i in range(2)}, 1, False)
-        assert errors == {"engine-0": None, "engine-1": None}
+        await setup.fleet.pause((E0, E1), "in_place")
+        errors = await setup.fleet.load_files(
+            {engine: str(tmp_path / str(i)) for i, engine in enumerate((E0, E1))}, 1, False
+        )
+        assert errors == {E0: None, E1: None}
         assert [servers[0].engine.loaded for servers in setup.servers] == [
             ["bucket-0.safetensors"],
             ["bucket-1.safetensors"],
         ]
-        await setup.fleet.resume(("engine-0", "engine-1"))
+        await setup.fleet.resume((E0, E1))
         assert not setup.registry.may_dispatch()  # new weights, not verified
-        await setup.fleet.admit(("engine-0", "engine-1"), 1)
+        await setup.fleet.admit((E0, E1), 1)
         assert setup.registry.may_dispatch()
 
 
 async def test_a_directory_that_an_engine_does_not_see_is_its_error() -> None:
     async with started(1) as setup:
-        errors = await setup.fleet.load_files({"engine-0": "/nowhere"}, 1, True)
-        assert "/update_weights_from_disk: expected 200, found 400" in str(errors["engine-0"])
+        errors = await setup.fleet.load_files({E0: "/nowhere"}, 1, True)
+        assert "/update_weights_from_disk: expected 200, found 400" in str(errors[E0])
 
 
 async def test_functions_run_on_the_hosts_of_engines() -> None:
@@ -196,13 +200,13 @@ async def test_functions_run_on_the_hosts_of_engines() -> None:
     async with started(2, max_restarts=0) as setup:
         for index, servers in enumerate(setup.servers):
             servers[0].host_directory = Path(f"/host-{index}")
-        both = ("engine-0", "engine-1")
-        assert await setup.fleet.on_host(both, work, (7,)) == {"engine-0": "host-0 7", "engine-1": "host-1 7"}
+        both = (E0, E1)
+        assert await setup.fleet.on_host(both, work, (7,)) == {E0: "host-0 7", E1: "host-1 7"}
         await setup.servers[0][0].crash()
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.GONE)
         results = await setup.fleet.on_host(both, work, (7,))
-        assert isinstance(results["engine-0"], EngineError)
-        assert results["engine-1"] == "host-1 7"
+        assert isinstance(results[E0], EngineError)
+        assert results[E1] == "host-1 7"
 
 
 async def test_what_an_engine_holds_is_told_over_all_its_ranks() -> None:
@@ -211,7 +215,7 @@ async def test_what_an_engine_holds_is_told_over_all_its_ranks() -> None:
             {"w": '[[0,[2,4],[4,1],"float32","aa"]]', "norm": '[[0,[4],[1],"float32","cc"]]'},
             {"w": '[[8,[2,4],[4,1],"float32","bb"]]', "norm": '[[0,[4],[1],"float32","cc"]]'},
         ]
-        held = (await setup.fleet.held_weights(("engine-0",)))["engine-0"]
+        held = (await setup.fleet.held_weights((E0,)))[E0]
         assert not isinstance(held, Exception)
         first, second = held["w"]
         assert (first.offset, first.shape, first.strides, first.dtype, first.digest) == (
@@ -227,31 +231,31 @@ async def test_what_an_engine_holds_is_told_over_all_its_ranks() -> None:
 
 async def test_a_failing_engine_is_an_entry_not_an_exception() -> None:
     async with started(2) as setup:
-        errors = await setup.fleet.receive_bucket(("engine-0", "engine-1"), "g", BUCKET, 1, True)
+        errors = await setup.fleet.receive_bucket((E0, E1), "g", BUCKET, 1, True)
         assert all("begin_weight_update" in str(error) for error in errors.values())
         await setup.servers[0][0].engine.die()
-        errors = await setup.fleet.begin_update(("engine-0", "engine-1"))
-        assert isinstance(errors["engine-0"], EngineError)
-        assert errors["engine-1"] is None
+        errors = await setup.fleet.begin_update((E0, E1))
+        assert isinstance(errors[E0], EngineError)
+        assert errors[E1] is None
 
 
 async def test_a_crashed_engine_leaves_the_router_and_comes_back_joining() -> None:
     async with started(2) as setup:
-        await setup.publish(("engine-0", "engine-1"), 0)
+        await setup.publish((E0, E1), 0)
         url = setup.servers[0][0].engine.url
         await setup.servers[0][0].crash()
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
         assert ("remove", url) in setup.router.events
         assert len(setup.servers[0]) == 2
         members = await setup.fleet.members()
-        assert (members.serving, members.joining) == (("engine-1",), ("engine-0",))
+        assert (members.serving, members.joining) == ((E1,), (Incarnation("engine-0", 1),))
         assert setup.registry.may_dispatch()  # the other one goes on
 
 
 async def test_a_fenced_engine_is_out_at_once_and_restarted() -> None:  # covers: C8
     async with started(1) as setup:
-        await setup.publish(("engine-0",), 0)
-        await setup.fleet.fence(("engine-0",), "canary disagrees")
+        await setup.publish((E0,), 0)
+        await setup.fleet.fence((E0,), "canary disagrees")
         assert setup.router.registered == []
         assert not setup.registry.may_dispatch()
         async with asyncio.timeout(5):
@@ -265,7 +269,7 @@ async def test_supervision_ends_when_cancelled_in_the_moment_of_a_fence() -> Non
     await setup.supervisor.start()
     supervision = asyncio.ensure_future(setup.supervisor.supervise())
     await asyncio.sleep(0.05)
-    await setup.fleet.fence(("engine-0",), "test")
+    await setup.fleet.fence((E0,), "test")
     await asyncio.sleep(0)  # the wait for the fence has its result, who waits for it has not seen it
     supervision.cancel()
     done, _ = await asyncio.wait([supervision], timeout=2)
@@ -276,9 +280,9 @@ async def test_supervision_ends_when_cancelled_in_the_moment_of_a_fence() -> Non
 
 async def test_an_engine_that_claims_another_version_is_not_admitted() -> None:
     async with started(1) as setup:
-        errors = await setup.fleet.admit(("engine-0",), 7)
+        errors = await setup.fleet.admit((E0,), 7)
         assert setup.registry.in_state(EngineState.SERVING) == ()
-        assert "expected weight version 7, found 'default'" in str(errors["engine-0"])
+        assert "expected weight version 7, found 'default'" in str(errors[E0])
 
 
 async def test_an_engine_that_dies_while_it_is_admitted_does_not_serve() -> None:
@@ -292,8 +296,65 @@ async def test_an_engine_that_dies_while_it_is_admitted_does_not_serve() -> None
 
         setup.router.add = add_then_die  # type: ignore[method-assign]
         setup.servers[0][0].engine.weight_version = "1"
-        await setup.fleet.admit(("engine-0",), 1)
+        await setup.fleet.admit((E0,), 1)
         assert setup.registry.in_state(EngineState.SERVING) == ()
+
+
+async def test_an_engine_that_restarts_while_another_answers_slowly_is_not_admitted() -> None:
+    # covers: C8
+    async with started(2) as setup:
+        for servers in setup.servers:
+            servers[0].engine.weight_version = "4"
+        slow, record = setup.servers[1][0].engine, setup.registry.engines["engine-0"]
+        plain = setup.fleet._api.model_info
+
+        async def model_info(url: str, timeout: float) -> Any:
+            answer = await plain(url, timeout)
+            if url == slow.url:  # by now the other one has said that it holds version 4
+                await setup.servers[0][0].crash()
+                await setup.until(lambda: record.state is EngineState.JOINING and record.incarnation > 0)
+            return answer
+
+        setup.fleet._api.model_info = model_info  # type: ignore[method-assign]
+        errors = await setup.fleet.admit((E0, E1), 4)
+        assert "engine-0 was lost and is joining: ended with status -9" in str(errors[E0])
+        assert errors[E1] is None
+        assert not record.verified
+        assert (await setup.fleet.members()).joining == (Incarnation("engine-0", 1),)
+
+
+async def test_no_step_of_an_update_reaches_the_next_start_of_an_engine() -> None:
+    # covers: C8
+    async with started(2) as setup:
+        await setup.publish((E0, E1), 0)
+        await setup.servers[0][0].crash()
+        await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+        again, fleet = setup.servers[0][1], setup.fleet
+        again.on_host = None  # type: ignore[assignment, method-assign]
+        steps = [
+            fleet.probe((E0, E1)),
+            fleet.weight_versions((E0, E1)),
+            fleet.connect((E0, E1), "h", "127.0.0.1", 1, 3, "gloo"),
+            fleet.pause((E0, E1), "retract"),
+            fleet.flush_cache((E0, E1)),
+            fleet.on_host((E0, E1), lambda directory: None),
+            fleet.begin_update((E0, E1)),
+            fleet.receive_bucket((E0, E1), "h", BUCKET, 1, True),
+            fleet.receive_handles((E0, E1), "handles", 1, True),
+            fleet.load_files({E0: "/nowhere"}, 1, True),
+            fleet.end_update((E0, E1)),
+            fleet.held_weights((E0, E1)),
+            fleet.resume((E0, E1)),
+            fleet.score((E0, E1), [5, 6]),
+            fleet.admit((E0, E1), 1),
+            fleet.disconnect((E0, E1), "h"),
+        ]
+        for step in steps:
+            assert "engine-0 was lost and is joining" in str((await step)[E0])
+        await fleet.fence((E0,), "of an update before")
+        assert again.engine.calls == again.engine.requests == []
+        record = setup.registry.engines["engine-0"]
+        assert (record.state, record.incarnation, record.paused) == (EngineState.JOINING, 1, False)
 
 
 async def test_restarts_are_bounded_and_the_last_engine_ends_the_run() -> None:  # covers: C10
@@ -340,25 +401,25 @@ async def test_process_group_ranks_follow_tensor_parallel_sizes() -> None:
             bodies.append((arguments["first_rank"], arguments["world_size"]))
 
         setup.fleet._api.join_group = join  # type: ignore[method-assign, assignment]
-        await setup.fleet.connect(("engine-0", "engine-1"), "g", "host", 1, 5, "gloo")
+        await setup.fleet.connect((E0, E1), "g", "host", 1, 5, "gloo")
         assert sorted(bodies) == [(1, 5), (3, 5)]
 
 
 # ------------------------------------------------------------------------------------------------ how many
 async def test_a_group_grows_and_its_new_engines_join() -> None:  # covers: R4
     async with started(1) as setup:
-        await setup.publish(("engine-0",), 3)
+        await setup.publish((E0,), 3)
         setup.servers.append([])
         await setup.supervisor.scale("engine", 2)
         await setup.until(lambda: bool(setup.registry.in_state(EngineState.JOINING)))
         assert setup.registry.may_dispatch(), "the one that serves goes on"
-        await setup.publish(("engine-1",), 3)
-        assert (await setup.fleet.members()).serving == ("engine-0", "engine-1")
+        await setup.publish((E1,), 3)
+        assert (await setup.fleet.members()).serving == (E0, E1)
 
 
 async def test_an_engine_that_is_not_wanted_finishes_its_requests_first() -> None:  # covers: R4
     async with started(2) as setup:
-        await setup.publish(("engine-0", "engine-1"), 3)
+        await setup.publish((E0, E1), 3)
         engine = setup.servers[1][0].engine
         engine.token_seconds = 0.02
         body = {"rid": "a", "input_ids": [5], "sampling_params": {"max_new_tokens": 20}, "return_logprob": True}
@@ -366,23 +427,25 @@ async def test_an_engine_that_is_not_wanted_finishes_its_requests_first() -> Non
             await setup.supervisor.scale("engine", 1)
             await setup.until(lambda: setup.registry.engines["engine-1"].state is EngineState.DRAINING)
             assert setup.registry.answering_at(engine.url) is not None, "its answers count"
-            assert (await setup.fleet.members()).serving == ("engine-0",), "no publication waits for it"
+            assert (await setup.fleet.members()).serving == (E0,), "no publication waits for it"
             assert len((await response.json())["output_ids"]) == 20
         await setup.until(lambda: "engine-1" not in setup.registry.engines)
         assert setup.servers[1][0].stopped
         assert setup.router.registered == [setup.servers[0][0].engine.url]
         assert len(setup.servers[1]) == 1, "it is not restarted"
-        assert set((await setup.fleet.pause(("engine-0", "engine-1"), "retract"))) == {"engine-0", "engine-1"}
+        assert set((await setup.fleet.pause((E0, E1), "retract"))) == {E0, E1}
 
 
 async def test_an_engine_can_go_before_it_is_up_and_come_again() -> None:
     async with started(2) as setup:
-        await setup.publish(("engine-0",), 0)
+        await setup.publish((E0,), 0)
         await setup.supervisor.scale("engine", 1)
         await setup.until(lambda: "engine-1" not in setup.registry.engines)
         await setup.supervisor.scale("engine", 2)
         await setup.until(lambda: bool(setup.registry.in_state(EngineState.JOINING)))
         assert len(setup.servers[1]) == 2
+        [again] = (await setup.fleet.members()).joining
+        assert (again.engine, again.number > E1.number) == ("engine-1", True), "another start than the one before"
 
 
 @pytest.mark.parametrize(("group", "engines", "message"), [("other", 1, "no group other; there are engine"),
@@ -399,7 +462,7 @@ async def test_an_engine_that_comes_to_hold_another_version_is_fenced(monkeypatc
     # covers: C8
     monkeypatch.setattr("miles_async.engines.supervisor._PROBE_INTERVAL", 0.02)
     async with started(2) as setup:
-        await setup.publish(("engine-0", "engine-1"), 3)
+        await setup.publish((E0, E1), 3)
         await asyncio.sleep(0.1)
         assert len(setup.registry.in_state(EngineState.SERVING)) == 2
         setup.servers[0][0].engine.weight_version = "2"  # somebody else's doing
@@ -412,8 +475,8 @@ async def test_an_engine_that_lives_and_does_not_answer_is_restarted(monkeypatch
     # covers: C10
     monkeypatch.setattr("miles_async.engines.supervisor._PROBE_INTERVAL", 0.01)
     async with started(1) as setup:
-        await setup.publish(("engine-0",), 3)
-        await setup.fleet.pause(("engine-0",), "retract")
+        await setup.publish((E0,), 3)
+        await setup.fleet.pause((E0,), "retract")
         await asyncio.sleep(0.2)
         assert len(setup.servers[0]) == 1, "a paused engine answers, and is not ill"
         await setup.servers[0][0].engine.die()  # the machine is gone; nobody sees the process end
@@ -427,11 +490,11 @@ async def test_an_engine_that_answers_and_generates_nothing_is_restarted(monkeyp
     monkeypatch.setattr("miles_async.engines.supervisor._PROGRESS_INTERVAL", 0.01)
     monkeypatch.setattr("miles_async.engines.supervisor._PROGRESS_SECONDS", 0.05)
     async with started(2) as setup:
-        await setup.publish(("engine-0", "engine-1"), 3)
-        await setup.fleet.pause(("engine-0", "engine-1"), "retract")
+        await setup.publish((E0, E1), 3)
+        await setup.fleet.pause((E0, E1), "retract")
         await asyncio.sleep(0.3)
         assert [len(started) for started in setup.servers] == [1, 1], "a paused engine is not stuck"
-        await setup.fleet.resume(("engine-0", "engine-1"))
+        await setup.fleet.resume((E0, E1))
         setup.servers[0][0].engine.stuck = True
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
         assert setup.registry.engines["engine-0"].reason == "generated nothing 3 times in a row"

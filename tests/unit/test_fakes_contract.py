@@ -21,7 +21,7 @@ from miles_async.engines.traffic import Traffic
 from miles_async.protocols import EngineFleet, EngineLoads, RolloutSide, TrainerSide
 from miles_async.rollout.manager import RolloutManager
 from miles_async.trainer.group import TrainerGroup
-from miles_async.types import TensorMeta
+from miles_async.types import Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 from tests.fakes.fake_sides import FakeEngineLoads, FakeFleet, FakeRollout, FakeTrainer
 
@@ -78,8 +78,8 @@ async def fake_fleet(num_engines: int) -> AsyncIterator[FakeFleet]:
 async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str) -> None:
     bucket = (TensorMeta("w", "float32", (2,)),)
     async with make(2) as fleet:
-        assert (await fleet.members()).joining == ("engine-0", "engine-1")
-        engines = ("engine-0", "engine-1")
+        engines = (await fleet.members()).joining
+        assert engines == (Incarnation("engine-0", 0), Incarnation("engine-1", 0))
         for version in (0, 1):
             for errors in (
                 await fleet.connect(engines, f"group-{version}", "127.0.0.1", 1, 3, "gloo"),
@@ -89,15 +89,18 @@ async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str) -
                 await fleet.end_update(engines),
                 await fleet.resume(engines),
             ):
-                assert errors == {"engine-0": None, "engine-1": None}
+                assert errors == dict.fromkeys(engines)
             scores = await fleet.score(engines, (1, 2, 3))
             assert {engine: score.weight_version for engine, score in scores.items()} == dict.fromkeys(
                 engines, str(version)
             )
             assert all(len(score.logprobs) == 2 for score in scores.values())
-            assert await fleet.admit(engines, version) == {"engine-0": None, "engine-1": None}
+            assert await fleet.admit(engines, version) == dict.fromkeys(engines)
             assert (await fleet.members()).serving == engines
-        await fleet.fence(["engine-1"], "test")
+        await fleet.fence([engines[1]], "test")
         members = await fleet.members()
-        assert members.serving == ("engine-0",)
+        assert members.serving == engines[:1]
         assert members.joining == ()
+        errors = await fleet.begin_update(engines)
+        assert errors[engines[0]] is None
+        assert "engine-1 was lost" in str(errors[engines[1]])

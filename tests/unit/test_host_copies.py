@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from arguments import WeightsArguments
 from miles_async.errors import EngineError
-from miles_async.types import StagedWeights
+from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights import host_copies
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.senders.object_store import ObjectStoreSender
@@ -68,25 +68,27 @@ class FileFleet(FakeFleet):
         self.hosts[engine] = self.hosts[engine].with_name(f"{engine} again")
         self.hosts[engine].mkdir()
         self.tensors[engine].clear()
-        del self.versions[engine]
-        self.serving.remove(engine)
-        self.joining.append(engine)
+        super().restart(engine)
 
-    async def on_host(self, engines: Sequence[str], function: Any, arguments: Sequence[Any] = (), **_: Any) -> Any:
-        results: dict[str, Any] = {}
+    async def on_host(
+        self, engines: Sequence[Incarnation], function: Any, arguments: Sequence[Any] = (), **_: Any
+    ) -> Any:
+        results: dict[Incarnation, Any] = {}
         for engine in engines:
             try:
-                results[engine] = function(self.hosts[engine], *arguments)
+                results[engine] = self._error("host", engine) or function(self.hosts[engine.engine], *arguments)
             except EngineError as error:
                 results[engine] = error
         return results
 
     async def load_files(self, directories: Any, version: int, flush_cache: bool) -> Any:
         for engine, directory in directories.items():
+            if self._error("load", engine):
+                continue
             files = in_directory(directory)
-            self.loaded[engine] = [file.name for file in files]
+            self.loaded[engine.engine] = [file.name for file in files]
             for file in files:
-                self.tensors[engine] |= load_file(file)
+                self.tensors[engine.engine] |= load_file(file)
         return await super().load_files(directories, version, flush_cache)
 
 
@@ -169,6 +171,27 @@ async def test_an_engine_that_restarted_gets_everything_the_others_what_changed(
     assert await setup.publish(2) < 0.5
     setup.fleet.restart("engine-0")
     assert 0.5 < await setup.publish(3) < 0.75
+    setup.sender.close()
+
+
+async def test_an_engine_that_restarts_after_its_host_got_what_changed_is_not_given_only_that(tmp_path: Path) -> None:
+    # covers: C8
+    setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta="xor")
+    await setup.publish(0)
+    plain = setup.fleet.pause
+
+    async def restart_meanwhile(engines: Any, mode: str) -> Any:
+        setup.fleet.restart("engine-0")
+        return await plain(engines, mode)
+
+    setup.fleet.pause = restart_meanwhile  # type: ignore[method-assign]
+    publication = await setup.publisher.publish(1)
+    setup.fleet.pause = plain  # type: ignore[method-assign]
+    assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
+    assert not setup.fleet.tensors["engine-0"]
+    assert setup.fleet.fenced == [], "the new start has done nothing wrong"
+    assert await setup.publisher.repair() == ("engine-0",)
+    setup.check(1)
     setup.sender.close()
 
 

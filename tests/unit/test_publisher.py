@@ -13,7 +13,7 @@ from miles_async.types import HeldPart
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer
+from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, ids
 
 
 def make(fleet: FakeFleet, engines_timeout: float = 10.0, senders: int = 1, **flags: object) -> WeightPublisher:
@@ -67,7 +67,7 @@ async def test_rolling_brings_engines_to_the_weights_a_few_at_a_time() -> None:
     portions, plain = [], fleet.pause
 
     async def watch(engines: Any, mode: str) -> Any:
-        portions.append(tuple(engines))
+        portions.append(tuple(map(str, engines)))
         return await plain(engines, mode)
 
     fleet.pause = watch  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
     plain = fleet.receive_bucket
 
     async def hang(engines: Any, *rest: Any) -> Any:
-        if "engine-1" in engines:
+        if "engine-1" in ids(engines):
             await asyncio.sleep(0.05)  # the fleet's own deadline
             return {engine: EngineError("no answer within 0.05 s") for engine in engines}
         return await plain(engines, *rest)

@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from miles_async.types import Incarnation
+
 
 class Attempt:
     """Some engines, and how each of them got on."""
 
-    def __init__(self, engines: Sequence[str]) -> None:
-        self.errors: dict[str, Exception | None] = dict.fromkeys(engines)
+    def __init__(self, engines: Sequence[Incarnation]) -> None:
+        self.errors: dict[Incarnation, Exception | None] = dict.fromkeys(engines)
 
     @property
-    def left(self) -> tuple[str, ...]:
+    def left(self) -> tuple[Incarnation, ...]:
         """Who has not failed."""
         return tuple(engine for engine, error in self.errors.items() if error is None)
 
     async def each(
         self,
-        call: Callable[[Sequence[str]], Awaitable[Mapping[str, Any | Exception]]],
-        engines: Sequence[str] | None = None,
-    ) -> Mapping[str, Any]:
+        call: Callable[[Sequence[Incarnation]], Awaitable[Mapping[Incarnation, Any | Exception]]],
+        engines: Sequence[Incarnation] | None = None,
+    ) -> Mapping[Incarnation, Any]:
         """``call`` on those left (of ``engines``); results of those that succeed."""
         chosen = [engine for engine in self.left if engines is None or engine in engines]
         results = await call(chosen) if chosen else {}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from miles_async.errors import ConfigurationError
 from miles_async.protocols import EngineErrors, EngineFleet
-from miles_async.types import StagedWeights
+from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.files import MANIFEST
 from miles_async.weights.transports.attempt import Attempt
 
@@ -23,13 +23,13 @@ class DiskTransport:
         self._fleet = fleet
         self._flush_cache = flush_cache
 
-    async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Whether their hosts see the files: SGLang would look for a directory that is absent on a model hub."""
         attempt = Attempt(engines)
         await attempt.each(lambda left: self._fleet.on_host(left, expect_staged, (staged.directory,)))
         return attempt.errors
 
-    async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Each engine reads all files."""
         return await self._fleet.load_files(dict.fromkeys(engines, staged.directory), staged.version, self._flush_cache)
 

@@ -8,12 +8,12 @@ The other half, in the sending ranks, is ``senders/distributed.py``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
-from miles_async.types import StagedWeights
+from miles_async.types import Incarnation, StagedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class _Groups:
     """The process groups of some engines, one with each sender."""
 
     names: tuple[str, ...]
-    engines: Mapping[str, int]  # with their incarnations
+    engines: tuple[Incarnation, ...]
 
 
 class DistributedTransport:
@@ -46,17 +46,16 @@ class DistributedTransport:
         self._groups: list[_Groups] = []
         self._times_joined = 0
 
-    async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """A process group of each sender and exactly these engines."""
-        members = await self._fleet.members()
-        wanted = {engine: members.incarnations.get(engine, 0) for engine in engines}
-        if any(groups.engines == wanted for groups in self._groups):
+        if any(set(groups.engines) == set(engines) for groups in self._groups):
             return dict.fromkeys(engines)
         await self._leave(engines)
         self._times_joined += 1
         names = tuple(f"{self._name}-{self._times_joined}.{sender}" for sender in range(staged.senders))
-        self._groups.append(_Groups(names, wanted))
-        world_size = 1 + sum(members.ranks.get(engine, 1) for engine in engines)
+        self._groups.append(_Groups(names, tuple(engines)))
+        ranks = (await self._fleet.members()).ranks
+        world_size = 1 + sum(ranks.get(engine.engine, 1) for engine in engines)
         errors: EngineErrors = dict.fromkeys(engines)
         for sender, name in enumerate(names):
             if not _failed(errors):
@@ -65,12 +64,12 @@ class DistributedTransport:
             await self._leave(engines)
         return errors
 
-    async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """All buckets to all engines, or, as soon as one of them fails, nothing more to anybody."""
         errors = await self.prepare(staged, engines)
         if _failed(errors):
             return errors
-        [groups] = [groups for groups in self._groups if groups.engines.keys() == set(engines)]
+        [groups] = [groups for groups in self._groups if set(groups.engines) == set(engines)]
         errors = await self._fleet.begin_update(engines)
         for index, following in zip_longest(staged.buckets, tuple(staged.buckets)[1:]):
             if not _failed(errors):
@@ -85,9 +84,9 @@ class DistributedTransport:
     async def close(self) -> None:
         """Leave the process groups."""
         for groups in list(self._groups):
-            await self._leave(tuple(groups.engines))
+            await self._leave(groups.engines)
 
-    async def _join(self, sender: int, name: str, engines: Sequence[str], world_size: int) -> EngineErrors:
+    async def _join(self, sender: int, name: str, engines: Sequence[Incarnation], world_size: int) -> EngineErrors:
         """Both ends at once."""
         address, port = await self._trainer.call_sender("open_group", (name, world_size), sender=sender)
         async with asyncio.TaskGroup() as scope:
@@ -95,17 +94,17 @@ class DistributedTransport:
             joined = scope.create_task(self._fleet.connect(engines, name, address, port, world_size, self._backend))
         return joined.result()
 
-    async def _leave(self, engines: Sequence[str]) -> None:
+    async def _leave(self, engines: Sequence[Incarnation]) -> None:
         """All groups that one of ``engines`` is in."""
-        for groups in [groups for groups in self._groups if groups.engines.keys() & set(engines)]:
+        for groups in [groups for groups in self._groups if set(groups.engines) & set(engines)]:
             self._groups.remove(groups)
             for sender, name in enumerate(groups.names):
                 await self._trainer.call_sender("leave_group", (name,), sender=sender)
                 # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
-                await self._fleet.disconnect(tuple(groups.engines), name)
+                await self._fleet.disconnect(groups.engines, name)
 
     async def _send_bucket(
-        self, staged: StagedWeights, index: int, following: int | None, engines: Sequence[str], groups: _Groups
+        self, staged: StagedWeights, index: int, following: int | None, engines: Sequence[Incarnation], groups: _Groups
     ) -> EngineErrors:
         """The sender broadcasts while the engines receive, and who sends the ``following`` one loads that."""
         sender, version = index % staged.senders, staged.version

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
-from miles_async.types import StagedWeights
+from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights import host_copies
 from miles_async.weights.files import bucket_file, delta_file
 from miles_async.weights.transports.attempt import Attempt
@@ -36,10 +36,10 @@ class HostCopyTransport:
         self._object_store = object_store
         self._keep = keep
         self._flush_cache = flush_cache
-        self._directories: dict[str, str] = {}  # engine → what its server has to load
+        self._directories: dict[Incarnation, str] = {}  # engine → what its server has to load
         self.sent_fraction = 1.0
 
-    async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Copies on all hosts, one bucket after another: the object store never holds more than one."""
         attempt = Attempt(engines)
         changing = await self._that_have_base(staged, attempt)
@@ -60,7 +60,7 @@ class HostCopyTransport:
         self.sent_fraction = sent / max(1, len(engines) * staged.total_bytes)
         return attempt.errors
 
-    async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Each server loads from its own host."""
         directories = {engine: self._directories[engine] for engine in engines}
         errors = await self._fleet.load_files(directories, staged.version, self._flush_cache)
@@ -70,7 +70,7 @@ class HostCopyTransport:
 
     async def close(self) -> None: ...
 
-    async def _that_have_base(self, staged: StagedWeights, attempt: Attempt) -> Sequence[str]:
+    async def _that_have_base(self, staged: StagedWeights, attempt: Attempt) -> Sequence[Incarnation]:
         """Whose host and whose server hold the version that the delta starts from."""
         if staged.delta is None:
             return ()
@@ -87,8 +87,8 @@ class HostCopyTransport:
         return reference
 
     async def _on_hosts(
-        self, attempt: Attempt, room: int, engines: Sequence[str], function: Callable[..., Any], *arguments: Any
-    ) -> Mapping[str, Any]:
+        self, attempt: Attempt, room: int, engines: Sequence[Incarnation], function: Callable[..., Any], *arguments: Any
+    ) -> Mapping[Incarnation, Any]:
         return await attempt.each(lambda left: self._fleet.on_host(left, function, arguments, room=room), engines)
 
 

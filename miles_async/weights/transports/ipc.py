@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
-from miles_async.types import StagedWeights
+from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.transports.attempt import Attempt
 
 
@@ -24,11 +24,11 @@ class IpcTransport:
         self._fleet = fleet
         self._flush_cache = flush_cache
 
-    async def prepare(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Nothing: a bucket is put on the device when it is its turn."""
         return dict.fromkeys(engines)
 
-    async def deliver(self, staged: StagedWeights, engines: Sequence[str]) -> EngineErrors:
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Bucket by bucket; the device holds one of them at a time."""
         attempt, fleet = Attempt(engines), self._fleet
         await attempt.each(fleet.begin_update)
@@ -41,7 +41,7 @@ class IpcTransport:
         await attempt.each(fleet.end_update)
         return attempt.errors
 
-    async def _receive(self, handles: str, version: int, engines: Sequence[str]) -> EngineErrors:
+    async def _receive(self, handles: str, version: int, engines: Sequence[Incarnation]) -> EngineErrors:
         return await self._fleet.receive_handles(engines, handles, version, self._flush_cache)
 
     async def close(self) -> None: ...
