@@ -51,9 +51,9 @@ _READ_AT_ONCE = 3  # answers of hundreds of tokens
 _ERROR_TEXT = 500  # characters of an answer that go into a message
 
 
-ParseVersions = Callable[[object, object, int, int], tuple[VersionSpan, ...]]
-"""``staleness.versions.parse_spans``: (reported spans or None, reported label or None, number of output
-tokens, version at dispatch) → spans. Raises VersionUnknownError.
+ParseVersions = Callable[[object, object, int, int, int], tuple[VersionSpan, ...]]
+"""``staleness.versions.parse_spans``: (reported spans or None, reported label or None, number of output tokens, version
+at dispatch, tokens that the engine may have in flight) → spans. Raises VersionUnknownError.
 """
 
 
@@ -270,16 +270,20 @@ class RouterClient:
         if finish_reason is None:
             raise TransientEngineError(f"{answer.engine_url}: finish reason {meta.finish_reason}")
         output_ids, logprobs = _tokens_and_logprobs(reply, answer.engine_url)
+        engine = self._registry.answering_at(answer.engine_url)
+        assert engine is not None
         spans = self._parse_versions(
-            meta.weight_versions, meta.weight_version, len(output_ids), answer.dispatch_version
+            meta.weight_versions,
+            meta.weight_version,
+            len(output_ids),
+            answer.dispatch_version,
+            engine.tokens_in_flight,
         )
         if spans and spans[0].version < answer.dispatch_version:
             raise TransientEngineError(
                 f"{answer.engine_url} began a request of version {answer.dispatch_version} with version "
                 f"{spans[0].version}: the router still listed it when it was out"
             )
-        engine = self._registry.answering_at(answer.engine_url)
-        assert engine is not None
         self._traffic.completed[engine.engine_id] += 1
         return Generation(
             output_ids=output_ids,

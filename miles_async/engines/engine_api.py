@@ -19,6 +19,11 @@ from miles_async.types import CanaryScore, EngineLoad, HeldPart, TensorMeta
 
 Answer = TypeVar("Answer")
 
+UNKNOWN_TOKENS_IN_FLIGHT = 1 << 31
+"""More than a response has: all its tokens count as old as the oldest. An engine that doesn't tell, or verifies more
+tokens than it was started with (``--speculative-adaptive``).
+"""
+
 _ERROR_TEXT = 500  # characters of an answer that go into a message
 # Servers close connections that were idle for some seconds, maybe as the next call goes out: to that one it looks like
 # an engine that died.
@@ -32,6 +37,23 @@ class ModelInfo(msgspec.Struct):
 
     weight_version: str
     model_path: str = ""
+
+
+class _ServerInfo(msgspec.Struct):
+    """The part of GET /server_info that we read: SGLang's arguments as it resolved them."""
+
+    speculative_algorithm: str | msgspec.UnsetType | None = msgspec.UNSET
+    speculative_num_draft_tokens: int | None = None
+    speculative_adaptive: bool = False
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens that one forward pass may yield for a request: one, or as many as it verifies."""
+        if self.speculative_algorithm is None:
+            return 1
+        if self.speculative_num_draft_tokens is None or self.speculative_adaptive:
+            return UNKNOWN_TOKENS_IN_FLIGHT
+        return max(1, self.speculative_num_draft_tokens)
 
 
 class _SchedulerLoad(msgspec.Struct):
@@ -82,9 +104,12 @@ class EngineApi:
     async def model_info(self, url: str, timeout: float) -> ModelInfo:
         return decode(await self._call("GET", url, "/model_info", None, timeout), ModelInfo, f"{url}/model_info")
 
-    async def probe(self, url: str, timeout: float) -> None:
-        """Returns when all its schedulers have answered, paused or not."""
-        await self._call("GET", url, "/server_info", None, timeout)
+    async def probe(self, url: str, timeout: float) -> int:
+        """Return when all its schedulers have answered, paused or not: how many tokens of a request one forward pass
+        may yield.
+        """
+        answer = await self._call("GET", url, "/server_info", None, timeout)
+        return decode(answer, _ServerInfo, f"{url}/server_info").tokens_in_flight
 
     async def make_progress(self, url: str, timeout: float) -> None:
         """Returns when a token came out since the call: any, or, of an idle engine, one that is generated for it. One

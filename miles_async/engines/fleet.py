@@ -67,7 +67,10 @@ class Fleet:
         )
 
     async def probe(self, engines: Sequence[Incarnation]) -> EngineErrors:
-        return await self._each(engines, lambda url: self._api.probe(url, self._probe_timeout))
+        async def ask(record: EngineRecord, url: str) -> None:
+            record.tokens_in_flight = await self._api.probe(url, self._probe_timeout)
+
+        return await self._each_record(engines, ask)
 
     async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str | Exception]:
         async def ask(_: EngineRecord, url: str) -> str:

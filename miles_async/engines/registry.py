@@ -57,6 +57,7 @@ class EngineRecord:
     paused: bool = False
     verified: bool = False  # its weights are those of ``version``
     version: int | None = None  # that it was last admitted with
+    tokens_in_flight: int = 1  # one forward pass yields so many per request, as it said when it was last probed
     reason: str = ""  # why it was last fenced
 
     @property

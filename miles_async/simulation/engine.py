@@ -139,6 +139,8 @@ class SimulatedEngine:
         self._check_alive()
         if path == "/generate":
             return await self._generate(msgspec.json.decode(body))
+        if path == "/server_info":
+            return Response(msgspec.json.encode({"speculative_algorithm": None}))
         if path == "/model_info":
             return Response(msgspec.json.encode({"weight_version": self.weight_version}))
         if path == "/health_generate":

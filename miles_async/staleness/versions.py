@@ -19,9 +19,14 @@ import numpy as np
 from miles_async.errors import VersionUnknownError
 from miles_async.types import NO_VERSION, Attempt, Group, Int32, Sample, VersionSpan
 
-EDGE_TOLERANCE = 1
-"""Tokens by which each reported start or end may be wrong. An engine that overlaps scheduling with computing
-has one token in flight when weights change: sampled by the old weights, counted under the new ones.
+ONE_STEP = 1
+"""Tokens in flight at an engine without speculative decoding: by so many may each reported start or end be wrong.
+
+SGLang counts a request's tokens when weights change, and with its overlap schedule the results of one forward pass are
+not counted then: the pass was launched with the old weights, and its results wait in a queue that never holds more
+than one (``event_loop_overlap`` of sglang 0.5.23, managers/scheduler.py; without overlap it holds none). ``retract``
+and ``abort`` empty the queue before weights change, ``in_place`` does not. A pass yields one token per request, or with
+speculative decoding as many as it verifies: ``--speculative-num-draft-tokens``.
 """
 
 MAX_VERSION = int(np.iinfo(np.int32).max)  # versions travel as int32 arrays
@@ -32,6 +37,7 @@ def parse_spans(
     reported_scalar: object,
     num_tokens: int,
     dispatch_version: int,
+    tokens_in_flight: int = ONE_STEP,
     *,
     newest_possible: int = MAX_VERSION,
 ) -> tuple[VersionSpan, ...]:
@@ -39,12 +45,12 @@ def parse_spans(
 
     1. No tokens: ``()``.
     2. Reported spans are believed if they start at 0, follow each other and reach the end, each within
-       ``EDGE_TOLERANCE`` tokens, and get newer. A span without a usable version is an error: its tokens came
+       ``tokens_in_flight`` tokens, and get newer. A span without a usable version is an error: its tokens came
        from unknown weights.
-    3. At an edge the earlier version is the truth: the first token of every later span goes to the earlier
-       one. The start of the call is an edge too, if the first span is newer than ``dispatch_version``: a
+    3. At an edge the earlier version is the truth: the first ``tokens_in_flight`` tokens of every later span go to
+       the earlier one. The start of the call is an edge too, if the first span is newer than ``dispatch_version``: a
        prefill in flight when weights change in place is reported under the new version from token 0 on.
-    4. A cover that ends one token short is extended (a later token is at least as fresh as the one before
+    4. A cover that ends that many tokens short is extended (a later token is at least as fresh as the one before
        it); one that ends late is clipped.
     5. Otherwise one span of the oldest version in sight: at dispatch, the label, any span.
 
@@ -53,6 +59,7 @@ def parse_spans(
         reported_scalar: the label of the response, an int or digits; "default" means never updated.
         num_tokens: output tokens of the call.
         dispatch_version: visible when the call was sent.
+        tokens_in_flight: that one forward pass of the engine may yield for a request.
         newest_possible: a version above it cannot have been published yet, so the report is wrong.
 
     Raises:
@@ -67,8 +74,8 @@ def parse_spans(
     dispatched = _parse_version(dispatch_version, "dispatch", newest_possible)
     reported = _read_spans(reported_spans, newest_possible)
     versions = [span.version for span in reported]
-    if reported and _is_believable(reported, num_tokens):
-        return _assign_edges(reported, num_tokens, dispatched)
+    if reported and _is_believable(reported, num_tokens, tokens_in_flight):
+        return _assign_edges(reported, num_tokens, dispatched, tokens_in_flight)
     if reported_scalar is not None or not versions:
         versions.append(_parse_version(reported_scalar, "weight_version", newest_possible))
     return (VersionSpan(min(dispatched, *versions), 0, num_tokens),)
@@ -105,27 +112,29 @@ def _read_spans(raw: object, newest_possible: int) -> list[VersionSpan]:
     return spans
 
 
-def _is_believable(spans: Sequence[VersionSpan], num_tokens: int) -> bool:
+def _is_believable(spans: Sequence[VersionSpan], num_tokens: int, tolerance: int) -> bool:
     return (
         spans[0].start == 0
-        and abs(spans[-1].end - num_tokens) <= EDGE_TOLERANCE
+        and abs(spans[-1].end - num_tokens) <= tolerance
         and all(span.start <= span.end for span in spans)
         and all(
-            abs(after.start - before.end) <= EDGE_TOLERANCE and before.version <= after.version
+            abs(after.start - before.end) <= tolerance and before.version <= after.version
             for before, after in pairwise(spans)
         )
     )
 
 
-def _assign_edges(spans: Sequence[VersionSpan], num_tokens: int, dispatched: int) -> tuple[VersionSpan, ...]:
+def _assign_edges(
+    spans: Sequence[VersionSpan], num_tokens: int, dispatched: int, tolerance: int
+) -> tuple[VersionSpan, ...]:
     """Shift every edge later by the tolerance, drop what becomes empty, merge equal neighbours.
 
     Where one span's end and the next one's start disagree, the later of both is the edge.
     """
     first = spans[0]
     edges = [(min(first.version, dispatched), 0)]  # (version, first token it has)
-    edges.append((first.version, EDGE_TOLERANCE if first.version > dispatched else 0))
-    edges += [(after.version, max(before.end, after.start) + EDGE_TOLERANCE) for before, after in pairwise(spans)]
+    edges.append((first.version, tolerance if first.version > dispatched else 0))
+    edges += [(after.version, max(before.end, after.start) + tolerance) for before, after in pairwise(spans)]
     stops = [start for _, start in edges[1:]] + [num_tokens]
     result: list[VersionSpan] = []
     for (version, _), stop in zip(edges, stops, strict=True):

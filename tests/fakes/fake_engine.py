@@ -37,6 +37,7 @@ class FakeEngine:
     respond: Callable[[dict[str, Any]], web.Response | None] = lambda body: None  # misbehave instead of generating
     transform: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply  # spoil the answer
     weight_version: str = "default"
+    server_info: dict[str, Any] = field(default_factory=lambda: {"speculative_algorithm": None})
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of /generate
     headers: list[dict[str, str]] = field(default_factory=list)  # and their headers
     calls: list[str] = field(default_factory=list)  # paths of everything else, in order
@@ -63,7 +64,7 @@ class FakeEngine:
         app.add_routes(
             [
                 web.get("/model_info", self._model_info),
-                web.get("/server_info", self._model_info),
+                web.get("/server_info", self._server_info),
                 web.get("/health_generate", self._make_progress),
                 web.get("/v1/loads", self._loads),
                 web.get("/v1/models", self._models),
@@ -128,6 +129,9 @@ class FakeEngine:
                 "architectures": ["Qwen3ForCausalLM"],
             }
         )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(self.server_info)
 
     async def _loads(self, request: web.Request) -> web.Response:
         tokens = sum(len(running.prompt) + len(running.output) for running in self._running.values())

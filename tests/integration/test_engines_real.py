@@ -151,6 +151,11 @@ async def test_an_answer_has_a_log_prob_per_token_and_spans_that_cover_it(engine
     assert (await engine.api.model_info(engine.url, DEADLINE)).weight_version == "1"
 
 
+async def test_an_engine_without_speculative_decoding_has_one_token_in_flight(engine: Engine) -> None:
+    # covers: C1
+    assert await engine.api.probe(engine.url, DEADLINE) == 1
+
+
 async def test_only_an_engine_that_goes_on_makes_progress(engine: Engine) -> None:  # covers: C10
     await engine.api.make_progress(engine.url, DEADLINE)
     await engine.api.pause(engine.url, "retract", DEADLINE)

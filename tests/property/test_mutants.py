@@ -59,10 +59,17 @@ def anything_in_any_order() -> None:
 long_runs = _again(pool_properties.test_long_runs_with_stragglers, pool_properties.WORLDS, SEEDS, max_examples=120)
 lossy_runs = _again(pool_properties.test_long_runs_with_stragglers, pool_properties.LOSSY, SEEDS)
 in_order = _again(pool_properties.test_nothing_is_swept_when_groups_finish_in_order, pool_properties.WORLDS, SEEDS)
-off_by_one = _again(
-    version_properties.test_every_start_and_end_wrong_by_at_most_one_token,
+off_by_tokens_in_flight = _again(
+    version_properties.test_every_start_and_end_wrong_by_the_tokens_in_flight_at_most,
     version_properties.true_versions(),
+    version_properties.TOKENS_IN_FLIGHT,
     st.data(),
+)
+overlap_schedule = _again(
+    version_properties.test_no_token_in_flight_is_called_fresher_than_it_is,
+    version_properties.TOKENS_IN_FLIGHT,
+    st.data(),
+    max_examples=200,
 )
 with_a_hole = _again(
     version_properties.test_report_with_a_hole_falls_back_to_the_oldest_version_in_sight,
@@ -120,7 +127,8 @@ PROPERTIES = {
     "long_runs": long_runs,
     "lossy_runs": lossy_runs,
     "in_order": in_order,
-    "off_by_one": off_by_one,
+    "off_by_tokens_in_flight": off_by_tokens_in_flight,
+    "overlap_schedule": overlap_schedule,
     "with_a_hole": with_a_hole,
     "label_only": label_only,
     "loss_tokens": loss_tokens,
@@ -235,9 +243,25 @@ MUTANTS = (
     Mutant(
         name="no tolerance at edges",
         function=versions._assign_edges,
-        old="max(before.end, after.start) + EDGE_TOLERANCE",
+        old="max(before.end, after.start) + tolerance",
         new="max(before.end, after.start)",
-        caught_by=off_by_one,
+        caught_by=off_by_tokens_in_flight,
+        where="assert_never_fresher",
+    ),
+    Mutant(
+        name="one token at an edge, whatever an engine has in flight",  # speculative decoding, in place
+        function=versions._assign_edges,
+        old="max(before.end, after.start) + tolerance",
+        new="max(before.end, after.start) + ONE_STEP",
+        caught_by=overlap_schedule,
+        where="assert_never_fresher",
+    ),
+    Mutant(
+        name="one token at the start of a call, whatever an engine has in flight",
+        function=versions._assign_edges,
+        old="tolerance if first.version > dispatched else 0",
+        new="ONE_STEP if first.version > dispatched else 0",
+        caught_by=overlap_schedule,
         where="assert_never_fresher",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Span parsing is nowhere fresher than the truth, whatever an engine that is off by one token reports.
+"""Span parsing is nowhere fresher than the truth, whatever an engine reports that has a few tokens in flight.
 
 # covers: C1, M1
 """
@@ -15,6 +15,7 @@ from miles_async.staleness.versions import parse_spans, versions_per_token
 from miles_async.types import VersionSpan
 
 OFF_BY_ONE = st.integers(-1, 1)
+TOKENS_IN_FLIGHT = st.integers(1, 5)  # of one forward pass: speculative decoding verifies several
 
 
 @st.composite
@@ -38,20 +39,44 @@ def assert_never_fresher(spans: tuple[VersionSpan, ...], truth: list[int]) -> No
     assert (parsed <= truth).all(), (parsed, truth)
 
 
-@given(true_versions(), st.data())
-def test_every_start_and_end_wrong_by_at_most_one_token(case: tuple[int, list[int]], data: st.DataObject) -> None:
+@given(true_versions(), TOKENS_IN_FLIGHT, st.data())
+def test_every_start_and_end_wrong_by_the_tokens_in_flight_at_most(
+    case: tuple[int, list[int]], in_flight: int, data: st.DataObject
+) -> None:
     dispatch, truth = case
+    off = st.integers(-in_flight, in_flight)
     reported = [
-        VersionSpan(
-            span.version,
-            span.start + (data.draw(OFF_BY_ONE) if span.start else 0),
-            span.end + data.draw(OFF_BY_ONE),
-        )
+        VersionSpan(span.version, span.start + (data.draw(off) if span.start else 0), span.end + data.draw(off))
         for span in spans_of(truth)
     ]
     as_text = data.draw(st.booleans())
-    spans = parse_spans(as_report(reported, as_text=as_text), str(truth[-1]), len(truth), dispatch)
+    spans = parse_spans(as_report(reported, as_text=as_text), str(truth[-1]), len(truth), dispatch, in_flight)
     assert_never_fresher(spans, truth)
+
+
+@given(TOKENS_IN_FLIGHT, st.data())
+def test_no_token_in_flight_is_called_fresher_than_it_is(in_flight: int, data: st.DataObject) -> None:
+    """An engine with SGLang's overlap schedule: a pass is launched before the results of the one before are counted,
+    and weights change between two turns of its loop, as often as one likes."""
+    version = dispatch = data.draw(st.integers(0, 3))
+    truth: list[int] = []
+    events: list[tuple[int, int]] = []  # as srt/utils/weight_versions.py: (old version, tokens counted when it changed)
+    queued: list[int] = []  # versions of the tokens of the pass in flight
+    for launches in data.draw(st.lists(st.booleans(), min_size=1, max_size=12)):
+        if launches:
+            launched = [version] * data.draw(st.integers(1, in_flight))
+            truth, queued = truth + queued, launched
+        else:
+            if truth:
+                events.append((version, len(truth)))
+            version += 1
+    truth += queued
+    spans: list[VersionSpan] = []
+    for old, count in [*events, (version, len(truth))]:
+        start = spans[-1].end if spans else 0
+        if not spans or count > start:
+            spans.append(VersionSpan(old, start, count))
+    assert_never_fresher(parse_spans(as_report(spans), str(version), len(truth), dispatch, in_flight), truth)
 
 
 @given(true_versions(), st.data())

@@ -27,6 +27,7 @@ from miles_async.types import VersionSpan
 from tests.fakes.fake_engine import FakeEngine
 
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0}
+EDGE_AT_ONE = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
 
 
 @dataclass
@@ -68,6 +69,13 @@ async def test_an_answer_becomes_arrays_and_spans(setup: Setup) -> None:  # cove
     assert generation.spans == (VersionSpan(3, 0, 4),)
     assert (generation.engine_id, generation.finish_reason, generation.prompt_tokens) == ("engine-0", "length", 3)
     assert setup.traffic.completed == {"engine-0": 1}
+
+
+async def test_tokens_in_flight_count_as_old_as_what_sampled_them(setup: Setup) -> None:  # covers: C1, M1
+    setup.engine.transform = lambda reply: reply["meta_info"].update(weight_versions=EDGE_AT_ONE) or reply
+    setup.record.tokens_in_flight = 2  # speculative decoding
+    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    assert generation.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
 
 
 async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setup) -> None:  # covers: C8, M13

@@ -93,6 +93,15 @@ async def test_engines_that_came_up_are_joining_and_not_routable() -> None:
         assert not setup.registry.may_dispatch()
 
 
+async def test_a_probe_notes_how_many_tokens_an_engine_may_have_in_flight() -> None:  # covers: C1
+    async with started(2) as setup:
+        info = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}
+        setup.servers[1][0].engine.server_info = info
+        errors = await setup.fleet.probe((await setup.fleet.members()).joining)
+        assert set(errors.values()) == {None}
+        assert [record.tokens_in_flight for record in setup.registry.engines.values()] == [1, 4]
+
+
 async def test_a_publication_makes_engines_serve_under_its_version() -> None:  # covers: C8
     async with started(2) as setup:
         engines = (E0, E1)

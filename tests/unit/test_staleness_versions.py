@@ -153,3 +153,9 @@ def test_loss_token_without_version_is_an_error() -> None:
 def test_group_is_as_old_as_its_oldest_sample() -> None:
     group = make_group(0, [[5, 6], [3, 4], [6, 7]])
     assert (group.oldest_version, group.newest_version) == (3, 7)
+
+
+def test_an_engine_with_more_tokens_in_flight_keeps_more_of_them_with_the_earlier_version() -> None:
+    reported = report(("3", 0, 2), ("4", 2, 6))
+    versions = [versions_per_token(parse_spans(reported, "4", 6, 3, d), 6).tolist() for d in (1, 2, 3, 1 << 31)]
+    assert versions == [[3, 3, 3, 4, 4, 4], [3, 3, 3, 3, 4, 4], [3, 3, 3, 3, 3, 4], [3] * 6]
