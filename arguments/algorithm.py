@@ -20,6 +20,11 @@ class AlgorithmArguments:
     grpo_std_normalization: bool = flag(True, "divide by the group's standard deviation (no: Dr. GRPO)")
     eps_clip: float = flag(0.2, "PPO clip range below 1")
     eps_clip_high: float | None = flag(None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher")
+    eps_clip_c: float | None = flag(
+        3.0,
+        "dual clip: the loss of a token with a negative advantage A is at most this × |A|, however large its ratio, "
+        "which PPO's clip does not bound there; more than 1; none: no bound",
+    )
     use_rollout_logprobs: bool = flag(
         False,
         "PPO ratio against the engines' log-probs: clips around the policy that sampled; corrects for staleness",
@@ -31,6 +36,7 @@ class AlgorithmArguments:
     use_kl_loss: bool = flag(False, "add --kl-loss-coef × KL(π ‖ reference), estimator k3")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")
     ref_hf_checkpoint: Path | None = flag(None, "reference model of the KL loss (default: --hf-checkpoint)")
+    log_entropy: bool = flag(False, "compute the policy's entropy, a pass over all logits, and log it as train/entropy")
     allow_uncorrected_off_policy: bool = flag(
         False,
         "train asynchronously with neither --use-rollout-logprobs nor --use-tis (learns worse with every "

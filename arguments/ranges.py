@@ -59,7 +59,7 @@ AT_LEAST: dict[str, int] = {
 
 ABOVE_ZERO = {
     "rollout_temperature",  # the trainer divides logits by it, and equal samples teach nothing
-    "rollout_top_p",
+    "eval_top_p",
     "rollout_kv_use_target",
     "min_group_fraction",
     "environment_timeout",
@@ -82,11 +82,13 @@ ABOVE_ZERO = {
 AT_MOST: dict[str, int] = {
     "min_group_fraction": 1,
     "rollout_kv_use_target": 1,
-    "rollout_top_p": 1,
+    "eval_top_p": 1,
     "sglang_router_port": 65535,
 }
 
 IN_HALF_OPEN_UNIT_INTERVAL = {"adam_beta1", "adam_beta2"}  # [0, 1)
+
+GREEDY_BELOW = 1e-6  # SGLang (0.5) samples greedily below this temperature, and reports log-probs at temperature 1
 
 
 def range_problems(arguments: Arguments) -> Iterator[str]:
@@ -107,10 +109,14 @@ def _expectation(specification: FlagSpecification, value: Any) -> str | None:
         return f"at least {AT_LEAST[name]}"
     if name in ABOVE_ZERO and not value > 0:
         return "more than 0"
+    if name == "eps_clip_c" and not value > 1:  # at ratio 1 the policy is still the one that sampled
+        return "more than 1, or none"
+    if name == "rollout_temperature" and value < GREEDY_BELOW:
+        return f"at least {GREEDY_BELOW:g}, below which engines are greedy"
     if name in AT_MOST and not value <= AT_MOST[name]:
         return f"at most {AT_MOST[name]}"
     if name in IN_HALF_OPEN_UNIT_INTERVAL and not 0 <= value < 1:
         return "at least 0 and less than 1"
-    if name == "rollout_top_k" and not (value == -1 or value >= 1):
+    if name == "eval_top_k" and not (value == -1 or value >= 1):
         return "-1 (all tokens) or at least 1"
     return None

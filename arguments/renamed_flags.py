@@ -49,6 +49,8 @@ OWNED_PASS_THROUGH_FLAGS = {
     "--sglang-tensor-parallel-size": "use --rollout-num-gpus-per-engine",
     "--sglang-host": "addresses of engines are chosen by the run: remove it",
     "--sglang-port": "ports of engines are chosen by the run: remove it",
+    "--sglang-preferred-sampling-params": "the trainer's log-probs assume the run's own sampling parameters: use "
+    "--rollout-temperature",
     "--sglang-weight-version": "versions are counted by the run: remove it",
     "--router-policy": "use --sglang-router-policy",
     "--router-port": "use --sglang-router-port",

@@ -22,8 +22,12 @@ class RolloutArguments:
     )
     rollout_max_response_len: int = flag(1024, "tokens a response may have")
     rollout_temperature: float = flag(1.0, "sampling temperature; the trainer's log-probs use it too")
-    rollout_top_p: float = flag(1.0, "nucleus sampling")
-    rollout_top_k: int = flag(-1, "sample among the k likeliest tokens; -1: all")
+    rollout_top_p: float = flag(
+        1.0, "only 1: engines report log-probs of the distribution before nucleus sampling (evaluation: --eval-top-p)"
+    )
+    rollout_top_k: int = flag(
+        -1, "only -1: engines report log-probs of the distribution before its tail is cut (evaluation: --eval-top-k)"
+    )
     rollout_stop: tuple[str, ...] = flag((), "strings that end a response")
     rollout_concurrency_per_engine: int = flag(
         256, "samples in flight at once, for every engine that serves; with --adaptive-rollout-concurrency at most"

@@ -125,6 +125,22 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         yield "--ref-hf-checkpoint has no effect without --use-kl-loss"
 
 
+def check_sampling(arguments: Arguments) -> Iterator[str]:
+    """Training samples from the distribution whose log-probs engines report (C12)."""
+    rollout = arguments.rollout
+    cuts = {
+        f"--rollout-top-p {rollout.rollout_top_p:g}": rollout.rollout_top_p != 1,
+        f"--rollout-top-k {rollout.rollout_top_k}": rollout.rollout_top_k != -1,
+    }
+    if given := [flag for flag, cut in cuts.items() if cut]:
+        yield (
+            f"{' and '.join(given)}: SGLang samples from what is left of the distribution and reports log-probs as "
+            "they were before it was cut. The trainer's are of the whole distribution too, so no ratio or importance "
+            "weight would be about the policy that sampled. Leave --rollout-top-p at 1 and --rollout-top-k at -1 "
+            "(--rollout-temperature is accounted for; evaluation has --eval-top-p and --eval-top-k)"
+        )
+
+
 def check_staleness(arguments: Arguments) -> Iterator[str]:
     """The two knobs agree, and no combination of them waits for what can never come (C3, C4)."""
     staleness, weights = arguments.staleness, arguments.weights
@@ -324,6 +340,7 @@ CHECKS: tuple[Check, ...] = (
     check_model,
     check_prompt_files,
     check_algorithm,
+    check_sampling,
     check_staleness,
     check_off_policy_correction,
     check_rewards,

@@ -239,14 +239,15 @@ class PolicyLoss(Protocol):
 
     needs_old_logprobs: bool  # an extra forward pass before the first optimizer step is required
     needs_reference: bool
+    needs_entropy: bool  # a pass over all logits, for a metric or a bonus
 
-    def __call__(self, logprobs: Any, entropy: Any, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, logprobs: Any, entropy: Any | None, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Sum over loss tokens of the loss, and metric sums.
 
         ``logprobs``, ``entropy``: float32 [N], of ``tokens[i]`` given its prefix (0 for the first token of
-        each sample). ``batch``: the arrays of the TrainBatch as tensors, ``advantages`` expanded to [N],
-        plus ``old_logprobs`` and ``ref_logprobs`` [N] where needed. Metrics are sums over loss tokens, except
-        names ending in ``_max``.
+        each sample); ``entropy`` is None unless it is needed. ``batch``: the arrays of the TrainBatch as tensors,
+        ``advantages`` expanded to [N], plus ``old_logprobs`` and ``ref_logprobs`` [N] where needed. Metrics are sums
+        over loss tokens, except names ending in ``_max``.
         """
         ...
 

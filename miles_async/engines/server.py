@@ -186,7 +186,11 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
 
 def server_environment(spec: ServerSpec) -> dict[str, str]:
     """Added to the environment of the server."""
-    environment = {"TOKENIZERS_PARALLELISM": "false", "SGLANG_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE_SECONDS}
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE_SECONDS,
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # log-probs at the sampling temperature, as the trainer's are
+    }
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     if spec.held_weights:

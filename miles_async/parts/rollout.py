@@ -110,6 +110,8 @@ def _evaluator(
     }
     sampling = sampling_parameters(arguments.rollout) | {
         "temperature": evaluation.eval_temperature,
+        "top_p": evaluation.eval_top_p,
+        "top_k": evaluation.eval_top_k,
         "max_new_tokens": evaluation.eval_max_response_len or arguments.rollout.rollout_max_response_len,
     }
     return Evaluator(

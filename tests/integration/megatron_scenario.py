@@ -5,6 +5,7 @@ One set of processes goes through all layouts and models: importing megatron cos
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from tests.integration.toy_batches import to_shards, toy_samples
 LR = 1e-3
 SEQUENCES = [np.random.default_rng(1).integers(0, 64, length).tolist() for length in (5, 18, 1, 33, 7, 2, 16)]
 PLAIN = AlgorithmArguments()
-CORRECTED = AlgorithmArguments(use_tis=True, use_kl_loss=True, kl_loss_coef=0.3)
+CORRECTED = AlgorithmArguments(use_tis=True, use_kl_loss=True, kl_loss_coef=0.3, log_entropy=True)
 
 Case = tuple[str, str]
 """(layout, model), by name."""
@@ -51,6 +52,8 @@ class Observed:
     export_differs: list[str]
     steps: list[dict[str, float]] = field(default_factory=list)
     logprobs_after: list[list[float]] = field(default_factory=list)
+    without_advantages: dict[str, float] = field(default_factory=dict)  # metrics of one more step
+    moved: list[str] = field(default_factory=list)  # tensors that this step changed
 
 
 def make_backend(
@@ -151,6 +154,11 @@ def _observe(store: dist.Store, rank: int, world_size: int, training: Training, 
         shards = to_shards(samples, dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
         observed.steps.append(backend.train(shards[backend.data_parallel_rank]))
     observed.logprobs_after = backend.logprobs(SEQUENCES)
+    before = {name: tensor.clone() for name, tensor in backend.export_weights()}
+    samples = [dataclasses.replace(sample, advantage=0.0) for sample in toy_samples(12)]
+    shards = to_shards([samples], dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
+    observed.without_advantages = backend.train(shards[backend.data_parallel_rank])
+    observed.moved = [name for name, tensor in backend.export_weights() if not tensor.equal(before[name])]
     backend.close()
     return observed
 

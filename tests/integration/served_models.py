@@ -25,16 +25,16 @@ def save_served(family: str, directory: Path, *, seed: int) -> Path:
     return directory
 
 
-def reference_logprobs(model: Path, tokens: Sequence[int]) -> np.ndarray:
+def reference_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
     """float32 [T - 1], of tokens[1:], by transformers."""
-    return _logprobs(model, tuple(tokens))
+    return _logprobs(model, tuple(tokens), temperature)
 
 
 @cache
-def _logprobs(model: Path, tokens: tuple[int, ...]) -> np.ndarray:
+def _logprobs(model: Path, tokens: tuple[int, ...], temperature: float) -> np.ndarray:
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([tokens])).logits
-    return torch.log_softmax(logits[0, :-1], -1)[range(len(tokens) - 1), list(tokens[1:])].numpy()
+    return torch.log_softmax(logits[0, :-1] / temperature, -1)[range(len(tokens) - 1), list(tokens[1:])].numpy()

@@ -380,6 +380,24 @@ async def test_a_publication_meets_requests_in_flight(
     np.testing.assert_allclose(fresh.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("filters", "temperature"),
+    [({}, 2.0), ({"top_p": 1e-6}, 1.0), ({"top_p": 1e-6}, 2.0), ({"min_p": 1.0}, 2.0), ({"top_k": 2}, 2.0)],
+)
+async def test_log_probs_are_of_the_distribution_before_filters(
+    running: Running, filters: dict[str, float], temperature: float
+) -> None:
+    """Why --rollout-top-p and --rollout-top-k are refused: with top_p near 0 only one token can be sampled."""
+    # covers: C12
+    sampling = {"max_new_tokens": 8, "temperature": temperature, "ignore_eos": True, **filters}
+    found = await running.stack.client.generate([5, 6, 7, 8], sampling, routing_key="a")
+    tokens = [5, 6, 7, 8, *found.output_ids.tolist()]
+    np.testing.assert_allclose(
+        found.logprobs, reference_logprobs(running.models[1], tokens, temperature)[3:], atol=1e-4
+    )
+    assert found.logprobs.max() < -1e-3
+
+
 async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None:  # covers: C5
     with pytest.raises(RequestRejectedError, match=r"400.*longer than the model's context length"):
         await running.stack.client.generate([5] * 600, {"max_new_tokens": 4}, routing_key="a")

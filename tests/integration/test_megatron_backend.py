@@ -77,12 +77,25 @@ def _single_rank(
     seen["no loss tokens"] = trained.train(to_shards([masked], dp_size=1, micro_batches=1)[0])
     seen["moved by no loss"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
 
+    trained.close()
+    trained = backend("decaying", lr=1e-3, weight_decay=0.1, lr_warmup_iters=4)
+    trained.train(shard)
+    before = {name: tensor.clone() for name, tensor in trained.export_weights()}
+    equal = [dataclasses.replace(sample, advantage=0.0) for sample in samples]
+    seen["no advantages"] = trained.train(to_shards([equal, samples, equal], dp_size=1, micro_batches=2)[0])
+    seen["moved between"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
+    before = {name: tensor.clone() for name, tensor in trained.export_weights()}
+    seen["only no advantages"] = trained.train(to_shards([equal], dp_size=1, micro_batches=2)[0])
+    seen["moved by no advantages"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
+
     seen["empty micro-batch"] = trained.train(to_shards([samples[:1]], dp_size=1, micro_batches=3)[0])
 
     wrong = type(shard)(**{**_fields(shard), "loss_tokens": (shard.loss_tokens[0] + 1,)})
     seen["wrong token count"] = _error(lambda: trained.train(wrong))
     infinite = [dataclasses.replace(sample, advantage=float("inf")) for sample in samples]
+    before = {name: tensor.clone() for name, tensor in trained.export_weights()}
     seen["infinite"] = _error(lambda: trained.train(to_shards([infinite], dp_size=1, micro_batches=1)[0]))
+    seen["moved by infinity"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
 
     (scratch / "occupied").mkdir()
     (scratch / "occupied" / "file").touch()
@@ -147,6 +160,20 @@ def test_a_step_without_loss_tokens_leaves_the_weights_alone(seen: dict[str, Any
     assert seen["moved by no loss"] == []
 
 
+def test_a_step_whose_advantages_are_all_zero_is_not_made(seen: dict[str, Any]) -> None:  # covers: R10
+    """Nor by momentum, nor by weight decay; the learning rate counts it, and its tokens are in the metrics."""
+    assert seen["moved by no advantages"] == []
+    assert seen["only no advantages"]["skipped_optimizer_steps"] == 1
+    assert seen["only no advantages"]["grad_norm"] == 0
+    assert seen["only no advantages"]["loss_tokens"] == seen["no advantages"]["loss_tokens"] / 3 > 0
+    # Among other steps it is only left out.
+    assert seen["moved between"]
+    assert seen["no advantages"]["optimizer_steps"] == 3
+    assert seen["no advantages"]["skipped_optimizer_steps"] == 2
+    assert seen["no advantages"]["grad_norm"] > 0
+    assert seen["no advantages"]["lr"] == pytest.approx(1e-3)  # the fourth step of a warm-up of four
+
+
 def test_empty_micro_batches_are_allowed(seen: dict[str, Any]) -> None:
     """Ranks have equally many micro-batches even if there are not that many samples."""
     assert np.isfinite(seen["empty micro-batch"]["grad_norm"])
@@ -161,6 +188,7 @@ def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, Any]) -
 def test_a_gradient_that_is_not_finite_stops_the_run(seen: dict[str, Any]) -> None:
     assert isinstance(seen["infinite"], TrainerError)
     assert "gradient norm" in str(seen["infinite"])
+    assert seen["moved by infinity"] == []
 
 
 @pytest.mark.parametrize(

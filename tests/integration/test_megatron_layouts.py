@@ -133,6 +133,18 @@ def test_trained_model_equals_plain_pytorch(ranks: Ranks, plain: Observed) -> No
         _assert_close(rank.logprobs_after, plain.logprobs_after, 5e-3)
 
 
+def test_a_step_without_gradient_leaves_the_weights_alone(
+    ranks: Ranks, case: Case, models: dict[str, Training]
+) -> None:
+    """All advantages are 0: Adam's momentum must not move anything, on any rank. A KL loss may."""
+    regularized = models[case[1]].algorithm.use_kl_loss
+    for rank in ranks:
+        assert bool(rank.moved) is regularized
+        assert rank.without_advantages["skipped_optimizer_steps"] == (0 if regularized else 1)
+        assert (rank.without_advantages["grad_norm"] > 0) is regularized
+        assert rank.without_advantages["loss_tokens"] > 0  # they are counted, and compared with the engines
+
+
 def test_every_rank_reports_the_same_metrics(ranks: Ranks) -> None:
     for rank in ranks[1:]:
         for ours, first in zip(rank.steps, ranks[0].steps, strict=True):
@@ -146,7 +158,10 @@ def test_step_metrics(seen: dict[Case, Ranks | str]) -> None:  # covers: M3, O5
     assert first["optimizer_steps"] == 2
     assert first["skipped_optimizer_steps"] == 0
     assert first["lr"] == LR
-    assert 0 < first["entropy"] <= np.log(64)
+    assert 0 < first["entropy"] <= np.log(64)  # the algorithm of this model asks for it
+    plain = seen["one-rank", "llama"]
+    assert not isinstance(plain, str), plain
+    assert "entropy" not in plain[0].steps[0]
     assert 0 < first["logprob_diff_mean"] <= first["logprob_diff_max"]
     assert 0 < first["logprob_diff_tokens"] < first["loss_tokens"]  # every second sample is one version old
     assert first["rollout_kl_k3"] > 0

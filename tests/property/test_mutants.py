@@ -3,7 +3,7 @@
 It is put into the code under test, and the property that guards against it must fail, at the place where a user would
 be harmed. The same procedure on the code as it is finds nothing.
 
-# covers: C1, C4, M1, O4
+# covers: C1, C4, C12, M1, O4
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from miles_async.staleness.admission import Admission
 from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
+from miles_async.trainer.losses import policy as losses
 from miles_async.types import NO_VERSION
+from tests.property import test_property_losses as loss_properties
 from tests.property import test_property_pool as pool_properties
 from tests.property import test_property_versions as version_properties
 from tests.property.builders import make_sample
@@ -75,6 +77,14 @@ with_a_hole = _again(
     version_properties.test_report_with_a_hole_falls_back_to_the_oldest_version_in_sight,
     version_properties.true_versions(),
     st.data(),
+)
+
+surrogate = _again(
+    loss_properties.test_surrogate_and_gradient_equal_the_formula,
+    loss_properties.TOKENS,
+    st.just(0.2),
+    st.just(0.28),
+    st.just(3.0),
 )
 
 
@@ -131,6 +141,7 @@ PROPERTIES = {
     "overlap_schedule": overlap_schedule,
     "with_a_hole": with_a_hole,
     "label_only": label_only,
+    "surrogate": surrogate,
     "loss_tokens": loss_tokens,
     "known_age": known_age,
 }
@@ -311,6 +322,54 @@ MUTANTS = (
         new="target_version < 0",
         caught_by=known_age,
         where="known_age",
+    ),
+    Mutant(
+        name="dual clip of positive advantages",
+        function=losses.dual_clip,
+        old="advantages < 0, cap * advantages.abs()",
+        new="advantages > 0, -cap * advantages",
+        caught_by=surrogate,
+        where="test_surrogate_and_gradient_equal_the_formula",
+    ),
+    Mutant(
+        name="dual clip of the ratio, not of the loss",
+        function=losses.dual_clip,
+        old="cap * advantages.abs()",
+        new="cap",
+        caught_by=surrogate,
+        where="test_surrogate_and_gradient_equal_the_formula",
+    ),
+    Mutant(
+        name="a token past the dual clip counts for nothing",
+        function=losses.dual_clip,
+        old="torch.minimum(loss, most)",
+        new="torch.where(loss > most, 0.0, loss)",
+        caught_by=surrogate,
+        where="test_surrogate_and_gradient_equal_the_formula",
+    ),
+    Mutant(
+        name="no dual clip",
+        function=losses.dual_clip,
+        old="torch.minimum(loss, most)",
+        new="loss",
+        caught_by=surrogate,
+        where="test_surrogate_and_gradient_equal_the_formula",
+    ),
+    Mutant(
+        name="the clip is optimistic",
+        function=losses.clipped_surrogate,
+        old="torch.minimum(plain, bounded)",
+        new="torch.maximum(plain, bounded)",
+        caught_by=surrogate,
+        where="test_surrogate_and_gradient_equal_the_formula",
+    ),
+    Mutant(
+        name="the clip ignores clip-higher",
+        function=losses.clipped_surrogate,
+        old="ratio.clamp(low, high)",
+        new="ratio.clamp(low, 2 - low)",
+        caught_by=surrogate,
+        where="test_surrogate_and_gradient_equal_the_formula",
     ),
 )
 

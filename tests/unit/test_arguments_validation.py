@@ -269,8 +269,20 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "max_position_embeddings 2048",
         ),
         case("greedy training", {"rollout_temperature": 0.0}, "--rollout-temperature: expected more than 0"),
-        case("top p", {"rollout_top_p": 1.5}, "--rollout-top-p: expected at most 1"),
-        case("top k", {"rollout_top_k": 0}, "--rollout-top-k: expected -1 (all tokens) or at least 1"),
+        case("top p", {"rollout_top_p": 1.5}, "--rollout-top-p 1.5: SGLang"),
+        case("top k", {"rollout_top_k": 0}, "--rollout-top-k 0: SGLang"),
+        case("evaluation top p", {"eval_top_p": 0.0}, "--eval-top-p: expected more than 0"),
+        case("evaluation top k", {"eval_top_k": 0}, "--eval-top-k: expected -1 (all tokens) or at least 1"),
+        case("nearly greedy", {"rollout_temperature": 1e-7}, "--rollout-temperature: expected at least 1e-06"),
+        case(
+            "sampling cut",
+            {"rollout_top_p": 0.9, "rollout_top_k": 50},
+            "--rollout-top-p 0.9 and --rollout-top-k 50: SGLang",
+            "log-probs as they were before it was cut",
+            "--eval-top-p",
+        ),
+        case("tail cut", {"rollout_top_k": 50}, "--rollout-top-k 50: SGLang"),
+        case("dual clip", {"eps_clip_c": 1.0}, "--eps-clip-c: expected more than 1, or none"),
         case("beta", {"adam_beta1": 1.0}, "--adam-beta1: expected at least 0 and less than 1"),
     ],
 )
@@ -295,6 +307,8 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
     "change",
     [
         {"on_policy": True, "use_rollout_logprobs": False},
+        {"eval_top_p": 0.95, "eval_top_k": 50, "eval_temperature": 0.6},
+        {"eps_clip_c": None},
         {"on_policy": True, "max_rollout_lead": 2},  # flags of an asynchronous run with --on-policy after them
         {"max_weight_staleness": 0, "use_rollout_logprobs": False},
         {"use_rollout_logprobs": False, "allow_uncorrected_off_policy": True},
@@ -377,7 +391,8 @@ def test_router_port_that_is_taken(valid: dict[str, Any]):
 
 
 def test_every_number_has_a_range():
-    covered = {*AT_LEAST, *ABOVE_ZERO, *AT_MOST, *IN_HALF_OPEN_UNIT_INTERVAL, "rollout_top_k"}
+    one_by_one = {"rollout_top_p", "rollout_top_k", "eval_top_k", "eps_clip_c"}
+    covered = {*AT_LEAST, *ABOVE_ZERO, *AT_MOST, *IN_HALF_OPEN_UNIT_INTERVAL, *one_by_one}
     numbers = {name for name, flag in flag_specifications().items() if flag.kind in (int, float)}
     assert covered == numbers
 

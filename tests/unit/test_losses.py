@@ -16,7 +16,7 @@ from miles_async.trainer.losses.policy import GrpoLoss
 
 def loss_of(batch: dict[str, Tensor], logprobs: Tensor, **flags: Any) -> tuple[Tensor, dict[str, Tensor]]:
     loss: PolicyLoss = GrpoLoss(AlgorithmArguments(**flags))
-    return loss(logprobs, torch.full_like(logprobs, 0.5), batch)
+    return loss(logprobs, torch.full_like(logprobs, 0.5) if loss.needs_entropy else None, batch)
 
 
 def batch_of(
@@ -39,7 +39,14 @@ def test_on_policy_loss_is_minus_the_advantage() -> None:
     assert torch.allclose(logprobs.grad, -batch["advantages"])  # the REINFORCE gradient
     assert sums["clip_fraction"] == 0
     assert sums["ratio_mean"] == 3
-    assert sums["entropy"] == 1.5
+    assert sums["dual_clip_fraction"] == 0
+    assert "entropy" not in sums
+
+
+def test_entropy_is_logged_if_asked_for() -> None:
+    batch = batch_of(old=[-1.0, -2.0, -0.5], advantages=[1.0, -2.0, 0.5], mask=[1.0, 0.0, 1.0])
+    _, sums = loss_of(batch, batch["old_logprobs"], log_entropy=True)
+    assert sums["entropy"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -68,6 +75,49 @@ def test_upper_clip_defaults_to_the_lower_one() -> None:
     batch = batch_of(old=[0.0], advantages=[1.0])
     total, _ = loss_of(batch, torch.tensor([1.0]), eps_clip=0.1)
     assert total.item() == pytest.approx(-1.1)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "cap", "expected", "capped"),
+    [
+        (2.5, -2.0, 3.0, 5.0, False),
+        (4.0, -2.0, 3.0, 6.0, True),  # c · |A|
+        (4.0, -2.0, 5.0, 8.0, False),
+        (4.0, -2.0, None, 8.0, False),
+        (4.0, 2.0, 3.0, -2.4, False),  # PPO's clip bounds positive advantages
+        (0.1, -2.0, 3.0, 1.6, False),
+    ],
+)
+def test_dual_clip_bounds_the_loss_of_negative_advantages(
+    ratio: float, advantage: float, cap: float | None, expected: float, capped: bool
+) -> None:
+    """Ye et al. 2020, eq. 5."""
+    batch = batch_of(old=[-2.0], advantages=[advantage])
+    logprobs = torch.tensor([-2.0 + math.log(ratio)], requires_grad=True)
+    total, sums = loss_of(batch, logprobs, eps_clip=0.2, eps_clip_c=cap)
+    total.backward()
+    assert total.item() == pytest.approx(expected, rel=1e-5)
+    assert bool(sums.get("dual_clip_fraction", 0)) is capped
+    if capped:
+        assert logprobs.grad.item() == 0
+
+
+def test_a_token_that_the_engine_found_unlikely_cannot_blow_up_the_gradient() -> None:  # covers: C12
+    batch = batch_of(old=[-1.0, -1.0], rollout=[-18.0, -1.0], advantages=[-1.0, -1.0])
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    total, sums = loss_of(batch, logprobs, use_rollout_logprobs=True)
+    total.backward()
+    assert total.item() == pytest.approx(3.0 + 1.0)
+    assert logprobs.grad.tolist() == [0, 1]
+    assert sums["dual_clip_fraction"] == 1
+
+
+def test_truncated_importance_weight_scales_what_the_dual_clip_left() -> None:
+    """Old log-probs are the trainer's, so that the ratio is large only after earlier optimizer steps on the batch."""
+    batch = batch_of(old=[-3.0], rollout=[-9.0], advantages=[-1.0])
+    total, sums = loss_of(batch, torch.tensor([-1.0]), use_tis=True, tis_clip=2.0)
+    assert total.item() == pytest.approx(2.0 * 3.0)  # tis_clip · eps_clip_c · |A|
+    assert sums["dual_clip_fraction"] == 1
 
 
 def test_rollout_logprobs_are_the_old_policy_on_request() -> None:  # covers: C12

@@ -2,6 +2,11 @@
 
 The loss is a mean over all loss tokens of an optimizer step, over all micro-batches and data-parallel ranks, so
 neither packing nor the number of ranks changes it.
+
+An optimizer step whose gradient is exactly 0 is skipped: no token carries loss, or all advantages are 0 and there is no
+KL loss. Adam would otherwise move the weights by the momentum of earlier steps, and weight decay would shrink them. All
+ranks decide alike, since all have the same loss tokens and the same gradient norm. The learning rate counts a skipped
+step like any other, so that its schedule depends on the number of rollout steps alone; so do weight versions.
 """
 
 from __future__ import annotations
@@ -56,18 +61,18 @@ class StepRunner:
         if self.loss.needs_reference:
             assert self.reference is not None, "the loss needs a reference model"
             steps = self._with_scores(steps, "ref_logprobs", self.reference)
-        if self.loss.needs_old_logprobs and len(steps) > 1:
-            steps = self._with_scores(steps, "old_logprobs", self.modules)
+        if self.loss.needs_old_logprobs:  # in the first step the old policy is the current one
+            steps = steps[:1] + self._with_scores(steps[1:], "old_logprobs", self.modules)
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
         for index, packs in enumerate(steps):
-            if shard.loss_tokens[index] == 0:
-                # Nothing carries loss on any rank: Adam's momentum must not move the weights on its own (R10).
-                self.scheduler.step(1)
+            self.scheduler.step(1)
+            if shard.loss_tokens[index] == 0:  # on no rank; there is no mean over nothing
                 continue
             sums, norm = self._optimizer_step(packs, index, shard.target_version)
             accumulate(totals, sums)
-            norms.append(norm)
+            if norm > 0:
+                norms.append(norm)
         reduced = reduce_metrics(totals, self.device)
         _check_loss_tokens(reduced, shard)
         return step_metrics(
@@ -80,6 +85,8 @@ class StepRunner:
 
     def _with_scores(self, steps: list[Packs], field: str, modules: Sequence[Any]) -> list[Packs]:
         """Adds what ``modules`` make of the tokens now, before any optimizer step."""
+        if not steps:
+            return steps
         scores = score(modules, [packed for packs in steps for packed in packs], self.temperature)
         if not scores:  # not the last pipeline stage: no loss here
             return steps
@@ -90,6 +97,8 @@ class StepRunner:
         ]
 
     def _optimizer_step(self, packs: Packs, index: int, target_version: int) -> tuple[dict[str, Tensor], float]:
+        """Metric sums, and the norm of the gradient over all ranks: 0 if the weights were left alone."""
+
         def loss(packed: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             return self._loss(packed, logits, index, target_version)
 
@@ -99,25 +108,26 @@ class StepRunner:
         sums: dict[str, Tensor] = {}
         for of_micro_batch in accumulate_gradients(self.modules, packs, loss):
             accumulate(sums, of_micro_batch)
-        self.scheduler.step(1)
-        _, norm, _ = self.optimizer.step()
-        norm = float(norm)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise TrainerError(
-                f"gradient norm {norm} at optimizer step {index + 1} from weight version {target_version}: the weights "
-                "in memory are lost, the last checkpoint is not; a lower --lr or --clip-grad may help"
+                f"gradient norm {norm} at optimizer step {index + 1} from weight version {target_version}: the step "
+                "was not made; resume from the last checkpoint, maybe with a lower --lr or --clip-grad"
             )
+        if norm > 0:
+            self.optimizer.step()
         return sums, norm
 
     def _loss(
         self, packed: PackedBatch, logits: Tensor, index: int, target_version: int
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        entropy = token_entropy(logits, packed, self.temperature)
+        entropy = token_entropy(logits, packed, self.temperature) if self.loss.needs_entropy else None
         logprobs = token_logprobs(logits, packed, self.temperature)
         recomputed = packed.fields.get("old_logprobs")
         fields = packed.fields
         if recomputed is None and self.loss.needs_old_logprobs:
-            fields = fields | {"old_logprobs": logprobs.detach()}  # the only step: the old policy is the current one
+            fields = fields | {"old_logprobs": logprobs.detach()}
         total, sums = self.loss(logprobs, entropy, fields)
         before = recomputed if recomputed is not None else logprobs.detach() if index == 0 else None
         if before is not None:

@@ -2,9 +2,15 @@
 
 For a token with advantage A, ratio r = π / π_old::
 
-    L = -w · min(r · A, clip(r, 1 - eps_clip, 1 + eps_clip_high) · A) + kl_loss_coef · k3(π ‖ π_ref)
+    S = min(r · A, clip(r, 1 - eps_clip, 1 + eps_clip_high) · A)
+    L = -w · (max(S, eps_clip_c · A) if A < 0 else S) + kl_loss_coef · k3(π ‖ π_ref)
 
 - clipped surrogate: Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), eq. 7;
+- dual clip: Ye et al., "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning" (arXiv 1912.09729),
+  eq. 5. PPO's minimum bounds r only from the side that an advantage pushes to: for A < 0 a large r, a token that the
+  old policy found unlikely, makes loss and gradient as large as r. Past eps_clip_c the loss stays at eps_clip_c · |A|
+  and has no gradient. It bounds r, whatever π_old is, before w weighs it: with ``--use-tis`` a token's loss is at most
+  tis_clip · eps_clip_c · |A|;
 - advantages shared by all tokens of a sample: Shao et al., "DeepSeekMath" (arXiv 2402.03300), GRPO;
 - a wider upper clip, and the mean over tokens instead of samples: Yu et al., "DAPO" (arXiv 2503.14476), eq. 8;
 - π_old: the trainer's policy before its first step on the batch, or, with ``--use-rollout-logprobs``, the engine's that
@@ -36,22 +42,27 @@ class GrpoLoss:
         self.arguments = arguments
         self.needs_old_logprobs = not arguments.use_rollout_logprobs
         self.needs_reference = arguments.use_kl_loss
+        self.needs_entropy = arguments.log_entropy
         high = arguments.eps_clip_high
         self._low, self._high = 1.0 - arguments.eps_clip, 1.0 + (arguments.eps_clip if high is None else high)
 
     def __call__(
-        self, logprobs: Tensor, entropy: Tensor, batch: Mapping[str, Tensor]
+        self, logprobs: Tensor, entropy: Tensor | None, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum over loss tokens of the loss, and metric sums; see PolicyLoss. 0 where no token carries loss."""
         mask = batch["loss_mask"]
         old = batch["rollout_logprobs"] if self.arguments.use_rollout_logprobs else batch["old_logprobs"]
         loss, ratio, clipped = clipped_surrogate(logprobs, old, batch["advantages"], self._low, self._high)
         sums = {
-            "entropy": _sum(entropy, mask),
             "clip_fraction": _sum(clipped, mask),
             "ratio_mean": _sum(ratio, mask),
             "ratio_max": _max(ratio, mask),
         }
+        if entropy is not None:
+            sums["entropy"] = _sum(entropy, mask)
+        if self.arguments.eps_clip_c is not None:
+            loss, capped = dual_clip(loss, batch["advantages"], self.arguments.eps_clip_c)
+            sums["dual_clip_fraction"] = _sum(capped, mask)
         if self.arguments.use_tis:
             weight, capped = truncated_weight(old, batch["rollout_logprobs"], self.arguments.tis_clip)
             loss = loss * weight
@@ -76,6 +87,12 @@ def clipped_surrogate(
     plain = ratio * advantages
     bounded = ratio.clamp(low, high) * advantages
     return -torch.minimum(plain, bounded), ratio.detach(), (bounded < plain).float()
+
+
+def dual_clip(loss: Tensor, advantages: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """(loss of at most cap · |A| where A < 0, whether it was more), each [N]; what was more has no gradient."""
+    most = torch.where(advantages < 0, cap * advantages.abs(), torch.inf)
+    return torch.minimum(loss, most), (loss > most).float()
 
 
 def truncated_weight(old: Tensor, rollout: Tensor, cap: float) -> tuple[Tensor, Tensor]:
