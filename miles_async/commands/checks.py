@@ -97,7 +97,7 @@ def check_tokenizer(arguments: Arguments) -> None:
     assert arguments.model.hf_checkpoint is not None
     template = ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
     for data in _prompt_files(arguments):
-        next(FilePromptSource(data, template.encode).all_prompts())
+        FilePromptSource(data, template.encode).require_usable()
 
 
 def check_hooks(arguments: Arguments) -> None:

@@ -36,6 +36,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     template = _template(arguments)
     source = FilePromptSource(arguments.data, template.encode)
+    source.require_usable()
     reward = resolve_run_reward(arguments)
     engines = RunEngines(arguments, run_dir, device)
     episodes = Episodes(arguments, engines.train.client, template, run_dir)
@@ -108,6 +109,8 @@ def _evaluator(
         name: FilePromptSource(replace(arguments.data, prompt_data=path), template.encode)
         for name, path in parse_data_sets(evaluation.eval_prompt_data).items()
     }
+    for source in sources.values():
+        source.require_usable()
     sampling = sampling_parameters(arguments.rollout) | {
         "temperature": evaluation.eval_temperature,
         "top_p": evaluation.eval_top_p,

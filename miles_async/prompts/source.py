@@ -113,6 +113,13 @@ class FilePromptSource:
                 taken.append((self._epoch, prompt))
         return taken
 
+    def require_usable(self) -> None:
+        """Raises DataError when no prompt is short enough; reads prompts until one is."""
+        limit = self._arguments.rollout_max_prompt_len
+        lengths = (len(self._encode(self._row(index).content)) for index in range(len(self._rows)))
+        if limit is not None and all(length > limit for length in lengths):
+            raise self._all_too_long()
+
     def all_prompts(self) -> Iterator[Prompt]:
         """Every prompt once, in file order, for evaluation; too long ones are skipped and counted.
 

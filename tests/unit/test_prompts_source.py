@@ -215,6 +215,15 @@ class TestTooLongPrompts:
         counts = [int(record.getMessage().split("(")[1].split()[0]) for record in caplog.records]
         assert counts == [1, 2, 3, 4, 5, 10, 100]
 
+    @pytest.mark.parametrize("limit", [None, 3, 9])
+    def test_one_short_prompt_is_enough_to_start(self, tmp_path: Path, limit: int | None):
+        source_of(self.path(tmp_path), rollout_max_prompt_len=limit).require_usable()
+
+    def test_without_a_short_prompt_nothing_starts(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+        with pytest.raises(DataError, match="all 5 prompts have more than 2 tokens"):
+            source_of(self.path(tmp_path), rollout_max_prompt_len=2).require_usable()
+        assert not caplog.records
+
     def test_a_prompt_of_exactly_the_limit_is_taken(self, tmp_path: Path):
         source = source_of(self.path(tmp_path), rollout_max_prompt_len=9)
         assert len(list(source.all_prompts())) == 5
