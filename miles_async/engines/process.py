@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from miles_async.engines import child
+from miles_async.run.proxies import without_proxies
 
 _POLL_SECONDS = 0.1
 _TAIL_BYTES = 64 * 1024
@@ -28,7 +29,9 @@ class ChildProcess:
     """
 
     def __init__(self, name: str, command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]) -> None:
-        """``command``: arguments of this interpreter, e.g. ("-m", "smg"). ``environment`` adds to ours."""
+        """``command``: arguments of this interpreter, e.g. ("-m", "smg"). ``environment`` adds to ours,
+        without proxies: it talks to processes of this run.
+        """
         self.name = name
         self.log_path = log_path
         self._command = tuple(command)
@@ -49,7 +52,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_importable_here(), **self._environment},
+                env={**without_proxies(os.environ), **_importable_here(), **self._environment},
                 start_new_session=True,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import ray
 
 from arguments import Arguments
 from arguments.evaluation import parse_data_sets
+from miles_async.engines.addresses import node_host
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
 from miles_async.observability.logs import configure_logging
@@ -28,12 +30,15 @@ from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
 from miles_async.rollout.recording import ScheduleWriter
 from miles_async.run.directory import LEDGER_FILE, SCHEDULE_FILE
+from miles_async.run.proxies import without_proxies_for
 from miles_async.staleness.pool import Pool
 
 
 async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Mapping[str, Any]:
     """Start engines and router, build the manager. Returns the actor's parts by name."""
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
+    # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
+    os.environ.update(without_proxies_for(node_host(single_node=arguments.cluster.ray_address is None), os.environ))
     template = _template(arguments)
     source = FilePromptSource(arguments.data, template.encode)
     source.require_usable()

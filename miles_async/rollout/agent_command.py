@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from miles_async.errors import RequestRejectedError
+from miles_async.run.proxies import without_proxies_for
 from miles_async.types import Prompt
 
 EX_TEMPFAIL = 75  # sysexits.h: not the command's fault, try again
@@ -48,7 +50,7 @@ class CommandAgent:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={"OPENAI_API_KEY": "none", **os.environ, "OPENAI_BASE_URL": base_url},
+                env=_environment(base_url),
                 start_new_session=True,
             )
         try:
@@ -66,6 +68,12 @@ class CommandAgent:
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(lines[-1]) if lines else None
         return None
+
+
+def _environment(base_url: str) -> dict[str, str]:
+    """Ours, the session, and no proxy on the way to it."""
+    direct = without_proxies_for(urlsplit(base_url).hostname or "", os.environ)
+    return {"OPENAI_API_KEY": "none", **os.environ, **direct, "OPENAI_BASE_URL": base_url}
 
 
 def prompt_json(prompt: Prompt) -> bytes:

@@ -75,6 +75,17 @@ async def test_a_key_stays_with_its_engine_and_keys_spread(setup: Setup) -> None
     assert {key: await engine_of(key) for key in homes} == homes
 
 
+@pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        for variable in (name, name.upper()):
+            monkeypatch.setenv(variable, "http://127.0.0.1:9")
+
+
+async def test_a_proxy_of_the_environment_is_not_asked(dead_proxy: None, setup: Setup) -> None:  # covers: C6
+    assert (await setup.client.generate([5, 6], SAMPLING, routing_key="a")).engine_id in ("engine-0", "engine-1")
+
+
 async def test_its_own_metrics_are_read(setup: Setup) -> None:
     for key in map(str, range(6)):
         await setup.client.generate([5, 6], SAMPLING, routing_key=key)

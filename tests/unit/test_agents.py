@@ -215,6 +215,27 @@ async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> 
     assert (tmp_path / "logs" / "agents.log").read_text() == "thinking\n"
 
 
+@pytest.mark.parametrize("exceptions", [None, "inside.example"])
+async def test_a_command_reaches_its_session_without_a_proxy_and_the_outside_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exceptions: str | None
+) -> None:
+    # covers: C6
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    if exceptions:
+        monkeypatch.setenv("no_proxy", exceptions)
+    source = (
+        "import json, httpx\n"
+        "from httpx._utils import get_environment_proxies\n"  # what the openai client is made with
+        "print(json.dumps([get_environment_proxies(), 0]))\n"
+    )
+    proxies, _ = await command(tmp_path, source)("http://10.0.0.7:8000/sessions/1/v1", PROMPT)
+    assert proxies.pop("http://") == "http://proxy.example:3128"
+    kept = {f"all://*{exceptions}": None} if exceptions else {}
+    assert proxies == {"all://10.0.0.7": None, "all://127.0.0.1": None, "all://localhost": None, **kept}
+
+
 @pytest.mark.parametrize(("printed", "returned"), [("", None), ("done", None), ("3", 3), ("x\n[2, 1.0]", [2, 1.0])])
 async def test_the_last_line_of_a_command_may_be_what_it_returns(tmp_path: Path, printed: str, returned: Any) -> None:
     assert await command(tmp_path, f"print({printed!r})")("http://x/v1", PROMPT) == returned

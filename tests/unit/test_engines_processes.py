@@ -69,6 +69,16 @@ async def test_a_child_writes_to_its_file_with_our_interpreter(tmp_path: Path) -
     assert "oops" in child.tail()
 
 
+async def test_a_child_knows_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # covers: C6
+    for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    code = "import urllib.request; print(urllib.request.getproxies())"
+    child = ChildProcess("c", ["-c", code], log_path=tmp_path / "c.log", environment={})
+    child.start()
+    assert await child.wait() == 0
+    assert child.tail(1) == "{}"
+
+
 async def test_stop_reaps_grandchildren_that_ignore_sigterm(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     code = textwrap.dedent(f"""

@@ -1,0 +1,28 @@
+"""HTTP proxies of the environment (http_proxy and its kin) are for the outside: processes of a run talk to each other
+directly, whatever the environment says.
+
+aiohttp asks no proxy unless it is told to (``trust_env``), which nothing of ours does. What reads the environment is
+others' code: smg, SGLang, and the clients of agents and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")  # in capitals, too
+_EXCEPTIONS = ("NO_PROXY", "no_proxy")  # some clients read one, some the other
+
+
+def without_proxies(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that talks to nobody outside of the run.
+
+    The variables are left out: smg's HTTP client does not apply ``NO_PROXY=*`` to addresses that are numbers.
+    """
+    return {name: value for name, value in environment.items() if name.lower() not in _PROXIES}
+
+
+def without_proxies_for(host: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What to add to ``environment`` so that this node and ``host`` are reached directly, and nothing else changes."""
+    known = [name.strip() for variable in _EXCEPTIONS for name in environment.get(variable, "").split(",")]
+    hosts = dict.fromkeys([*filter(None, known), "localhost", "127.0.0.1", host])
+    return dict.fromkeys(_EXCEPTIONS, ",".join(hosts))
