@@ -66,6 +66,7 @@ ABOVE_ZERO = {
     "agent_timeout",
     "session_timeout",
     "reward_timeout",
+    "service_outage_timeout",
     "rm_code_timeout",
     "eps_clip",
     "eps_clip_high",

@@ -42,10 +42,16 @@ class RolloutArguments:
     )
     custom_generate_function_path: str | None = flag(None, "module:attr of your own Generate", metavar="MODULE:ATTR")
     max_sample_failures: int = flag(8, "infrastructure failures one sample survives before its attempt fails")
+    service_outage_timeout: float = flag(
+        600.0,
+        "seconds that a service of rewards, environments or agents may be down, while its work waits, before the run "
+        "ends",
+        metavar="SECONDS",
+    )
     max_prompt_attempts: int = flag(
         4,
-        "tries a prompt gets: past them it is quarantined if it failed (by its own fault and by that of engines, "
-        "counted apart), and replaced by a fresh prompt if it was stale",
+        "tries a prompt gets: past them it is quarantined if it failed by its own fault, and replaced by a fresh "
+        "prompt if engines failed it or if it was stale (counted apart)",
     )
     max_quarantined_prompts: int = flag(100, "quarantined prompts after which the run stops")
 

@@ -51,8 +51,22 @@ class RewardError(MilesAsyncError):
     """The reward function failed for one sample: costs that sample's attempt, not the run."""
 
 
-class RewardUnavailableError(RewardError):
-    """Whoever gives the reward is down: says nothing about the sample, which is rewarded again (C6)."""
+class UserCodeError(MilesAsyncError):
+    """User code raised what is no Exception, such as CancelledError or SystemExit: costs its attempt, not the run."""
+
+
+class ServiceUnavailableError(MilesAsyncError):
+    """A service that a reward, environment or agent needs is down. Hooks may raise it: it says nothing about the
+    sample, and the call is repeated when the service is back (C6).
+    """
+
+
+class OverdueError(ServiceUnavailableError):
+    """User code missed its deadline: the fault of its service if that answers nobody, else its own."""
+
+
+class ServiceOutageError(MilesAsyncError):
+    """A service was down for longer than ``--service-outage-timeout``: the run ends."""
 
 
 class PublicationError(MilesAsyncError):

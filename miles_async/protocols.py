@@ -96,8 +96,9 @@ class Environment(Protocol):
         ...
 
     async def step(self, turn: AssistantTurn) -> Observation:
-        """What the turn of the model leads to. Whatever it raises costs its attempt, not the run; with ConnectionError
-        only its sample, which is generated again.
+        """What the turn of the model leads to. Whatever it raises costs its attempt, not the run. With
+        ServiceUnavailableError (or OSError, such as ConnectionError and TimeoutError) the episode begins again when the
+        service is back.
         """
         ...
 
@@ -124,7 +125,8 @@ class Agent(Protocol):
 @runtime_checkable
 class Reward(Protocol):
     """``--custom-rm-path module:attr``: the reward of one sample. Raises RewardError (or anything) on failure, and
-    RewardUnavailableError (or ConnectionError) if that is not the sample's: it is asked again.
+    ServiceUnavailableError (or OSError, such as ConnectionError and TimeoutError) if a service that it needs is down:
+    it is asked again when that is back.
     """
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float: ...

@@ -15,8 +15,10 @@ import structlog
 
 from miles_async.evaluation.totals import Outcome, Totals
 from miles_async.protocols import EngineClient, Generate, Reward
+from miles_async.services import Circuit
 from miles_async.staleness.versions import loss_versions
 from miles_async.types import Attempt, Prompt, Sample
+from miles_async.user_code import run_user_code
 
 log = structlog.get_logger(__name__)
 
@@ -33,14 +35,18 @@ class Evaluator:
         *,
         n_samples: int,
         concurrency: int,
+        service: Circuit,
     ) -> None:
-        """``data_sets``: name → every prompt once. ``concurrency``: samples in flight at most."""
+        """``data_sets``: name → every prompt once. ``concurrency``: samples in flight at most. ``service``: that
+        ``generate`` needs besides engines.
+        """
         self._data_sets = data_sets
         self._client = client
         self._generate = generate
         self._reward = reward
         self._n_samples = n_samples
         self._concurrency = concurrency
+        self._service = service
 
     async def run(self) -> dict[str, float]:
         """One pass; metrics as ``eval/NAME/...``, and ``eval/accuracy``: the mean reward, averaged over data sets.
@@ -76,8 +82,8 @@ class Evaluator:
     ) -> None:
         outcome = None
         try:
-            sample = await self._generate(self._client, attempt, index)
-            outcome = _outcome(sample, await self._reward(attempt.prompt, sample))
+            sample = await self._service.call(lambda: run_user_code(self._generate(self._client, attempt, index)))
+            outcome = _outcome(sample, await run_user_code(self._reward(attempt.prompt, sample)))
         except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
         finally:

@@ -25,6 +25,7 @@ from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
+from miles_async.services import Circuit, Services
 from miles_async.sessions.records import Collected, OpenSession, SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.trajectory.factory import named_parser, trajectory_factory
@@ -36,9 +37,12 @@ Sampling = Mapping[str, Any]
 class Episodes:
     """Generates for training and evaluation, and the session server where agents need one."""
 
-    def __init__(self, arguments: Arguments, client: EngineClient, template: ChatTemplate, run_dir: Path) -> None:
+    def __init__(
+        self, arguments: Arguments, client: EngineClient, template: ChatTemplate, run_dir: Path, services: Services
+    ) -> None:
         """Starts nothing. Raises ConfigurationError for hooks that cannot be used."""
         self._arguments = arguments
+        self.circuit = _circuit(arguments, services)
         self._template = template
         self._log_dir = run_dir / "logs"
         sessions = arguments.sessions
@@ -68,6 +72,7 @@ class Episodes:
                 limits=self._limits(sampling),
                 max_turns=sessions.max_turns,
                 step_timeout=sessions.environment_timeout,
+                service=self.circuit,
             )
         return SingleTurnGenerate(sampling, self._template.decode)
 
@@ -132,6 +137,24 @@ class SessionsOfRun:
         await self.service.abandon(session)
 
 
+def _circuit(arguments: Arguments, services: Services) -> Circuit:
+    """Of what trajectories need besides engines; users' code alone can say that it is down."""
+    origins = {
+        "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
+        "--environment-path": arguments.sessions.environment_path,
+        "--agent-path": arguments.sessions.agent_path,
+        "--agent-command": arguments.sessions.agent_command,
+    }
+    users = [f"the service of {flag} {origin}" for flag, origin in origins.items() if origin is not None]
+    return services.circuit(users[0] if users else "generation")
+
+
+def run_services(arguments: Arguments) -> Services:
+    """The circuits of this run's services."""
+    rollout = arguments.rollout
+    return Services(outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures)
+
+
 def _environment_factory(path: str) -> MakeEnvironment:
     factory: MakeEnvironment = load_factory(path, MakeEnvironment, Environment, "--environment-path")
     return factory
@@ -150,12 +173,12 @@ def check_hooks(arguments: Arguments) -> None:
     if sessions.agent_path is not None:
         _loaded_agent(sessions.agent_path)
     named_parser(sessions.tool_call_parser)
-    resolve_run_reward(arguments)
+    resolve_run_reward(arguments, run_services(arguments))
 
 
-def resolve_run_reward(arguments: Arguments) -> GivenReward:
+def resolve_run_reward(arguments: Arguments, services: Services) -> GivenReward:
     """The reward of this run; what an environment or agent gives comes first. Raises ConfigurationError."""
     rewards, multi_turn = arguments.rewards, arguments.sessions.is_multi_turn
     none = multi_turn and rewards.rm_type is None and rewards.custom_rm_path is None
-    otherwise: Reward | None = None if none else resolve_reward(rewards)
+    otherwise: Reward | None = None if none else resolve_reward(rewards, services)
     return GivenReward(otherwise)

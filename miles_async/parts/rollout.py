@@ -18,7 +18,7 @@ from miles_async.evaluation.evaluator import Evaluator
 from miles_async.observability.logs import configure_logging
 from miles_async.parts.decisions import make_batches, make_pool
 from miles_async.parts.engines import RunEngines
-from miles_async.parts.episode import Episodes, resolve_run_reward
+from miles_async.parts.episode import Episodes, resolve_run_reward, run_services
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.protocols import Reward
@@ -31,6 +31,7 @@ from miles_async.rollout.manager import RolloutManager
 from miles_async.rollout.recording import ScheduleWriter
 from miles_async.run.directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.run.proxies import without_proxies_for
+from miles_async.services import Services
 from miles_async.staleness.pool import Pool
 
 
@@ -42,9 +43,10 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
     template = _template(arguments)
     source = FilePromptSource(arguments.data, template.encode)
     source.require_usable()
-    reward = resolve_run_reward(arguments)
+    services = run_services(arguments)
+    reward = resolve_run_reward(arguments, services)
     engines = RunEngines(arguments, run_dir, device)
-    episodes = Episodes(arguments, engines.train.client, template, run_dir)
+    episodes = Episodes(arguments, engines.train.client, template, run_dir, services)
     if episodes.service is not None:
         engines.add(episodes.service)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
@@ -55,7 +57,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
     manager = RolloutManager(
         engines=engines,
         source=source,
-        dispatcher=_dispatcher(arguments, engines.train, source, episodes, reward, run_dir, pool),
+        dispatcher=_dispatcher(arguments, engines.train, source, episodes, reward, run_dir, pool, services),
         batches=make_batches(arguments, record=schedule.batch if schedule else None),
         evaluator=_evaluator(arguments, engines.evaluation or engines.train, template, episodes, reward),
         close_reward=reward.close,
@@ -84,6 +86,7 @@ def _dispatcher(
     reward: Reward,
     run_dir: Path,
     pool: Pool,
+    services: Services,
 ) -> Dispatcher:
     rollout, staleness = arguments.rollout, arguments.staleness
     return Dispatcher(
@@ -94,11 +97,13 @@ def _dispatcher(
             generate=episodes.generate(sampling_parameters(rollout)),
             reward=reward,
             group_filter=resolve_group_filter(arguments.rewards),
+            service=episodes.circuit,
         ),
         arguments=rollout,
         concurrency=Concurrency(engines.loads, rollout),
         visible_version=lambda: engines.registry.version,
         stall_timeout=arguments.observability.stall_timeout,
+        services=services,
         min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
         dead_letters=run_dir / "dead_letters.jsonl",
     )
@@ -129,4 +134,5 @@ def _evaluator(
         reward,
         n_samples=evaluation.n_samples_per_eval_prompt,
         concurrency=evaluation.eval_concurrency,
+        service=episodes.circuit,
     )

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
-
-import aiohttp
+from functools import partial
 
 from arguments.rewards import RewardArguments, parse_rm_type
-from miles_async.errors import ConfigurationError, RewardError, RewardUnavailableError
+from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.hooks import load_object
 from miles_async.protocols import Reward
 from miles_async.rewards.code_tests import CodeReward, require_sandbox
 from miles_async.rewards.exact_match import exact_match
 from miles_async.rewards.f1 import f1
 from miles_async.rewards.format_match import FormatReward
+from miles_async.rewards.guard import GuardedReward
 from miles_async.rewards.judge import JudgeReward
 from miles_async.rewards.math_answer import MathReward
 from miles_async.rewards.multiple_choice import multiple_choice
 from miles_async.rewards.reasoning_gym_task import ReasoningGymReward, require_reasoning_gym
 from miles_async.rewards.remote import RemoteReward
 from miles_async.rewards.workers import WorkerPool
+from miles_async.services import Services
 from miles_async.types import Prompt, Sample
 
 
 class RewardHub:
     """``--rm-type``, or ``rm_type`` of the row's metadata: one reward by its name, or a weighted sum.
 
-    Every reward keeps ``--reward-timeout`` itself, from when it has its turn.
+    Every reward keeps ``--reward-timeout`` itself, from when it has its turn, and is asked again while its service is
+    down: the server, or the processes that verify.
     """
 
-    def __init__(self, arguments: RewardArguments) -> None:
+    def __init__(self, arguments: RewardArguments, services: Services) -> None:
         """Starts nothing. Raises ConfigurationError if ``--rm-type`` is nothing that can run here."""
         self._parts = parse_rm_type(arguments.rm_type or "")
         named = {name for name, _ in self._parts}
@@ -59,15 +59,28 @@ class RewardHub:
             "judge": self._judge,
         }
 
+        verifying = dict.fromkeys(
+            ("math", "code", "format", "reasoning_gym"), "the processes that verify (--rm-workers)"
+        )
+        servers = {
+            "remote_rm": f"the server at --rm-url {arguments.rm_url}",
+            "judge": f"the server at --judge-url {arguments.judge_url}",
+        }
+        self._circuits = {name: services.circuit(service) for name, service in {**verifying, **servers}.items()}
+
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
         """The sum. Raises RewardError naming the part that has none: it is no 0 that others could outweigh."""
         total = 0.0
         for name, weight in self._parts_of(prompt):
             try:
-                total += weight * await self.rewards[name](prompt, sample)
-            except RewardError as error:
-                raise type(error)(f"{name}: {error}") from error
+                total += weight * await self._ask(name, prompt, sample)
+            except (RewardError, ServiceUnavailableError) as error:
+                raise RewardError(f"{name}: {error}") from error
         return total
+
+    async def _ask(self, name: str, prompt: Prompt, sample: Sample) -> float:
+        ask = partial(self.rewards[name], prompt, sample)
+        return await (self._circuits[name].call(ask) if name in self._circuits else ask())
 
     async def close(self) -> None:
         """End worker processes and connections."""
@@ -85,42 +98,12 @@ class RewardHub:
             raise RewardError(f"prompt {prompt.prompt_id}, rm_type in its metadata: {error}") from error
 
 
-class GuardedReward:
-    """A Reward that takes bounded time and raises RewardError only: a bad sample must not end a run."""
-
-    def __init__(self, reward: Reward, timeout: float | None) -> None:
-        """``timeout``: seconds; None for a reward that keeps the time itself."""
-        self._reward = reward
-        self._timeout = timeout
-
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        """The reward, a finite number."""
-        try:
-            async with asyncio.timeout(self._timeout):
-                reward = float(await self._reward(prompt, sample))
-        except TimeoutError as error:
-            raise RewardError(f"reward took longer than --reward-timeout {self._timeout:g} s") from error
-        except RewardError:
-            raise
-        except (ConnectionError, aiohttp.ClientConnectionError) as error:
-            raise RewardUnavailableError(f"reward could not connect: {error!r}") from error
-        except Exception as error:  # supervision point: the user's own code runs here
-            raise RewardError(f"reward raised {error!r}") from error
-        if not math.isfinite(reward):
-            raise RewardError(f"reward is {reward}: one such number would spoil the weights")
-        return reward
-
-    async def close(self) -> None:
-        """Close the reward, if it can be."""
-        if close := getattr(self._reward, "close", None):
-            await close()
-
-
-def resolve_reward(arguments: RewardArguments) -> GuardedReward:
+def resolve_reward(arguments: RewardArguments, services: Services) -> GuardedReward:
     """The reward of this run, guarded: ``--custom-rm-path`` or ``--rm-type``. Raises ConfigurationError."""
     if arguments.custom_rm_path is not None:
         reward: Reward = load_object(arguments.custom_rm_path, Reward, "--custom-rm-path")
-        return GuardedReward(reward, arguments.reward_timeout)
+        circuit = services.circuit(f"the service of --custom-rm-path {arguments.custom_rm_path}")
+        return GuardedReward(reward, arguments.reward_timeout, circuit)
     if arguments.rm_type is None:
         raise ConfigurationError("no reward: give --rm-type or --custom-rm-path module:attr")
-    return GuardedReward(RewardHub(arguments), timeout=None)
+    return GuardedReward(RewardHub(arguments, services), timeout=None)

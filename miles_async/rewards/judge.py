@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from arguments.rewards import parse_judge_scale
-from miles_async.errors import ConfigurationError, RewardError, RewardUnavailableError
+from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards.answers import answer_part
 from miles_async.rewards.posting import ERROR_TEXT, Poster
 from miles_async.rewards.verdict import read_verdict
@@ -48,8 +48,8 @@ class JudgeReward:
     def __init__(
         self, url: str | None, model: str, template: Path | None, timeout: float, scale: str | None = None
     ) -> None:
-        """``url``: as clients of chat completions have it, ending in /v1. ``timeout``: seconds for all tries of one
-        verdict together. ``scale``: of the judge's marks, as ``--judge-scale`` has it. Raises ConfigurationError for
+        """``url``: as clients of chat completions have it, ending in /v1. ``timeout``: seconds for one
+        answer. ``scale``: of the judge's marks, as ``--judge-scale`` has it. Raises ConfigurationError for
         the template and the scale.
         """
         self._template = None if template is None else read_template(template)
@@ -107,9 +107,9 @@ def filled_in(template: str, prompt: Prompt, sample: Sample) -> str:
 
 
 def _choice(body: bytes, url: str) -> _Choice:
-    """Decode the judge's answer. Raises RewardUnavailableError if it is no chat completion."""
+    """Decode the judge's answer. Raises ServiceUnavailableError if it is no chat completion."""
     try:
         return msgspec.json.decode(body, type=_Completion).choices[0]
     except (msgspec.MsgspecError, IndexError) as error:
         what = f"expected a chat completion, found {body[:ERROR_TEXT]!r} ({error})"
-        raise RewardUnavailableError(f"{url}: {what}") from error
+        raise ServiceUnavailableError(f"{url}: {what}") from error

@@ -17,7 +17,7 @@ class RemoteReward:
     """POSTs prompt, response, label and metadata as JSON; the answer is a number, or an object with ``reward``."""
 
     def __init__(self, url: str | None, timeout: float) -> None:
-        """``timeout``: seconds for all tries of one sample together."""
+        """``timeout``: seconds for one answer."""
         self._server = Poster(url, timeout) if url is not None else None
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:

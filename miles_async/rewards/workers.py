@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.errors import RewardError, RewardUnavailableError
+from miles_async.errors import RewardError, ServiceUnavailableError
 
 _ROOT = str(Path(__file__).resolve().parents[2])  # where this package can be imported from, installed or not
 _END_SECONDS = 5.0  # from closing its pipes to the end of a process
@@ -38,7 +38,7 @@ class WorkerPool:
         """What ``function(*arguments)`` returns in a worker: a function of a module, JSON in and out.
 
         ``needs``: modules to import before its time runs. Raises RewardError if it raises or takes too long, which is
-        its arguments' doing; RewardUnavailableError if the worker doesn't start or dies, which the machine may do, too.
+        its arguments' doing; ServiceUnavailableError if the worker doesn't start or dies, which may be the machine's.
         """
         request = msgspec.json.encode([needs, function.__module__, function.__qualname__, arguments])
         async with self._turns:
@@ -46,7 +46,7 @@ class WorkerPool:
             try:
                 succeeded, result = await self._ask(worker, request)
             except (asyncio.IncompleteReadError, ConnectionError):
-                raise RewardUnavailableError(
+                raise ServiceUnavailableError(
                     f"the process that verifies died (exit status {await _end(worker)})"
                 ) from None
             except BaseException:  # a worker in the middle of something is of no use, whoever ended it
@@ -87,7 +87,7 @@ class WorkerPool:
                 await worker.stdin.drain()
                 message = await _read(worker)
         except TimeoutError:
-            raise RewardUnavailableError(
+            raise ServiceUnavailableError(
                 f"a process that verifies took longer than {_START_SECONDS:g} s to start"
             ) from None
         try:

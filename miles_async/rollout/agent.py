@@ -7,22 +7,23 @@ an agent raises is its own. Running into the length limit is no failure, whateve
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import structlog
 
-from miles_async.errors import RequestRejectedError, TransientEngineError
+from miles_async.errors import OverdueError, RequestRejectedError, ServiceUnavailableError, TransientEngineError
 from miles_async.protocols import EngineClient
 from miles_async.rollout.generate import routing_key
+from miles_async.services import is_outage
 from miles_async.types import Attempt, Prompt, Sample
+from miles_async.user_code import raised, run_user_code
 
 log = structlog.get_logger(__name__)
 
-RunAgent = Callable[[str, Prompt], Awaitable[Any]]
+RunAgent = Callable[[str, Prompt], Coroutine[Any, Any, Any]]
 """(base URL, prompt) → what the agent returns: see ``protocols.Agent``."""
 
 
@@ -70,7 +71,8 @@ class AgentGenerate:
     timeout: float  # seconds
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
-        """Raises TransientEngineError for infrastructure, RequestRejectedError for the agent's own failures.
+        """Raises TransientEngineError for infrastructure, ServiceUnavailableError for what the agent needs,
+        RequestRejectedError for its own failures.
 
         The client is not used: the session server has its own way to the engines.
         """
@@ -98,11 +100,9 @@ class AgentGenerate:
 
     async def _run(self, base_url: str, prompt: Prompt) -> tuple[Any, Exception | None]:
         """(what it returned, what it raised)."""
+        overdue = f"the agent took longer than --agent-timeout {self.timeout:g} s"
         try:
-            async with asyncio.timeout(self.timeout):
-                return await self.run_agent(base_url, prompt), None
-        except TimeoutError as error:
-            return None, TimeoutError(f"{error} (--agent-timeout {self.timeout:g} s)".strip())
+            return await run_user_code(self.run_agent(base_url, prompt), seconds=self.timeout, overdue=overdue), None
         except Exception as error:  # supervision point: a user's agent costs its attempt, not the run
             return None, error
 
@@ -112,20 +112,13 @@ def _failure(error: Exception, collected: Collected) -> Exception:
         return TransientEngineError(f"a request of the agent failed: {collected.failure}")
     if collected.ending in ("aborted", "expired"):
         return TransientEngineError(f"the session of the agent ended as {collected.ending}")
-    if isinstance(error, TimeoutError) and collected.waiting:
+    if isinstance(error, OverdueError) and collected.waiting:
         return TransientEngineError("engines kept the agent waiting until its time (--agent-timeout) was up")
-    if any(isinstance(cause, ConnectionError) for cause in _causes(error)):
-        return TransientEngineError(f"the agent could not connect: {error!r}")
-    return RequestRejectedError(f"the agent raised {error!r}")
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """The error and what led to it; clients of chat completions wrap the connection's error several times."""
-    causes: list[BaseException] = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    return causes
+    if isinstance(error, OverdueError):
+        return RequestRejectedError(str(error))
+    if is_outage(error):
+        return ServiceUnavailableError(f"the agent could not connect: {error!r}")
+    return RequestRejectedError(f"the agent {raised(error)}")
 
 
 def _turns_and_reward(returned: Any) -> tuple[Any, float | None]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,18 +20,21 @@ from miles_async.errors import (
     MilesAsyncError,
     RequestRejectedError,
     RewardError,
-    RewardUnavailableError,
+    ServiceUnavailableError,
     StalledError,
     TransientEngineError,
+    UserCodeError,
     VersionUnknownError,
     first_error,
 )
 from miles_async.protocols import EngineClient, Generate, GroupFilter, PromptSource, Reward
 from miles_async.rollout.checkpoint import RolloutSnapshot
 from miles_async.rollout.concurrency import Concurrency
+from miles_async.services import Circuit, Services
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.staleness.versions import group_of, loss_versions
 from miles_async.types import Attempt, Group, Sample
+from miles_async.user_code import call_user_code, raised, run_user_code
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +46,7 @@ class Hooks:
     generate: Generate
     reward: Reward
     group_filter: GroupFilter | None = None
+    service: Circuit = field(default_factory=lambda: Circuit("generation"))  # that Generate needs besides engines
 
 
 class AttemptFailed(Exception):
@@ -67,12 +72,13 @@ class Dispatcher:
         concurrency: Concurrency,
         visible_version: Callable[[], int],
         stall_timeout: float,
+        services: Services,
         min_samples: int | None = None,
         dead_letters: Path | None = None,
     ) -> None:
         """``visible_version``: what engines serve now. ``stall_timeout``: seconds the cut waits for a group.
-        ``min_samples``: that a group needs; None: all. ``dead_letters``: where quarantined prompts are appended as
-        JSON lines.
+        ``services`` that the hooks need. ``min_samples``: that a group needs; None: all. ``dead_letters``: where
+        quarantined prompts are appended as JSON lines.
         """
         self.pool = pool
         self._source = source
@@ -82,6 +88,7 @@ class Dispatcher:
         self.concurrency = concurrency
         self._visible_version = visible_version
         self._stall_timeout = stall_timeout
+        self.services = services
         self._min_samples = arguments.n_samples_per_prompt if min_samples is None else min_samples
         self._dead_letters = dead_letters
         self._changed = asyncio.Condition()
@@ -129,9 +136,9 @@ class Dispatcher:
 
     def _filter(self, group: Group) -> str | None:
         try:
-            return self._hooks.group_filter(group) if self._hooks.group_filter else None
+            return call_user_code(self._hooks.group_filter, group) if self._hooks.group_filter else None
         except Exception as error:  # supervision point: a user's filter costs its attempt, not the run
-            raise AttemptFailed(f"group filter raised {error!r}", infrastructure=False) from error
+            raise AttemptFailed(f"group filter {raised(error)}", infrastructure=False) from error
 
     async def _generate_group(self, attempt: Attempt) -> Group:
         """As many samples as a group has, or those that didn't fail while enough remain (C7). Of samples begun beyond
@@ -169,33 +176,34 @@ class Dispatcher:
     async def _generate_sample(self, attempt: Attempt, index: int, running: set[int]) -> Sample:
         """One rewarded sample; an infrastructure failure refills this sample only (C6).
 
-        What was generated stays while its reward is not to be had: what crashes a reward must not be sampled away.
+        What was generated is kept while the service of its reward is down (``rewards.guard``): what crashes a reward
+        must not be sampled away.
         """
         failures: list[str] = []
-        sample: Sample | None = None
         while len(failures) <= self._arguments.max_sample_failures:
             try:
-                if sample is None:
-                    async with self.concurrency.slots:
-                        running.add(index)
-                        try:
-                            generated = await self._hooks.generate(self._client, attempt, index)
-                        finally:
-                            running.discard(index)
-                    loss_versions(generated)  # unusable versions: not a sample
-                    sample = generated
+                sample = await self._hooks.service.call(partial(self._generate, attempt, index, running))
+                loss_versions(sample)  # unusable versions: not a sample
                 reward = await self._hooks.reward(attempt.prompt, sample)
                 return msgspec.structs.replace(sample, reward=reward)
-            except (TransientEngineError, VersionUnknownError, RewardUnavailableError) as error:
+            except (TransientEngineError, VersionUnknownError) as error:
                 failures.append(str(error))
                 log.info("sample failed, trying it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
-            except (RequestRejectedError, RewardError) as error:
+            except (RequestRejectedError, RewardError, ServiceUnavailableError) as error:
                 raise AttemptFailed(str(error), infrastructure=False) from error
-            except MilesAsyncError:
-                raise  # the system's own trouble
             except Exception as error:  # supervision point: a user's Generate costs its attempt, not the run
-                raise AttemptFailed(f"generate raised {error!r}", infrastructure=False) from error
+                if isinstance(error, MilesAsyncError) and not isinstance(error, UserCodeError):
+                    raise  # the system's own trouble
+                raise AttemptFailed(f"generate {raised(error)}", infrastructure=False) from error
         raise AttemptFailed(failures[-1], infrastructure=True)
+
+    async def _generate(self, attempt: Attempt, index: int, running: set[int]) -> Sample:
+        async with self.concurrency.slots:
+            running.add(index)
+            try:
+                return await run_user_code(self._hooks.generate(self._client, attempt, index))
+            finally:
+                running.discard(index)
 
     async def _write_dead_letters(self) -> None:
         if self._dead_letters is None:
@@ -210,20 +218,21 @@ class Dispatcher:
         """One batch, fresh for ``target_version`` (C1). Waits for groups to finish.
 
         Raises StalledError when none does for ``--stall-timeout`` although some could: a pool that is full and
-        idle waits for the trainer, which has deadlines of its own.
+        idle waits for the trainer, and an outage of a service ends; both have deadlines of their own.
         """
         loop = asyncio.get_running_loop()
         deadline, seen = loop.time() + self._stall_timeout, self._progress
         async with self._changed:  # held from the look to the wait, so that no change falls in between
             while (groups := self.pool.cut(target_version)) is None:
                 self._changed.notify_all()  # what was swept left room
-                if self._progress != seen or not self.pool.can_move():
+                waits_for_others = not self.pool.can_move() or self.services.is_any_down  # with deadlines of their own
+                if self._progress != seen or waits_for_others:
                     deadline, seen = loop.time() + self._stall_timeout, self._progress
                 try:
                     async with asyncio.timeout_at(deadline):
                         await self._changed.wait()
                 except TimeoutError as error:
-                    if self.pool.can_move():
+                    if self.pool.can_move() and not self.services.is_any_down:
                         raise StalledError(
                             f"the trainer waits for a batch, and no group finished for {self._stall_timeout:g} s "
                             f"(--stall-timeout): {self.pool.describe()}"

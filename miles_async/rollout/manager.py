@@ -188,6 +188,7 @@ class RolloutManager:
                 "requests": engines["in_flight"],
                 "concurrency_limit": self._dispatcher.concurrency.slots.limit,
                 "lead": pool.lead(),
+                **self._dispatcher.services.gauges(),
             },
             "router": engines["router"],
             "busy_seconds": self._busy_seconds if self._closed.is_set() else engines["busy_seconds"],
@@ -210,6 +211,7 @@ class RolloutManager:
                 f"{engines['in_flight']} at engines, the oldest for {engines['oldest_request_seconds']:.0f} s; "
                 f"{engines['failed_tries']} failed so far"
             ],
+            "services": self._dispatcher.services.describe() or ["none is down"],
             "live attempts": attempts,
             "tasks": waiting_tasks(),
         }

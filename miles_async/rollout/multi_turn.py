@@ -13,13 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import structlog
 
-from miles_async.errors import NoRoomError, RewardError, TransientEngineError
+from miles_async.errors import NoRoomError, RewardError
 from miles_async.protocols import EngineClient, Environment, MakeEnvironment, Reward
 from miles_async.rollout.generate import routing_key
+from miles_async.services import Circuit
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Trajectory, Turn
 from miles_async.types import AssistantTurn, Attempt, Observation, Prompt, Sample
+from miles_async.user_code import run_user_code
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +36,8 @@ class MultiTurnGenerate:
     sampling: Mapping[str, Any]
     limits: Limits
     max_turns: int
-    step_timeout: float  # seconds
+    step_timeout: float  # seconds, for closing too
+    service: Circuit  # that the environment needs
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Raises what the client and the environment raise; TrajectoryError for messages that have no tokens."""
@@ -47,7 +53,7 @@ class MultiTurnGenerate:
         try:
             end, metrics = await self._episode(taker, environment, attempt.prompt)
         finally:
-            await environment.close()
+            await self._close(environment)
         sample = await asyncio.to_thread(taker.trajectory.sample, None if end.done else "length")
         assert sample is not None, "an episode without a turn raises NoRoomError"
         return msgspec.structs.replace(sample, reward=end.reward, metadata={**sample.metadata, "metrics": metrics})
@@ -74,15 +80,20 @@ class MultiTurnGenerate:
 
     async def _step(self, environment: Environment, index: int, turn: Turn) -> Observation:
         said = AssistantTurn(index=index, message=turn.reply, text=turn.text, finish_reason=turn.sampled.finish_reason)
+        observation = await run_user_code(
+            environment.step(said),
+            seconds=self.step_timeout,
+            overdue=f"a step of the environment took longer than --environment-timeout {self.step_timeout:g} s",
+        )
+        self.service.works()
+        return observation
+
+    async def _close(self, environment: Environment) -> None:
+        overdue = f"took longer than --environment-timeout {self.step_timeout:g} s"
         try:
-            async with asyncio.timeout(self.step_timeout):
-                return await environment.step(said)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"a step of the environment took longer than --environment-timeout {self.step_timeout:g} s"
-            ) from error
-        except ConnectionError as error:  # what the environment needs is down, which is not the prompt's fault (C6)
-            raise TransientEngineError(f"the environment could not connect: {error}") from error
+            await run_user_code(environment.close(), seconds=self.step_timeout, overdue=overdue)
+        except Exception as error:  # supervision point: the episode is over, and its sample as good as any
+            log.warning("environment could not be closed", error=repr(error))
 
 
 def conversation(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,12 @@ import structlog
 
 from arguments.algorithm import AlgorithmArguments
 from miles_async.checkpoints import RunCheckpoints
+from miles_async.clock import now
 from miles_async.controller import Controller
 from miles_async.errors import first_error
 from miles_async.garbage import rare_collections
 from miles_async.parts.decisions import make_pool
+from miles_async.rewards.guard import GuardedReward
 from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
@@ -25,6 +28,7 @@ from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
 from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
 from miles_async.rollout.recording import ScheduleWriter
+from miles_async.services import Services
 from miles_async.simulation.engine import PROMPT_TOKEN
 from miles_async.simulation.engines import SimulatedEngines
 from miles_async.simulation.events import EventLog
@@ -38,6 +42,7 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed import DistributedTransport
 from miles_async.weights.update import FleetUpdater
 
+REWARD_SERVICE = "the simulated reward service"
 MAX_TOKENS = 1 << 40  # packing is not what is simulated: one micro-batch
 
 
@@ -75,6 +80,9 @@ class Simulation:
         self.engines = make_engines(settings, self.log)
         self.trainer = SimulatedTrainer(settings, self.log)
         self.source = SimulatedPrompts()
+        self.services = Services(
+            outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures
+        )
         self.observer = PoolRecorder(self.log, lambda: self.pool.lead(), ledger)
         self.pool = make_pool(rollout, staleness, observer=self.observer, record=schedule.pool if schedule else None)
         self.recording = Recording(self.pool, self.log)
@@ -87,12 +95,13 @@ class Simulation:
                 client=self.engines.client,
                 hooks=Hooks(
                     generate=SingleTurnGenerate(sampling_parameters(rollout), _no_text),
-                    reward=SimulatedReward(settings),
+                    reward=GuardedReward(SimulatedReward(settings), None, self.services.circuit(REWARD_SERVICE)),
                 ),
                 arguments=rollout,
                 concurrency=Concurrency(self.engines.loads, rollout),
                 visible_version=lambda: self.engines.registry.version,
                 stall_timeout=settings.stall_timeout,
+                services=self.services,
                 min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
             ),
             batches=batch_maker(settings, record=schedule.batch if schedule else None),
@@ -190,11 +199,14 @@ class SimulatedReward:
 
     def __init__(self, settings: SimulationSettings) -> None:
         self._seconds = settings.reward_seconds
+        self._outage = settings.faults.reward_outage or (math.inf, math.inf)
         self._chance = random.Random(f"{settings.seed} rewards")
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
         if seconds := self._seconds.draw(self._chance):
             await asyncio.sleep(seconds)
+        if self._outage[0] <= now() < self._outage[1]:
+            raise ConnectionRefusedError("the simulated reward service is down")
         return float(self._chance.random() < 0.5)
 
 

@@ -46,6 +46,7 @@ class Faults:
     never_restart: bool = False  # engines that died don't come up again
     trainer_fails_at_step: int | None = None
     publication_hangs_at_version: int | None = None  # staging never ends
+    reward_outage: tuple[float, float] | None = None  # seconds from and until which rewards cannot connect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

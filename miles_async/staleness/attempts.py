@@ -32,7 +32,7 @@ class Cause(enum.StrEnum):
 class RetryPolicy:
     """Bounds. Each cause has its own counter, so a broken network never spends the budget of bad data."""
 
-    max_prompt_attempts: int  # ends of one cause after which a prompt gets no more
+    max_prompt_attempts: int  # ends of one cause after which a prompt gets no more, in this epoch or ever
     max_quarantined_prompts: int  # quarantined prompts after which the run stops
     recycle_stale: bool  # another attempt for a stale group's prompt (recycle), or a fresh prompt (drop)
 
@@ -118,8 +118,9 @@ class AttemptBook:
         Filtered: a fresh prompt; the same weights would likely give the same rewards again, and an easy
         prompt is no bad prompt. Stale: another attempt by ``--stale-group-action recycle``, up to
         ``--max-prompt-attempts`` times, then, and by ``drop``, a fresh prompt; never quarantine, since being
-        slow is no fault of the prompt and it should return in the next epoch. Failed: another attempt;
-        quarantine when one cause has ended ``--max-prompt-attempts`` of them.
+        slow is no fault of the prompt and it should return in the next epoch. Failed: another attempt, up to
+        ``--max-prompt-attempts`` times; then quarantine if the data is at fault, and a fresh prompt if the
+        infrastructure is, which says nothing about the prompt.
 
         Raises:
             DataError: more prompts are quarantined than ``--max-quarantined-prompts`` allows.
@@ -140,8 +141,10 @@ class AttemptBook:
             stale_count=attempt.stale_count + (cause is Cause.STALE),
             history=(*attempt.history, f"{cause}: {reason}"),
         )
-        if max(retry.data_failures, retry.infra_failures) >= self._policy.max_prompt_attempts:
+        if retry.data_failures >= self._policy.max_prompt_attempts:
             return self._quarantine(retry, f"{cause}: {reason}")
+        if retry.infra_failures >= self._policy.max_prompt_attempts:
+            return Verdict(outcome=Outcome.FAILED, reason=reason)
         self._retries.append(retry)
         outcome = Outcome.STALE_RECYCLED if cause is Cause.STALE else Outcome.FAILED
         return Verdict(outcome=outcome, reason=reason, retry=retry)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from arguments import EnginesArguments, WeightsArguments
-from miles_async.errors import EngineError, PublicationError, StalledError, TrainerError
+from miles_async.errors import EngineError, PublicationError, ServiceOutageError, StalledError, TrainerError
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import CallFault, Crash, Faults
@@ -131,6 +132,35 @@ def test_slow_publications_hold_back_generation_and_nothing_is_lost() -> None:
     assert result.pause_seconds > 5
     assert result.balance["trained"] == 60
     assert result.balance["failed"] == 0
+
+
+@pytest.mark.parametrize("seconds", [20.0, 40.0, 300.0])
+def test_an_outage_of_the_reward_service_costs_its_time_and_not_one_generation(seconds: float) -> None:
+    # covers: C2, C3, C6
+    chosen = settings(bound=None, faults=Faults(reward_outage=(10.3, 10.3 + seconds)))
+    result = simulate(chosen)
+    assert len(result.steps) == 30
+    assert max(step.wait_seconds for step in result.steps) >= seconds - 10
+    balance = dict(result.balance)
+    assert balance.pop("issued") == sum(balance.values())
+    assert (balance["trained"], balance["failed"], balance["quarantined"]) == (60, 0, 0)
+    assert result.generated_tokens == simulate(settings(bound=None)).generated_tokens  # none was generated again
+
+
+def test_what_waited_for_its_reward_too_long_is_recycled_as_any_stale_group() -> None:
+    # covers: C1, C3, C6
+    result = simulate(settings(bound=1, faults=Faults(reward_outage=(10.3, 50.3))))
+    assert max(result.ages) <= 1
+    assert (len(result.steps), result.balance["failed"], result.balance["quarantined"]) == (30, 0, 0)
+
+
+def test_an_outage_without_end_ends_the_run_with_the_name_of_the_service() -> None:
+    # covers: C10
+    with pytest.raises(
+        ServiceOutageError,
+        match=r"expected the simulated reward service to be back within 600 s \(--service-outage-timeout",
+    ):
+        simulate(settings(stall_timeout=100.0, faults=Faults(reward_outage=(10.3, math.inf))))
 
 
 @pytest.mark.timeout(300)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from miles_async.engines import child
-from miles_async.errors import RequestRejectedError, TransientEngineError
+from miles_async.errors import RequestRejectedError, ServiceUnavailableError, TransientEngineError
 from miles_async.hooks import load_object
 from miles_async.protocols import Agent
 from miles_async.rollout.agent import AgentGenerate
@@ -102,7 +102,7 @@ def returns(value: Any) -> Callable[[str, Prompt], Awaitable[Any]]:
     return agent
 
 
-def raises(error: Exception) -> Callable[[str, Prompt], Awaitable[Any]]:
+def raises(error: BaseException) -> Callable[[str, Prompt], Awaitable[Any]]:
     async def agent(base_url: str, prompt: Prompt) -> Any:
         raise error
 
@@ -154,7 +154,10 @@ async def refused_connection() -> Exception:
 async def test_failures_of_infrastructure_are_told_from_the_agents_own() -> None:
     cases = [
         (raises(KeyError("answer")), collected(), RequestRejectedError, "KeyError"),
-        (raises(await refused_connection()), collected(sample=None, requests=0), TransientEngineError, "connect"),
+        (raises(await refused_connection()), collected(sample=None, requests=0), ServiceUnavailableError, "connect"),
+        (raises(TimeoutError("search")), collected(), ServiceUnavailableError, "search"),
+        (raises(SystemExit(2)), collected(), RequestRejectedError, "the agent raised SystemExit"),
+        (raises(asyncio.CancelledError()), collected(), RequestRejectedError, "the agent raised CancelledError"),
         (raises(KeyError("x")), collected(failure="engines are gone"), TransientEngineError, "engines are gone"),
         (returns(3), collected(failure="engines are gone"), TransientEngineError, "engines are gone"),
         (returns(3), collected(ending="expired"), TransientEngineError, "expired"),

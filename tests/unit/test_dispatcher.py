@@ -16,16 +16,18 @@ from arguments import RolloutArguments
 from miles_async.errors import (
     DataError,
     RequestRejectedError,
-    RewardUnavailableError,
+    ServiceOutageError,
+    ServiceUnavailableError,
     StalledError,
     TransientEngineError,
     first_error,
 )
-from miles_async.rewards.hub import GuardedReward
+from miles_async.rewards.guard import GuardedReward
 from miles_async.rollout.checkpoint import read_snapshot, write_snapshot
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
+from miles_async.services import Services
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
@@ -93,16 +95,22 @@ async def reward(prompt: Prompt, sample: Sample) -> float:
 class Bench:
     def __init__(self, **options: Any) -> None:
         self.engine, self.source = Engine(), Prompts()
+        self.services = services = Services(outage_timeout=options.pop("outage_timeout", 60.0))
+        generate = SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids)))
         hooks = Hooks(
-            generate=SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids))),
-            reward=GuardedReward(options.pop("reward", reward), timeout=options.pop("reward_timeout", 60.0)),
+            generate=options.pop("wrap", lambda generate: generate)(generate),
+            reward=GuardedReward(
+                options.pop("reward", reward), options.pop("reward_timeout", 60.0), services.circuit("rewards")
+            ),
             group_filter=options.pop("group_filter", None),
+            service=services.circuit("generation"),
         )
+        stall_timeout = options.pop("stall_timeout", 0.3)
         self.dispatcher = Dispatcher(
             pool=Pool(
                 StalenessPolicy(
                     bound=options.pop("bound", 1),
-                    lead_batches=2,
+                    lead_batches=options.pop("lead", 2),
                     batch_size=BATCH,
                     action="recycle",
                     min_samples=options.get("min_samples"),
@@ -121,7 +129,8 @@ class Bench:
             arguments=RolloutArguments(**{"n_samples_per_prompt": 2, "max_sample_failures": 2, **options}),
             concurrency=Concurrency(FakeEngineLoads(), RolloutArguments()),
             visible_version=lambda: self.engine.version,
-            stall_timeout=0.3,
+            stall_timeout=stall_timeout,
+            services=services,
         )
 
     async def publish(self, version: int) -> None:
@@ -302,28 +311,135 @@ async def test_while_a_reward_is_not_to_be_had_its_sample_waits_and_nothing_else
     async def down_at_first(prompt: Prompt, sample: Sample) -> float:
         asked.append(sample.text)
         if len(asked) <= 2:
-            raise RewardUnavailableError("connection refused")
+            raise ServiceUnavailableError("connection refused")
         return 1.0
 
-    bench = Bench(reward=down_at_first, total_groups=BATCH)
+    bench = Bench(reward=down_at_first, total_groups=BATCH, stall_timeout=10.0)
     async with running(bench):
-        await bench.dispatcher.cut(0)
+        groups = await bench.dispatcher.cut(0)
+        bench.dispatcher.pool.trained(groups, 0)
     assert bench.engine.calls == 2 * BATCH  # nothing was generated again
     assert len(asked) == 2 * BATCH + 2
     assert bench.balance()["failed"] == 0
 
 
-async def test_a_reward_that_stays_away_is_charged_to_the_infrastructure() -> None:
+async def test_a_reward_whose_service_answers_others_is_the_samples_own_failure() -> None:
     # covers: C6
     async def down(prompt: Prompt, sample: Sample) -> float:
+        await asyncio.sleep(0.001)
         if prompt.prompt_id == "p1":
-            raise RewardUnavailableError("connection refused")
+            raise TimeoutError("its own doing")
         return 1.0
 
-    bench = Bench(reward=down)
+    bench = Bench(reward=down, bound=None, lead=1000)
+    bench.services.circuit("rewards")._max_failures = 0
     async with running(bench):
-        await until(lambda: len(bench.dispatcher.pool.dead_letters) == 1)
-    assert bench.dispatcher.pool.dead_letters[0].reasons == ("infrastructure: connection refused",) * 2
+        await until(lambda: bench.balance()["failed"] >= 1)
+    assert bench.balance()["quarantined"] == 0
+
+
+async def test_an_outage_longer_than_the_limit_ends_the_run_with_the_service() -> None:
+    # covers: C10
+    async def down(prompt: Prompt, sample: Sample) -> float:
+        raise ConnectionRefusedError("nobody listens")
+
+    bench = Bench(reward=down, outage_timeout=0.5)  # the stall timeout is shorter: an outage is no stall
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(bench):
+            await bench.dispatcher.cut(0)
+    error = first_error(caught.value)
+    assert isinstance(error, ServiceOutageError)
+    assert "expected rewards to be back within 0.5 s" in str(error)
+    assert bench.engine.calls == 2 * 2 * BATCH
+
+
+async def test_failures_of_the_infrastructure_never_quarantine_a_prompt() -> None:
+    # covers: C6
+    bench = Bench(quarantine=0)
+    bench.engine.script = lambda call: TransientEngineError("connection cut") if call < 60 else None
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+    assert bench.balance()["failed"] >= 4
+    assert bench.balance()["quarantined"] == 0
+
+
+FOREIGN = [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()]
+
+
+def fails_once(error: BaseException) -> Callable[[Any], Any]:
+    """A Generate whose second call raises what should not come from there."""
+
+    def wrap(generate: Any) -> Any:
+        calls = 0
+
+        async def failing(client: Any, attempt: Any, index: int) -> Sample:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise error
+            return await generate(client, attempt, index)
+
+        return failing
+
+    return wrap
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+@pytest.mark.parametrize("min_samples", [None, 1])
+async def test_whatever_a_generate_raises_costs_its_attempt_only(error: BaseException, min_samples: int | None) -> None:
+    # covers: C6, C7
+    bench = Bench(wrap=fails_once(error), min_samples=min_samples)
+    async with running(bench):
+        await until(lambda: bench.balance()["buffered"] == 2 * BATCH)
+        sizes = sorted(len(group.samples) for group in await bench.dispatcher.cut(0))
+    assert bench.balance()["failed"] == (1 if min_samples is None else 0)
+    assert sizes == ([2, 2] if min_samples is None else [1, 2])
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+async def test_whatever_a_reward_or_filter_raises_costs_its_attempt_only(error: BaseException) -> None:
+    # covers: C6
+    async def rewards(prompt: Prompt, sample: Sample) -> float:
+        if prompt.prompt_id == "p0":
+            raise error
+        return 1.0
+
+    def filters(group: Group) -> str | None:
+        if group.attempt.prompt.prompt_id == "p1":
+            raise error
+        return None
+
+    bench = Bench(reward=rewards, group_filter=filters)
+    async with running(bench):
+        groups = await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 2)
+    assert {len(group.samples) for group in groups} == {2}
+    assert {letter.prompt_id for letter in bench.dispatcher.pool.dead_letters} == {"p0", "p1"}
+    assert type(error).__name__ in str(bench.dispatcher.pool.dead_letters)
+
+
+async def test_while_what_generation_needs_is_down_one_sample_at_a_time_tries_it() -> None:
+    # covers: C6
+    down, tries = True, 0
+
+    def wrap(generate: Any) -> Any:
+        async def unreachable(client: Any, attempt: Any, index: int) -> Sample:
+            nonlocal tries
+            tries += 1
+            if down:
+                raise ConnectionRefusedError("the tool server")
+            return await generate(client, attempt, index)
+
+        return unreachable
+
+    bench = Bench(wrap=wrap, quarantine=0, stall_timeout=10.0)
+    async with running(bench):
+        await asyncio.sleep(1.0)
+        assert tries < 4 * BATCH + 8
+        assert bench.dispatcher.concurrency.slots.in_use <= 1  # who waits for a service holds no slot
+        down = False
+        await bench.dispatcher.cut(0)
+    assert bench.balance()["failed"] == 0
 
 
 async def test_too_many_quarantined_prompts_stop_the_run() -> None:

@@ -16,6 +16,7 @@ import pytest
 from miles_async.errors import RewardError
 from miles_async.evaluation.evaluator import Evaluator
 from miles_async.evaluation.totals import Outcome, Totals, pass_at_k
+from miles_async.services import Circuit
 from miles_async.types import Attempt, Prompt, Sample
 from tests.property.builders import make_sample
 
@@ -25,7 +26,7 @@ class Bench:
 
     def __init__(
         self,
-        rewards: Callable[[int, int], float | Exception] = lambda prompt, sample: 1.0,
+        rewards: Callable[[int, int], float | BaseException] = lambda prompt, sample: 1.0,
         *,
         sets: Mapping[str, int],
         n_samples: int = 1,
@@ -42,6 +43,7 @@ class Bench:
             reward=self.reward,
             n_samples=n_samples,
             concurrency=concurrency,
+            service=Circuit("generation"),
         )
 
     def prompts(self, count: int) -> Iterator[Prompt]:
@@ -64,7 +66,7 @@ class Bench:
     async def reward(self, prompt: Prompt, sample: Sample) -> float:
         self.finished += 1
         reward = self.rewards(int(prompt.prompt_id), int(sample.text))
-        if isinstance(reward, Exception):
+        if isinstance(reward, BaseException):
             raise reward
         return reward
 
@@ -102,7 +104,7 @@ async def test_data_sets_count_alike_in_the_accuracy():
 
 
 async def test_samples_that_fail_are_counted_and_left_out():
-    def rewards(prompt: int, sample: int) -> float | Exception:
+    def rewards(prompt: int, sample: int) -> float | BaseException:
         return RewardError("cannot tell") if sample == 0 or prompt == 2 else float(prompt == 0)
 
     metrics = await Bench(rewards, sets={"aime": 3}, n_samples=2).evaluator.run()
@@ -110,6 +112,28 @@ async def test_samples_that_fail_are_counted_and_left_out():
     assert metrics["eval/aime/samples"] == 2
     assert metrics["eval/aime/reward/mean"] == metrics["eval/aime/pass@1"] == 0.5
     assert "eval/aime/pass@2" not in metrics  # nothing is known of two samples
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
+async def test_whatever_user_code_raises_costs_one_sample(error: BaseException):
+    # covers: C6
+    metrics = await Bench(lambda prompt, sample: error if prompt == 0 else 1.0, sets={"aime": 3}).evaluator.run()
+    assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (1, 2)
+
+
+async def test_an_outage_of_what_generation_needs_is_waited_for():
+    # covers: C6
+    bench = Bench(sets={"aime": 3})
+    generate, failures = bench.generate, iter([ConnectionRefusedError(), TimeoutError()])
+
+    async def down_at_first(client: Any, attempt: Attempt, sample_index: int) -> Sample:
+        if error := next(failures, None):
+            raise error
+        return await generate(client, attempt, sample_index)
+
+    bench.evaluator._generate = down_at_first
+    metrics = await bench.evaluator.run()
+    assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (0, 3)
 
 
 async def test_when_all_fail_there_is_no_accuracy_rather_than_zero():

@@ -22,6 +22,7 @@ from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
+from miles_async.services import Services
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.ledger_reader import open_ledger
@@ -116,6 +117,7 @@ class Run:
             concurrency=Concurrency(FakeEngineLoads(2), RolloutArguments()),
             visible_version=lambda: self.engines.version,
             stall_timeout=10,
+            services=Services(),
         )
         self.manager = RolloutManager(
             engines=self.engines,

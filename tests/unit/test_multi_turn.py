@@ -11,10 +11,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from miles_async.errors import ConfigurationError, NoRoomError, RewardError, TransientEngineError
+from miles_async.errors import (
+    ConfigurationError,
+    NoRoomError,
+    OverdueError,
+    RewardError,
+    TransientEngineError,
+    UserCodeError,
+)
 from miles_async.hooks import load_factory
 from miles_async.protocols import Environment, MakeEnvironment
 from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
+from miles_async.services import Circuit
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser, parse_qwen
 from miles_async.trajectory.taker import Limits
@@ -67,6 +75,7 @@ def generate_with(make_environment: Any = Lookup, **options: Any) -> MultiTurnGe
         make_trajectory=lambda: Trajectory(Renderer(CHAT), ReplyParser(chat=CHAT, parse_calls=parse_qwen)),
         sampling={"temperature": 1.0},
         limits=options.pop("limits", Limits(response=1000, total=2000)),
+        service=options.pop("service", Circuit("environment")),
         **{"max_turns": 4, "step_timeout": 5.0, **options},
     )
 
@@ -165,19 +174,66 @@ async def test_an_environment_that_hangs_is_given_up_by_name_of_the_flag() -> No
             await asyncio.sleep(60)
             raise AssertionError
 
-    with pytest.raises(TimeoutError, match="--environment-timeout"):
+    with pytest.raises(OverdueError, match="--environment-timeout"):
         await generate_with(Hanging, step_timeout=0.02)(ScriptedModel(says("a")), ATTEMPT, 0)
     assert Lookup.made[-1].closed == 1
 
 
-async def test_an_environment_that_cannot_connect_costs_its_sample_and_not_the_prompt() -> None:
+async def test_an_environment_that_cannot_connect_begins_again_when_its_service_is_back() -> None:
     # covers: C6
+    failures = iter([ConnectionRefusedError("retrieval server"), TimeoutError("retrieval server")])
+
     class Unreachable(Lookup):
         async def step(self, turn: AssistantTurn) -> Observation:
-            raise ConnectionRefusedError("retrieval server")
+            if failure := next(failures, None):
+                raise failure
+            return await super().step(turn)
 
-    with pytest.raises(TransientEngineError, match="could not connect: retrieval server"):
-        await generate_with(Unreachable)(ScriptedModel(says("a")), ATTEMPT, 0)
+    circuit = Circuit("retrieval server")
+    generate = generate_with(Unreachable, service=circuit)
+    sample = await circuit.call(lambda: generate(ScriptedModel(says("68")), ATTEMPT, 0))
+    assert (sample.reward, circuit.failures) == (1.0, 2)
+    assert [environment.closed for environment in Lookup.made[-3:]] == [1, 1, 1]
+
+
+async def test_a_step_that_works_ends_the_outage_before_the_episode_does() -> None:
+    # covers: C6
+    circuit, open_after_step = Circuit("retrieval server"), []
+    for _ in range(3):
+        circuit._failed(ConnectionError("down"), counts=True)
+    assert circuit.is_open
+
+    def script(call: int, input_ids: list[int]) -> list[int]:
+        open_after_step.append(circuit.is_open)
+        return says(CALL, "68")(call, input_ids)
+
+    await generate_with(service=circuit)(ScriptedModel(script), ATTEMPT, 0)
+    assert open_after_step == [True, False]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("browser"), SystemExit(1), asyncio.CancelledError()])
+async def test_a_close_that_hangs_or_raises_costs_no_sample(error: BaseException | None) -> None:
+    # covers: C10
+    class Reluctant(Lookup):
+        async def close(self) -> None:
+            if error is not None:
+                raise error
+            await asyncio.sleep(60)
+
+    async with asyncio.timeout(5):
+        sample = await generate_with(Reluctant, step_timeout=0.05)(ScriptedModel(says("68")), ATTEMPT, 0)
+    assert sample.reward == 1.0
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError()])
+async def test_whatever_a_step_raises_is_an_exception(error: BaseException) -> None:
+    # covers: C6
+    class Leaving(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            raise error
+
+    with pytest.raises(UserCodeError, match=type(error).__name__):
+        await generate_with(Leaving)(ScriptedModel(says("68")), ATTEMPT, 0)
     assert Lookup.made[-1].closed == 1
 
 

@@ -18,6 +18,7 @@ from miles_async.rewards.math_answer import MathReward
 from miles_async.rewards.multiple_choice import multiple_choice
 from miles_async.rewards.reasoning_gym_task import final_answer, score
 from miles_async.rewards.workers import WorkerPool
+from miles_async.services import Services
 from miles_async.types import Prompt
 from tests.property.builders import make_sample
 
@@ -154,7 +155,7 @@ def reasoning_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("reasoning_gym")
 async def test_the_task_of_the_row_scores_the_answer():
-    reward = resolve_reward(RewardArguments(rm_type="reasoning_gym"))
+    reward = resolve_reward(RewardArguments(rm_type="reasoning_gym"), Services())
     row = prompt("7", source_dataset="chain_sum", expression="4 + 3")
     try:
         assert await reward(row, make_sample([0], text="<think>3 + 4</think> It is <answer>7</answer>.")) == 1.0
@@ -175,7 +176,7 @@ def test_the_answer_is_in_the_last_tags():
 def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="pip install reasoning-gym"):
-        resolve_reward(RewardArguments(rm_type="format+reasoning_gym"))
+        resolve_reward(RewardArguments(rm_type="format+reasoning_gym"), Services())
 
 
 def test_tasks_of_the_real_package_score_what_prompt_files_keep_of_them():

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles_async.errors import RewardError, RewardUnavailableError
+from miles_async.errors import RewardError, ServiceUnavailableError
 from miles_async.rewards import workers as workers_module
 from miles_async.rewards.workers import WorkerPool
 from tests.fakes.worker_functions import die, double, explode, fail, hang, hang_in_c, pid, shout, sleep
@@ -49,7 +49,7 @@ async def test_a_hang_is_killed_and_the_next_call_is_fine(endless: Callable[[], 
         first = psutil.Process(await workers.call(pid))
         with pytest.raises(RewardError, match=r"took longer than --reward-timeout 1 s") as caught:
             await workers.call(endless)
-        assert not isinstance(caught.value, RewardUnavailableError)  # the answer's own doing: it would hang again
+        assert not isinstance(caught.value, ServiceUnavailableError)  # the answer's own doing: it would hang again
         assert await workers.call(double, 4) == 8
         assert not psutil.wait_procs([first], timeout=5)[1]
 
@@ -57,7 +57,7 @@ async def test_a_hang_is_killed_and_the_next_call_is_fine(endless: Callable[[], 
 async def test_a_worker_that_dies_costs_its_call_and_is_not_the_samples_fault():
     # covers: C6
     async with pool() as workers:
-        with pytest.raises(RewardUnavailableError, match=r"died \(exit status -9\)"):
+        with pytest.raises(ServiceUnavailableError, match=r"died \(exit status -9\)"):
             await workers.call(die)
         assert await workers.call(double, 4) == 8
 
@@ -65,7 +65,7 @@ async def test_a_worker_that_dies_costs_its_call_and_is_not_the_samples_fault():
 async def test_a_worker_that_does_not_start_is_not_the_samples_fault(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workers_module, "_START_SECONDS", 0.001)
     async with pool() as workers:
-        with pytest.raises(RewardUnavailableError, match=r"longer than 0\.001 s to start"):
+        with pytest.raises(ServiceUnavailableError, match=r"longer than 0\.001 s to start"):
             await workers.call(double, 4)
 
 
@@ -107,7 +107,7 @@ async def test_nothing_starts_before_the_first_call_and_nothing_is_left_after_cl
         await workers.call(pid)
         assert len(workers_of(os.getpid())) == 2
         await workers.close()
-        with pytest.raises(RewardError, match="died"):
+        with pytest.raises(ServiceUnavailableError, match="died"):
             await call
     assert not workers_of(os.getpid())
 

@@ -16,11 +16,14 @@ from msgspec import structs
 
 from arguments import RewardArguments
 from arguments.rewards import REWARD_NAMES, parse_rm_type
-from miles_async.errors import ConfigurationError, RewardError, RewardUnavailableError
+from miles_async.errors import ConfigurationError, RewardError, ServiceOutageError, ServiceUnavailableError
 from miles_async.hooks import load_object
 from miles_async.protocols import Generate, GroupFilter, PromptSource, Reward
+from miles_async.rewards import guard
 from miles_async.rewards.exact_match import exact_match
-from miles_async.rewards.hub import GuardedReward, RewardHub, resolve_reward
+from miles_async.rewards.guard import GuardedReward
+from miles_async.rewards.hub import RewardHub, resolve_reward
+from miles_async.services import Services
 from miles_async.types import Prompt, Sample
 
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
@@ -70,14 +73,14 @@ def hub_with(rm_type: str | None, **rewards: Any) -> RewardHub:
 
         return reward
 
-    hub = RewardHub(RewardArguments(rm_type=rm_type))
+    hub = RewardHub(RewardArguments(rm_type=rm_type), Services())
     hub.rewards |= {name: constant(value) for name, value in rewards.items()}
     return hub
 
 
 class TestHub:
     def test_names_are_those_that_flags_may_say(self):
-        assert set(RewardHub(RewardArguments()).rewards) == set(REWARD_NAMES)
+        assert set(RewardHub(RewardArguments(), Services()).rewards) == set(REWARD_NAMES)
 
     @pytest.mark.parametrize(
         ("text", "parts"),
@@ -103,7 +106,7 @@ class TestHub:
     )
     def test_what_is_no_sum_is_refused(self, text: str, message: str):
         with pytest.raises(ConfigurationError, match=message):
-            resolve_reward(RewardArguments(rm_type=text))
+            resolve_reward(RewardArguments(rm_type=text), Services())
 
     async def test_a_weighted_sum(self):
         hub = hub_with("math:1.0+format:0.1+f1:-2", math=1.0, format=1.0, f1=0.25)
@@ -111,12 +114,24 @@ class TestHub:
 
     async def test_a_part_that_fails_is_an_error_of_the_sum_not_a_zero_in_it(self):
         hub = hub_with("math:1.0+format:0.1", math=RewardError("cannot tell"), format=1.0)
-        with pytest.raises(RewardError, match="math: cannot tell") as caught:
+        with pytest.raises(RewardError, match="math: cannot tell"):
             await hub(PROMPT, sample("21"))
-        assert not isinstance(caught.value, RewardUnavailableError)
-        hub = hub_with("format:0.1+remote_rm", format=1.0, remote_rm=RewardUnavailableError("down"))
-        with pytest.raises(RewardUnavailableError, match="remote_rm: down"):
-            await hub(PROMPT, sample("21"))
+
+    async def test_a_part_whose_service_is_down_is_asked_again_and_the_others_are_not(self):
+        hub, asked = hub_with("format:0.1+remote_rm"), []
+
+        def part(name: str) -> Reward:
+            async def reward(prompt: Prompt, sample: Sample) -> float:
+                asked.append(name)
+                if name == "remote_rm" and len(asked) < 3:
+                    raise ServiceUnavailableError("503")
+                return 1.0
+
+            return reward
+
+        hub.rewards |= {name: part(name) for name in ("format", "remote_rm")}
+        assert await hub(PROMPT, sample("21")) == pytest.approx(1.1)
+        assert asked == ["format", "remote_rm", "remote_rm"]
 
     async def test_a_row_may_name_its_own_reward(self):
         hub = hub_with("math", math=0.0, f1=0.5, format=1.0)
@@ -132,23 +147,24 @@ class TestHub:
             await hub_with("math")(structs.replace(PROMPT, metadata={"rm_type": "remote_rm"}), sample("21"))
 
     async def test_own_reward(self, hooks: types.ModuleType):
-        reward = resolve_reward(RewardArguments(custom_rm_path="own_hooks:good"))
+        reward = resolve_reward(RewardArguments(custom_rm_path="own_hooks:good"), Services())
         assert await reward(PROMPT, sample("21")) == await hooks.good(PROMPT, sample("21"))
 
     def test_nothing_is_refused(self):
         with pytest.raises(ConfigurationError, match="no reward: give --rm-type"):
-            resolve_reward(RewardArguments())
+            resolve_reward(RewardArguments(), Services())
 
     async def test_closing_ends_what_the_reward_started(self, hooks: types.ModuleType):
-        reward = resolve_reward(RewardArguments(rm_type="math"))
+        reward = resolve_reward(RewardArguments(rm_type="math"), Services())
         assert await reward(PROMPT, sample("21")) == 1.0
         await reward.close()
         assert not [child for child in psutil.Process().children() if "miles_async.rewards.worker" in child.cmdline()]
 
-        own = resolve_reward(RewardArguments(custom_rm_path="own_hooks:Closable"))
+        own = resolve_reward(RewardArguments(custom_rm_path="own_hooks:Closable"), Services())
         await own.close()
         assert hooks.closed
-        await resolve_reward(RewardArguments(custom_rm_path="own_hooks:good")).close()  # it has nothing to close
+        without = resolve_reward(RewardArguments(custom_rm_path="own_hooks:good"), Services())
+        await without.close()  # it has nothing to close
 
 
 class TestGuardedReward:
@@ -169,13 +185,52 @@ class TestGuardedReward:
         with pytest.raises(RewardError, match="AssertionError"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
-    @pytest.mark.parametrize("error", [ConnectionRefusedError(), aiohttp.ServerDisconnectedError()])
-    async def test_what_it_could_not_reach_is_not_the_samples_fault(self, error: Exception):
+    @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
+    async def test_what_is_no_exception_is_a_reward_error_too(self, error: BaseException):
+        # covers: C6
         async def reward(prompt: Prompt, sample: Sample) -> float:
             raise error
 
-        with pytest.raises(RewardUnavailableError, match="could not connect"):
+        with pytest.raises(RewardError, match=f"reward raised {type(error).__name__}"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), aiohttp.ServerDisconnectedError()])
+    async def test_while_its_service_is_down_it_is_asked_again(self, error: Exception):
+        # covers: C6
+        asked = 0
+
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            nonlocal asked
+            asked += 1
+            if asked < 3:
+                raise error
+            return 1.0
+
+        assert await GuardedReward(reward, 1.0, Services().circuit("mine"))(PROMPT, sample("21")) == 1.0
+        assert asked == 3
+
+    async def test_an_outage_that_does_not_end_is_no_reward_error(self):
+        # covers: C10
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            raise ConnectionRefusedError
+
+        services = Services(outage_timeout=0.1)
+        with pytest.raises(ServiceOutageError, match="expected mine to be back"):
+            await GuardedReward(reward, 1.0, services.circuit("mine"))(PROMPT, sample("21"))
+
+    async def test_a_close_that_hangs_or_fails_does_not_keep_the_run(self, monkeypatch: pytest.MonkeyPatch):
+        # covers: C10
+        class Reluctant:
+            async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+                return 1.0
+
+            async def close(self) -> None:
+                await asyncio.sleep(60)
+                raise AssertionError
+
+        monkeypatch.setattr(guard, "CLOSE_SECONDS", 0.02)
+        async with asyncio.timeout(5):
+            await GuardedReward(Reluctant(), timeout=1.0).close()
 
     async def test_it_takes_bounded_time(self):
         async def reward(prompt: Prompt, sample: Sample) -> float:

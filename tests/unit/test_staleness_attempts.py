@@ -74,8 +74,17 @@ def test_filtered_prompt_is_replaced() -> None:
     assert (verdict.outcome, verdict.retry, verdict.reason) == (Outcome.FILTERED, None, "zero spread")
 
 
-@pytest.mark.parametrize("cause", [Cause.DATA, Cause.INFRASTRUCTURE])
-def test_failing_prompt_is_quarantined_with_its_reasons(cause: Cause) -> None:
+def test_prompt_that_engines_fail_is_dropped_in_the_end_but_never_quarantined() -> None:
+    attempts, source = book(attempts=2), Source()
+    assert attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut").retry is not None
+    verdict = attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut")
+    assert (verdict.outcome, verdict.retry, verdict.dead_letter) == (Outcome.FAILED, None, None)
+    assert not attempts.quarantined
+    assert attempts.issue(source, 0).prompt.prompt_id == "p1"
+
+
+def test_failing_prompt_is_quarantined_with_its_reasons() -> None:
+    cause = Cause.DATA
     attempts, source = book(attempts=2), Source()
     verdict = attempts.ended(attempts.issue(source, 0), cause, "no reward")
     assert verdict.outcome is Outcome.FAILED

@@ -1,0 +1,58 @@
+"""What stands between a run and its reward, whoever wrote it."""
+
+from __future__ import annotations
+
+import math
+
+import structlog
+
+from miles_async.errors import RewardError, ServiceOutageError, ServiceUnavailableError
+from miles_async.protocols import Reward
+from miles_async.services import Circuit
+from miles_async.types import Prompt, Sample
+from miles_async.user_code import raised, run_user_code
+
+log = structlog.get_logger(__name__)
+
+CLOSE_SECONDS = 10.0
+
+
+class GuardedReward:
+    """A Reward that raises RewardError only: neither a bad sample nor a short outage of a service may end a run."""
+
+    def __init__(self, reward: Reward, timeout: float | None, circuit: Circuit | None = None) -> None:
+        """``timeout``: seconds of one try; None for a reward that keeps the time itself. ``circuit``: of the service
+        that it needs, which it is asked again through; None for a reward that does so itself.
+        """
+        self._reward = reward
+        self._timeout = timeout
+        self._circuit = circuit
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        """Return the reward, a finite number. Raises RewardError, and ServiceOutageError, which ends the run."""
+        try:
+            reward = float(await self._asked(prompt, sample))
+        except (RewardError, ServiceOutageError):
+            raise
+        except ServiceUnavailableError as error:  # although its service answers others
+            raise RewardError(str(error)) from error
+        except Exception as error:  # supervision point: the user's own code runs here
+            raise RewardError(f"reward {raised(error)}") from error
+        if not math.isfinite(reward):
+            raise RewardError(f"reward is {reward}: one such number would spoil the weights")
+        return reward
+
+    async def _asked(self, prompt: Prompt, sample: Sample) -> float:
+        async def ask() -> float:
+            overdue = f"reward took longer than --reward-timeout {self._timeout or 0:g} s"
+            return await run_user_code(self._reward(prompt, sample), seconds=self._timeout, overdue=overdue)
+
+        return await (ask() if self._circuit is None else self._circuit.call(ask))
+
+    async def close(self) -> None:
+        """Close the reward, if it can be."""
+        if close := getattr(self._reward, "close", None):
+            try:
+                await run_user_code(close(), seconds=CLOSE_SECONDS, overdue=f"took longer than {CLOSE_SECONDS:g} s")
+            except Exception as error:  # supervision point: the run is over, nothing depends on it
+                log.warning("reward could not be closed", error=repr(error))

@@ -1,0 +1,79 @@
+"""The boundary behind which users' code runs: rewards, environments, agents, Generates, filters.
+
+Such code may raise anything, cancel its own task, or never end. What comes out of here is its result, an Exception, or
+a cancellation of ours: nothing else may reach a task group or the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+
+from miles_async.errors import OverdueError, UserCodeError
+
+log = structlog.get_logger(__name__)
+
+END_SECONDS = 5.0  # that a cancelled coroutine may take to clean up
+
+T = TypeVar("T")
+
+_left_behind: set[asyncio.Task[Any]] = set()  # the event loop itself only holds weak references
+
+
+async def run_user_code(work: Coroutine[Any, Any, T], *, seconds: float | None = None, overdue: str = "") -> T:
+    """Await a coroutine of the user's in a task of its own, so that only the caller's cancellation is a cancellation.
+
+    Raises:
+        Exception: whatever it raises.
+        UserCodeError: it raised what is no Exception (CancelledError, SystemExit, KeyboardInterrupt).
+        OverdueError: it took longer than ``seconds``; the message is ``overdue``.
+    """
+    # No TaskGroup: it would wait forever for code that swallows its cancellation.
+    task = asyncio.ensure_future(_outcome(work))
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+    finally:
+        if not task.done():
+            await _end(task)
+    if not done:
+        raise OverdueError(overdue)
+    result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+    if error is None:
+        return result  # type: ignore[return-value]
+    if isinstance(error, Exception):
+        raise error
+    raise UserCodeError(f"raised {error!r}") from error
+
+
+def call_user_code(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of the user's. Raises the Exceptions that it raises, and UserCodeError for anything else."""
+    try:
+        return function(*arguments)
+    except Exception:
+        raise
+    except BaseException as error:  # supervision point: SystemExit would end the process, CancelledError its task
+        raise UserCodeError(f"raised {error!r}") from error
+
+
+def raised(error: Exception) -> str:
+    """Say what user code raised, for the end of a sentence."""
+    return str(error) if isinstance(error, UserCodeError) else f"raised {error!r}"
+
+
+async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return await work, None
+    except BaseException as error:  # supervision point: asyncio lets SystemExit of a task end the event loop
+        return None, error
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task], timeout=END_SECONDS)
+    if not task.done():
+        _left_behind.add(task)
+        task.add_done_callback(_left_behind.discard)
+        log.warning("user code goes on although it was cancelled", waited_seconds=END_SECONDS, task=repr(task))
