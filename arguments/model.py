@@ -7,6 +7,8 @@ from pathlib import Path
 
 from arguments.flag import flag
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelArguments:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from arguments import Arguments
 from arguments.evaluation import parse_data_sets
+from arguments.model import EXPERT_COUNTS
 from arguments.model_files import directory_problems, read_config
 from miles_async.errors import ConfigurationError
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
 
 
 def check_model(arguments: Arguments) -> Iterator[str]:

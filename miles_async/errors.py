@@ -94,7 +94,9 @@ class ReplayDifference(MilesAsyncError):
 
 
 class ContractViolation(MilesAsyncError):
-    """C1 (staleness) or C2 (conservation) does not hold. Always a bug: the run stops."""
+    """A contract (C1 staleness, C2 conservation, C12 what the optimizer sees) does not hold. Always a bug: the run
+    stops.
+    """
 
 
 class StalledError(MilesAsyncError):

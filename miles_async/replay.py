@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -166,7 +166,7 @@ class Replay:
             raise ScheduleError(f"{self._path}: frame {self.frames} does not follow: no such batch was cut")
         step, target_version, groups = self._cut[frame.attempt_ids]
         try:
-            shards = self._batches.make(groups, target_version).shards
+            shards = replace(self._batches, quadratic_work=frame.quadratic_work).make(groups, target_version).shards
         except MilesAsyncError as error:
             raise ReplayDifference(f"step {step}, frame {self.frames}: expected a batch, found {error}") from error
         found = digests(shards)

@@ -163,8 +163,8 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
     """What one data-parallel rank trains on in one rollout step.
 
     ``optimizer_steps[i]`` are the micro-batches of the i-th optimizer step, each a TrainBatch packed into one
-    sequence of at most ``--max-tokens-per-gpu`` tokens. Every rank has the same number of optimizer steps
-    and, within one, the same number of micro-batches, so that collectives line up.
+    sequence of at most ``--max-tokens-per-gpu`` tokens, or one branch that is longer. Every rank has the same number of
+    optimizer steps and, within one, the same number of micro-batches, so that collectives line up.
     """
 
     dp_rank: int

@@ -31,12 +31,13 @@ def make_pool(
     return RecordedPool(policy, retries, total_groups=total_groups, observer=observer, record=record)
 
 
-def make_batches(arguments: Arguments, *, record: RecordBatch | None = None) -> BatchMaker:
-    """For the trainer that the flags describe."""
+def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: RecordBatch | None = None) -> BatchMaker:
+    """For the trainer that the flags describe. ``quadratic_work``: of its model, see ``train_data.work``."""
     return BatchMaker(
         algorithm=arguments.algorithm,
         dp_size=arguments.data_parallel_size,
         max_tokens=arguments.optimizer.max_tokens_per_gpu,
+        quadratic_work=quadratic_work,
         samples_per_optimizer_step=arguments.global_batch_size,
         bound=arguments.staleness.bound,
         record=record,

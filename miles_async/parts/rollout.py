@@ -12,6 +12,7 @@ import ray
 
 from arguments import Arguments
 from arguments.evaluation import parse_data_sets
+from arguments.model_files import read_config
 from miles_async.engines.addresses import node_host
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
@@ -33,6 +34,7 @@ from miles_async.run.directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.run.proxies import without_proxies_for
 from miles_async.services import Services
 from miles_async.staleness.pool import Pool
+from miles_async.train_data.work import quadratic_work
 
 
 async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Mapping[str, Any]:
@@ -58,7 +60,9 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
         engines=engines,
         source=source,
         dispatcher=_dispatcher(arguments, engines.train, source, episodes, reward, run_dir, pool, services),
-        batches=make_batches(arguments, record=schedule.batch if schedule else None),
+        batches=make_batches(
+            arguments, quadratic_work=_quadratic_work(arguments), record=schedule.batch if schedule else None
+        ),
         evaluator=_evaluator(arguments, engines.evaluation or engines.train, template, episodes, reward),
         close_reward=reward.close,
         put=ray.put,
@@ -71,6 +75,11 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
         "fleet": engines.train.fleet,
         "evaluation_fleet": evaluation.fleet if evaluation else None,
     }
+
+
+def _quadratic_work(arguments: Arguments) -> float:
+    assert arguments.model.hf_checkpoint is not None
+    return quadratic_work(read_config(arguments.model.hf_checkpoint))
 
 
 def _template(arguments: Arguments) -> ChatTemplate:

@@ -23,7 +23,8 @@ class Converted:
     ages: Mapping[int, int]  # age → samples
 
 
-RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...]], None]
+RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...], float], None]
+"""(groups, their shards, ``quadratic_work`` of the split)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +34,13 @@ class BatchMaker:
     algorithm: AlgorithmArguments
     dp_size: int
     max_tokens: int  # per micro-batch
+    quadratic_work: float = 0.0  # of the model that is trained, see ``train_data.work``
     samples_per_optimizer_step: int
     bound: int | None  # C1
     record: RecordBatch | None = None  # told of every batch that was made, and of what
 
     def make(self, groups: tuple[Group, ...], target_version: int) -> Converted:
-        """Raises ContractViolation if a sample is too old, ConfigurationError if one is too long."""
+        """Raises ContractViolation if a sample is too old, or is nothing that can be trained on."""
         batch = self.flatten(groups)
         check_ages(batch.oldest_versions.tolist(), target_version, self.bound)
         shards = split(
@@ -47,9 +49,10 @@ class BatchMaker:
             max_tokens=self.max_tokens,
             samples_per_optimizer_step=self.samples_per_optimizer_step,
             target_version=target_version,
+            quadratic_work=self.quadratic_work,
         )
         if self.record is not None:
-            self.record(groups, shards)
+            self.record(groups, shards, self.quadratic_work)
         return Converted(
             shards=shards,
             metrics=batch_metrics(groups, target_version),

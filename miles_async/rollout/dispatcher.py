@@ -30,9 +30,10 @@ from miles_async.errors import (
 from miles_async.protocols import EngineClient, Generate, GroupFilter, PromptSource, Reward
 from miles_async.rollout.checkpoint import RolloutSnapshot
 from miles_async.rollout.concurrency import Concurrency
+from miles_async.rollout.sample_guard import check_sample
 from miles_async.services import Circuit, Services
 from miles_async.staleness.pool import Pool, PoolSnapshot
-from miles_async.staleness.versions import group_of, loss_versions
+from miles_async.staleness.versions import group_of
 from miles_async.types import Attempt, Group, Sample
 from miles_async.user_code import call_user_code, raised, run_user_code
 
@@ -183,7 +184,7 @@ class Dispatcher:
         while len(failures) <= self._arguments.max_sample_failures:
             try:
                 sample = await self._hooks.service.call(partial(self._generate, attempt, index, running))
-                loss_versions(sample)  # unusable versions: not a sample
+                check_sample(sample)
                 reward = await self._hooks.reward(attempt.prompt, sample)
                 return msgspec.structs.replace(sample, reward=reward)
             except (TransientEngineError, VersionUnknownError) as error:

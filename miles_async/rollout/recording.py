@@ -39,9 +39,16 @@ class ScheduleWriter(QueuedWriter[Frame]):
         """For ``RecordedPool``."""
         self.add(PoolFrame(at=self._clock(), call=call, decisions=decisions))
 
-    def batch(self, groups: Sequence[Group], shards: Sequence[TrainShard]) -> None:
+    def batch(self, groups: Sequence[Group], shards: Sequence[TrainShard], quadratic_work: float) -> None:
         """For ``BatchMaker``, in its thread."""
-        self.add(BatchFrame(at=self._clock(), attempt_ids=attempt_ids(groups), digests=digests(shards)))
+        self.add(
+            BatchFrame(
+                at=self._clock(),
+                attempt_ids=attempt_ids(groups),
+                digests=digests(shards),
+                quadratic_work=quadratic_work,
+            )
+        )
 
     def _put(self, items: Sequence[Frame]) -> None:
         write_frames(self._file, items)

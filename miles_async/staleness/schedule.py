@@ -116,6 +116,7 @@ class BatchFrame(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     at: float
     attempt_ids: tuple[int, ...]
     digests: Mapping[str, str]
+    quadratic_work: float = 0.0  # of the model, by which sequences were shared out; a replay needs no model
 
 
 Frame = PoolFrame | BatchFrame

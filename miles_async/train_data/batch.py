@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from miles_async.errors import VersionUnknownError
+from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.train_data.advantages import rewards_of
 from miles_async.types import NO_VERSION, Float32, Group, Int32, Int64, TrainBatch, UInt8
 
@@ -25,6 +25,8 @@ def build_batch(groups: Sequence[Group], advantages: Float32) -> TrainBatch:
 
     Raises:
         VersionUnknownError: a branch has no loss token, or one without a version.
+        ContractViolation: a loss token has no finite log-prob or advantage; ``rollout.sample_guard`` and the guards of
+            rewards let none in.
     """
     samples = [sample for group in groups for sample in group.samples]
     assert len(advantages) == len(samples) > 0, (len(advantages), len(samples))
@@ -42,17 +44,26 @@ def build_batch(groups: Sequence[Group], advantages: Float32) -> TrainBatch:
     np.cumsum([len(branch.tokens) for branch in branches], out=offsets[1:])
     loss_mask = np.concatenate([branch.loss_mask for branch in branches])
     weight_versions = np.concatenate([branch.weight_versions for branch in branches])
+    rollout_logprobs = np.concatenate([branch.rollout_logprobs for branch in branches])
+    no_logprob = (loss_mask != 0) & ~np.isfinite(rollout_logprobs)
+    _refuse("log-prob for every loss token", np.repeat(sample_ids, np.diff(offsets))[no_logprob])
+    _refuse("advantage for every sample", np.flatnonzero(~np.isfinite(advantages)))
     return TrainBatch(
         tokens=np.concatenate([branch.tokens for branch in branches]),
         offsets=offsets,
         loss_mask=loss_mask,
-        rollout_logprobs=np.concatenate([branch.rollout_logprobs for branch in branches]),
+        rollout_logprobs=rollout_logprobs,
         weight_versions=weight_versions,
         oldest_versions=oldest_per_branch(weight_versions, loss_mask, offsets),
         advantages=advantages[sample_ids],
         rewards=rewards_of(groups)[sample_ids],
         sample_ids=sample_ids,
     )
+
+
+def _refuse(expected: str, without: Int64) -> None:
+    if len(without):
+        raise ContractViolation(f"C12: expected a finite {expected}; samples {np.unique(without)} differ")
 
 
 def oldest_per_branch(weight_versions: Int32, loss_mask: UInt8, offsets: Int64) -> Int32:

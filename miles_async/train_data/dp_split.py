@@ -1,18 +1,19 @@
-"""A batch onto data-parallel ranks: pack first, then deal the bins (M2).
+"""A batch onto data-parallel ranks: equal work, packed into equally many micro-batches (M2).
 
-All ranks get the same number of micro-batches, or their collectives would not meet.
+Ranks with another number of micro-batches would not meet in their collectives.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from miles_async.train_data.balance import balance
 from miles_async.train_data.batch import select
-from miles_async.train_data.packing import Bin, pack, split_to
+from miles_async.train_data.work import sequence_work
 from miles_async.types import Int64, TrainBatch, TrainShard
 
 FILLER = -1
-"""Sample id of a copy of a short branch, without loss, that only makes the number of micro-batches equal."""
+"""Sample id of a single token without loss, which only makes the number of micro-batches equal."""
 
 
 def split(
@@ -21,23 +22,22 @@ def split(
     max_tokens: int,
     samples_per_optimizer_step: int | None,
     target_version: int,
+    quadratic_work: float = 0.0,
 ) -> tuple[TrainShard, ...]:
     """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them.
 
     Optimizer steps take samples in batch order, so groups stay together where the sizes allow, and all branches of a
-    sample do. Within a step, tokens per rank differ by less than the largest micro-batch. A step whose bins can't be
-    made a multiple of ``dp_size`` (fewer branches than that; possible with partial groups) is filled up with fillers.
+    sample do. Within a step, ranks get equal work as nearly as their branches allow (``balance``). A rank with fewer
+    branches than others have micro-batches (possible with partial groups) gets fillers.
 
     Args:
         batch: in order of ``sample_ids``, which count from 0.
         dp_size: ranks.
-        max_tokens: per micro-batch.
+        max_tokens: per micro-batch; a longer branch gets one of its own.
         samples_per_optimizer_step: None: all in one step. If there is no multiple of it, steps are as equal as
             possible. A sample counts once, whatever its branches.
         target_version: the version the batch was cut for.
-
-    Raises:
-        ConfigurationError: a branch is longer than ``max_tokens``.
+        quadratic_work: of the model, see ``work.quadratic_work``; 0: work is the number of tokens.
     """
     assert batch.num_branches > 0
     assert dp_size > 0
@@ -45,7 +45,7 @@ def split(
     steps = -(-num_samples // (samples_per_optimizer_step or num_samples))
     firsts = [int(samples[0]) for samples in np.array_split(np.arange(num_samples), steps)]
     branches = np.split(np.arange(batch.num_branches), np.searchsorted(batch.sample_ids, firsts[1:]))
-    dealt = [_deal(batch, indices, dp_size, max_tokens) for indices in branches]
+    dealt = [_deal(batch, indices, dp_size, max_tokens, quadratic_work) for indices in branches]
     loss_tokens = tuple(sum(int(m.loss_mask.sum()) for rank in step for m in rank) for step in dealt)
     return tuple(
         TrainShard(
@@ -59,45 +59,30 @@ def split(
     )
 
 
-def _deal(batch: TrainBatch, indices: Int64, dp_size: int, max_tokens: int) -> list[tuple[TrainBatch, ...]]:
-    """The micro-batches of one optimizer step, per rank.
-
-    In rounds of ``dp_size`` bins, largest first, the largest of a round goes to the rank with the fewest
-    tokens. Then two ranks never differ by more than the bins of some one round do: the lighter of them gets the
-    larger bin, so their difference either shrinks or changes sign, and then is at most that of the two bins.
-    """
-    lengths = np.diff(batch.offsets)[indices].tolist()
-    bins = pack(lengths, max_tokens)
-    bins = split_to(bins, lengths, -(-len(bins) // dp_size) * dp_size)
-    bins.sort(key=lambda members: -sum(lengths[i] for i in members))
-    micro_batches = [_micro_batch(batch, indices, members) for members in bins]
-    if missing := -len(micro_batches) % dp_size:
-        filler = _filler(batch, int(indices[int(np.argmin(lengths))]))
-        micro_batches += [filler] * missing
-    ranks: list[list[TrainBatch]] = [[] for _ in range(dp_size)]
-    totals = [0] * dp_size
-    for start in range(0, len(micro_batches), dp_size):
-        lightest_first = sorted(range(dp_size), key=lambda rank: totals[rank])
-        for rank, micro_batch in zip(lightest_first, micro_batches[start : start + dp_size], strict=True):
-            ranks[rank].append(micro_batch)
-            totals[rank] += len(micro_batch.tokens)
-    return [tuple(rank) for rank in ranks]
-
-
-def _micro_batch(batch: TrainBatch, indices: Int64, members: Bin) -> TrainBatch:
-    return select(batch, indices[sorted(members)])
+def _deal(
+    batch: TrainBatch, indices: Int64, dp_size: int, max_tokens: int, quadratic_work: float
+) -> list[tuple[TrainBatch, ...]]:
+    """The micro-batches of one optimizer step, per rank."""
+    lengths = np.diff(batch.offsets)[indices]
+    plan = balance(lengths.tolist(), sequence_work(lengths, quadratic_work), dp_size, max_tokens)
+    filler = _filler(batch, int(indices[0]))
+    count = max(map(len, plan))
+    return [
+        (*(select(batch, indices[sorted(members)]) for members in bins), *[filler] * (count - len(bins)))
+        for bins in plan
+    ]
 
 
 def _filler(batch: TrainBatch, index: int) -> TrainBatch:
-    copy = select(batch, [index])
+    branch = select(batch, [index])
     return TrainBatch(
-        tokens=copy.tokens,
-        offsets=copy.offsets,
-        loss_mask=np.zeros_like(copy.loss_mask),
-        rollout_logprobs=np.zeros_like(copy.rollout_logprobs),
-        weight_versions=copy.weight_versions,
-        oldest_versions=copy.oldest_versions,
-        advantages=np.zeros_like(copy.advantages),
-        rewards=np.zeros_like(copy.rewards),
+        tokens=branch.tokens[:1],
+        offsets=np.array([0, 1], dtype=np.int64),
+        loss_mask=np.zeros(1, dtype=np.uint8),
+        rollout_logprobs=np.zeros(1, dtype=np.float32),
+        weight_versions=branch.weight_versions[:1],
+        oldest_versions=branch.oldest_versions,
+        advantages=np.zeros(1, dtype=np.float32),
+        rewards=np.zeros(1, dtype=np.float32),
         sample_ids=np.full(1, FILLER, dtype=np.int64),
     )

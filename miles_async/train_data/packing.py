@@ -1,4 +1,4 @@
-"""Sequences into bins: micro-batches of at most ``--max-tokens-per-gpu`` tokens."""
+"""Sequences into bins: micro-batches of at most ``--max-tokens-per-gpu`` tokens, or of one longer sequence."""
 
 from __future__ import annotations
 
@@ -6,29 +6,19 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from miles_async.errors import ConfigurationError
-
 Bin = list[int]  # indices of samples
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[Bin]:
-    """Every index of ``lengths`` in exactly one bin of at most ``max_tokens``; few bins.
+    """Every index of ``lengths`` in exactly one bin of at most ``max_tokens``; few bins. A longer one has its own.
 
     Best fit decreasing: longest first, each into the fullest bin that still takes it, at most 11/9 of the
     optimal number of bins plus a constant (Johnson et al. 1974), in O(n log n) comparisons. Equal lengths
     keep their order, so the result depends on nothing else.
 
-    Raises:
-        ConfigurationError: one sample alone is longer.
-
-    >>> pack([5, 3, 4, 2], 7)
-    [[0, 3], [2, 1]]
+    >>> pack([5, 3, 4, 2, 8], 7)
+    [[4], [0, 3], [2, 1]]
     """
-    if len(lengths) and (longest := max(lengths)) > max_tokens:
-        raise ConfigurationError(
-            f"expected samples of at most --max-tokens-per-gpu {max_tokens} tokens, found one of {longest}: "
-            f"raise it, or lower --rollout-max-response-len or --rollout-max-prompt-len"
-        )
     bins: list[Bin] = []
     room: list[tuple[int, int]] = []  # sorted (tokens left, bin)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

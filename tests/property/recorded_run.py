@@ -61,7 +61,7 @@ class RecordedRun:
         self.run_dir, self.arguments, self.chance = run_dir, arguments, chance
         self.writer = ScheduleWriter(run_dir / SCHEDULE_FILE)
         self.pool = make_pool(arguments.rollout, arguments.staleness, record=self.writer.pool)
-        self.batches = make_batches(arguments, record=self.writer.batch)
+        self.batches = make_batches(arguments, quadratic_work=0.1, record=self.writer.batch)
         self.prompts, self.version, self.over = 0, 0, False
         self.flying: list[Attempt] = []
         self.cut: list[tuple[tuple[Group, ...], int]] = []

@@ -3,7 +3,7 @@
 It is put into the code under test, and the property that guards against it must fail, at the place where a user would
 be harmed. The same procedure on the code as it is finds nothing.
 
-# covers: C1, C4, C12, M1, O4
+# covers: C1, C4, C12, M1, M2, O4
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from miles_async.staleness.admission import Admission
 from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
+from miles_async.train_data import balance, work
 from miles_async.trainer.losses import policy as losses
 from miles_async.types import NO_VERSION
+from tests.property import test_property_balance as balance_properties
 from tests.property import test_property_losses as loss_properties
 from tests.property import test_property_pool as pool_properties
 from tests.property import test_property_versions as version_properties
@@ -85,6 +87,26 @@ surrogate = _again(
     st.just(0.2),
     st.just(0.28),
     st.just(3.0),
+)
+within_1_percent = _again(
+    balance_properties.test_work_is_within_1_percent_of_the_mean_with_a_dozen_sequences_per_rank,
+    SEEDS,
+    st.integers(2, 8),
+    st.integers(12, 40),
+    st.just(1 / 1000),
+)
+one_sequence_apart = _again(
+    balance_properties.test_differencing_and_exchanges_leave_a_partition_and_differ_by_one_sequence_at_most,
+    balance_properties.LENGTHS,
+    balance_properties.RANKS,
+    balance_properties.QUADRATIC,
+)
+never_worse = _again(
+    balance_properties.test_never_worse_than_packing_first,
+    st.just([21, 1, 38, 27, 45, 50, 7, 39, 12]),
+    st.just(3),
+    st.just(73),
+    st.just(0.0),
 )
 
 
@@ -142,6 +164,9 @@ PROPERTIES = {
     "with_a_hole": with_a_hole,
     "label_only": label_only,
     "surrogate": surrogate,
+    "within_1_percent": within_1_percent,
+    "one_sequence_apart": one_sequence_apart,
+    "never_worse": never_worse,
     "loss_tokens": loss_tokens,
     "known_age": known_age,
 }
@@ -322,6 +347,30 @@ MUTANTS = (
         new="target_version < 0",
         caught_by=known_age,
         where="known_age",
+    ),
+    Mutant(
+        name="work is the number of tokens",
+        function=work.sequence_work,
+        old="tokens + quadratic * tokens**2",
+        new="tokens",
+        caught_by=within_1_percent,
+        where="test_work_is_within_1_percent_of_the_mean_with_a_dozen_sequences_per_rank",
+    ),
+    Mutant(
+        name="the heaviest parts are united with the heaviest",
+        function=balance.largest_differencing,
+        old="sums.pop(second)[::-1]",
+        new="sums.pop(second)",
+        caught_by=one_sequence_apart,
+        where="test_differencing_and_exchanges_leave_a_partition_and_differ_by_one_sequence_at_most",
+    ),
+    Mutant(
+        name="packing first is never looked at",
+        function=balance.balance,
+        old="min(plans, key=cost)",
+        new="plans[0]",
+        caught_by=never_worse,
+        where="test_never_worse_than_packing_first",
     ),
     Mutant(
         name="dual clip of positive advantages",

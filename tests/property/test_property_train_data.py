@@ -1,4 +1,4 @@
-"""No sample is lost, doubled or misaligned between a cut and the ranks; ranks are balanced and in step.
+"""No sample is lost, doubled or misaligned between a cut and the ranks; ranks are in step.
 
 # covers: M2, M5, R10
 """
@@ -64,12 +64,12 @@ def test_select_keeps_every_array_aligned(batch: TrainBatch, data: st.DataObject
     assert branches_of(select(batch, chosen)) == dict(whole[index] for index in chosen)
 
 
-@given(LENGTHS, st.integers(50, 120))
+@given(LENGTHS, st.integers(20, 120))
 def test_packing_is_a_partition_within_the_limit_and_tight(lengths: list[int], max_tokens: int) -> None:
     bins = pack(lengths, max_tokens)
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     sizes = [sum(lengths[i] for i in members) for members in bins]
-    assert max(sizes) <= max_tokens
+    assert all(size <= max_tokens or len(members) == 1 for size, members in zip(sizes, bins, strict=True))
     # No two bins fit together, so all but one are more than half full.
     assert len(bins) == 1 or sum(sorted(sizes)[:2]) > max_tokens
 
@@ -85,12 +85,12 @@ def test_splitting_bins_reaches_any_count_up_to_one_sample_each(
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
 
 
-@given(batches(), st.integers(1, 4), st.integers(11, 30), st.none() | st.integers(1, 20))
+@given(batches(), st.integers(1, 4), st.integers(5, 30), st.none() | st.integers(1, 20))
 def test_split(batch: TrainBatch, dp_size: int, max_tokens: int, per_step: int | None) -> None:
-    shards = split(batch, dp_size, max_tokens, per_step, target_version=4)
+    shards = split(batch, dp_size, max_tokens, per_step, target_version=4, quadratic_work=0.05)
     assert [(s.dp_rank, s.dp_size, s.target_version) for s in shards] == [(r, dp_size, 4) for r in range(dp_size)]
     assert_every_branch_once(batch, shards)
-    assert_in_step_and_balanced(shards, max_tokens)
+    assert_in_step(shards, max_tokens)
     # One rank alone gets the same samples per optimizer step, and the same tokens to divide the loss by.
     (alone,) = split(batch, 1, max_tokens, per_step, target_version=4)
     assert all(shard.loss_tokens == alone.loss_tokens for shard in shards)
@@ -118,17 +118,15 @@ def assert_every_branch_once(batch: TrainBatch, shards: tuple[TrainShard, ...]) 
     assert found == branches_of(batch)
 
 
-def assert_in_step_and_balanced(shards: tuple[TrainShard, ...], max_tokens: int) -> None:
+def assert_in_step(shards: tuple[TrainShard, ...], max_tokens: int) -> None:
+    """How work is shared out has properties of its own: test_property_balance.py."""
     for micro_batches in zip(*(shard.optimizer_steps for shard in shards), strict=True):
         assert len({len(of_rank) for of_rank in micro_batches}) == 1
-        sizes = [[len(m.tokens) for m in of_rank] for of_rank in micro_batches]
-        assert max(map(max, sizes)) <= max_tokens
-        totals = [sum(of_rank) for of_rank in sizes]
-        rounds = list(zip(*sizes, strict=True))
-        assert max(totals) - min(totals) <= max(max(of_round) - min(of_round) for of_round in rounds)
-        fillers = sum(m.sample_ids[0] == FILLER for of_rank in micro_batches for m in of_rank)
-        alone = sum(m.num_branches == 1 for of_rank in micro_batches for m in of_rank)
-        assert fillers == 0 or alone == sum(map(len, micro_batches))  # only when no bin can be split further
+        assert all(m.num_branches == 1 or len(m.tokens) <= max_tokens for of_rank in micro_batches for m in of_rank)
+        for of_rank in micro_batches:
+            fillers = sum(m.sample_ids[0] == FILLER for m in of_rank)
+            assert fillers == 0 or all(m.num_branches == 1 for m in of_rank)  # only when nothing can be split further
+            assert all(len(m.tokens) == 1 for m in of_rank if m.sample_ids[0] == FILLER)
 
 
 @given(

@@ -279,6 +279,22 @@ async def test_failing_sample_is_generated_again_alone() -> None:
     assert bench.balance()["failed"] == 0
 
 
+@pytest.mark.parametrize("logprob", [np.nan, -np.inf, np.inf, np.finfo(np.float32).min])
+async def test_a_log_prob_that_is_none_costs_the_sample_s_try(logprob: float) -> None:  # covers: C12
+    """The engine client refuses most of them; a Generate of the user may let them in."""
+    bench = Bench()
+    bench.engine.script = lambda call: (
+        msgspec.structs.replace(answer([7, 8, 2], 0), logprobs=np.array([-0.5, logprob, -0.5], np.float32))
+        if call == 1
+        else None
+    )
+    async with running(bench):
+        groups = await bench.dispatcher.cut(0)
+    assert all(np.isfinite(sample.rollout_logprobs).all() for group in groups for sample in group.samples)
+    assert bench.balance()["failed"] == 0
+    assert bench.engine.calls >= 2 * BATCH + 1  # that sample again, alone
+
+
 async def test_prompt_that_always_fails_is_quarantined_and_the_run_goes_on() -> None:
     # covers: C6, M8
     bench = Bench(reward=fail_for("p1"))

@@ -19,9 +19,10 @@ import pytest
 
 from arguments.config_file import to_toml
 from miles_async.cli import main
-from miles_async.errors import ReplayDifference, ScheduleError
+from miles_async.errors import ContractViolation, ReplayDifference, ScheduleError
 from miles_async.parts.decisions import make_pool
 from miles_async.replay import Replay
+from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.recording import ScheduleWriter
 from miles_async.run.directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.staleness.schedule import BatchFrame, Cut, Finished, PoolFrame
@@ -166,8 +167,7 @@ def test_another_token_is_shown_by_its_array(run: RecordedRun, capsys: Any) -> N
         ("rollout", "rollout_batch_size", 3, "expected room"),
         ("rollout", "num_rollout", 1, "expected room"),
         ("algorithm", "advantage_estimator", "rloo", "expected a batch with {'advantages': "),
-        ("optimizer", "max_tokens_per_gpu", 1000, "expected a batch with {'tokens': "),
-        ("optimizer", "max_tokens_per_gpu", 4, "expected a batch, found expected samples of at most"),
+        ("optimizer", "max_tokens_per_gpu", 1000, "expected a batch with {'layout': "),
         ("cluster", "actor_num_gpus_per_node", 1, "expected a batch with {'layout': "),
     ],
 )
@@ -181,6 +181,20 @@ def test_other_flags_decide_something_else(tmp_path: Path, group: str, flag: str
     with pytest.raises(ReplayDifference) as caught:
         list(Replay.of_run(run.run_dir))
     assert says in str(caught.value)
+
+
+def test_a_batch_that_cannot_be_made_again_is_a_difference(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ContractViolation("C1: a sample is too old")
+
+    monkeypatch.setattr(BatchMaker, "make", refuse)
+    with pytest.raises(ReplayDifference, match="expected a batch, found C1: a sample is too old"):
+        list(Replay.of_run(run.run_dir))
+
+
+def test_work_of_the_model_is_in_the_schedule(run: RecordedRun) -> None:
+    """It decides which rank gets what, and a replay has no model."""
+    assert {frame.quadratic_work for frame in run.frames() if isinstance(frame, BatchFrame)} == {0.1}
 
 
 def test_the_error_that_a_run_died_of_comes_again(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from arguments.algorithm import AlgorithmArguments
-from miles_async.errors import ConfigurationError, VersionUnknownError
+from miles_async.errors import VersionUnknownError
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.advantages import compute_advantages
 from miles_async.train_data.batch import build_batch, oldest_per_branch
@@ -81,11 +81,12 @@ def test_pack_fills_the_fullest_bin_that_has_room() -> None:
     assert pack([], 10) == []
 
 
-def test_too_long_a_sample_names_the_flag() -> None:
-    with pytest.raises(ConfigurationError, match="--max-tokens-per-gpu 10 tokens, found one of 11"):
-        pack([3, 11], 10)
-    with pytest.raises(ConfigurationError, match="--max-tokens-per-gpu"):
-        split(batch_of([30]), 1, 10, None, 0)
+def test_a_sample_longer_than_a_micro_batch_has_one_of_its_own() -> None:
+    assert pack([3, 11, 7, 12], 10) == [[3], [1], [2, 0]]
+    shards = split(batch_of([30, 4, 4, 4]), 2, 10, None, 0)
+    micro_batches = [m for shard in shards for m in shard.optimizer_steps[0]]
+    assert sorted(m.sample_ids.tolist() for m in micro_batches if len(m.tokens) > 10) == [[0]]
+    assert sum(shards[0].loss_tokens) == 42
 
 
 def test_splitting_halves_the_largest_bin() -> None:
@@ -118,7 +119,7 @@ def test_filler_takes_the_place_of_a_micro_batch_that_no_sample_is_left_for() ->
     micro_batches = [m for shard in shards for m in shard.optimizer_steps[0]]
     (filler,) = [m for m in micro_batches if m.sample_ids.tolist() == [FILLER]]
     assert filler.loss_mask.sum() == 0
-    assert len(filler.tokens) == 6  # the shortest sample
+    assert len(filler.tokens) == 1
     assert shards[0].loss_tokens == (23,)
 
 

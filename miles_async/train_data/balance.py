@@ -1,0 +1,145 @@
+"""Sequences onto data-parallel ranks: equal work first, equally many micro-batches second."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from miles_async.train_data.packing import Bin, pack, split_to
+
+Float64 = npt.NDArray[np.float64]
+GOOD_ENOUGH = 1.001  # heaviest rank ÷ mean from which exchanges aren't worth their time
+
+Ranks = list[list[Bin]]
+"""Micro-batches of each rank; one that has fewer sequences than others have micro-batches may have fewer."""
+
+
+def balance(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) -> Ranks:
+    """Every index of ``lengths`` in one micro-batch of one rank. The heaviest rank decides how long a step takes.
+
+    The better of two ways. Sharing out first nearly always wins; packing first may, with few sequences per rank, or
+    needs fewer micro-batches for the same work. Equal input gives equal output.
+
+    Args:
+        lengths: tokens of each sequence.
+        work: [S], of each sequence, in any unit.
+        ranks: at least 1.
+        max_tokens: per micro-batch; a longer sequence gets one of its own.
+    """
+
+    def cost(plan: Ranks) -> tuple[float, int]:
+        totals = [sum(float(work[members].sum()) for members in bins) for bins in plan]
+        return max(totals), max(map(len, plan))
+
+    plans = [share_then_pack(lengths, work, ranks, max_tokens), pack_then_share(lengths, ranks, max_tokens)]
+    best = min(plans, key=cost)
+    # Heaviest first on every rank: micro-batches that meet in the collectives of experts are alike.
+    return [sorted(bins, key=lambda members: -float(work[members].sum())) for bins in best]
+
+
+def share_then_pack(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) -> Ranks:
+    """Sequences are shared out by work, then each rank packs its own."""
+    plan: Ranks = []
+    for share in exchanged(largest_differencing(work, ranks), work):
+        own = [lengths[index] for index in share]
+        plan.append([[share[i] for i in members] for members in pack(own, max_tokens)])
+    count = max(map(len, plan))
+    return [split_to(bins, lengths, count) for bins in plan]
+
+
+def pack_then_share(lengths: Sequence[int], ranks: int, max_tokens: int) -> Ranks:
+    """All sequences are packed, then micro-batches are dealt out, as many to each rank.
+
+    In rounds of one per rank, most tokens first, the largest of a round goes to the rank with the fewest tokens.
+    """
+    bins = pack(lengths, max_tokens)
+    bins = split_to(bins, lengths, -(-len(bins) // ranks) * ranks)
+    sizes = {id(members): sum(lengths[i] for i in members) for members in bins}
+    bins.sort(key=lambda members: -sizes[id(members)])
+    plan: Ranks = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for start in range(0, len(bins), ranks):
+        lightest_first = sorted(range(ranks), key=lambda rank: totals[rank])
+        for rank, members in zip(lightest_first, bins[start : start + ranks], strict=False):
+            plan[rank].append(members)
+            totals[rank] += sizes[id(members)]
+    return plan
+
+
+def largest_differencing(work: Float64, parts: int) -> list[list[int]]:
+    """Indices in ``parts`` lists whose sums of ``work`` differ little; a list may be empty.
+
+    Karmarkar & Karp, "The Differencing Method of Set Partitioning" (1982), for several parts: the two partial
+    partitions whose parts differ most are united, the heaviest part of one with the lightest of the other. O(n log n)
+    unions of O(parts log parts).
+
+    >>> largest_differencing(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
+    [[1, 3, 4], [0, 2]]
+    """
+    count = len(work)
+    single = np.zeros(parts)
+    sums: dict[int, Float64] = {}
+    # Union u takes part p from part order[p] of the first and parts - 1 - order[p] of the second.
+    unions: dict[int, tuple[int, int, npt.NDArray[np.intp]]] = {}
+    queue: list[tuple[float, int]] = []
+    for index in range(count):
+        sums[index] = single.copy()
+        sums[index][0] = work[index]
+        queue.append((-float(work[index]), index))
+    heapq.heapify(queue)
+    for number in range(count, 2 * count - 1):
+        first, second = heapq.heappop(queue)[1], heapq.heappop(queue)[1]
+        united = sums.pop(first) + sums.pop(second)[::-1]
+        order = np.argsort(-united, kind="stable")
+        sums[number] = united[order]
+        unions[number] = first, second, order
+        heapq.heappush(queue, (float(sums[number][-1] - sums[number][0]), number))
+    return _parts_of(unions, count, parts)
+
+
+def exchanged(parts: list[list[int]], work: Float64) -> list[list[int]]:
+    """The parts after moves and swaps of single sequences, each of which makes the heaviest part lighter."""
+    parts = [list(part) for part in parts]
+    sums = np.array([work[part].sum() for part in parts])
+    while sums.max() > GOOD_ENOUGH * sums.mean():
+        heaviest = int(sums.argmax())
+        found = [_best_exchange(parts, work, sums, heaviest, other) for other in range(len(parts)) if other != heaviest]
+        heavier, other, given, taken = min(found, key=lambda exchange: exchange[:2])
+        if heavier >= sums[heaviest] * (1 - 1e-9):  # rounding must not go in circles
+            break
+        back = [parts[other].pop(taken)] if taken < len(parts[other]) else []
+        parts[other].append(parts[heaviest].pop(given))
+        parts[heaviest] += back
+        for part in (heaviest, other):
+            sums[part] = work[parts[part]].sum()
+    return [sorted(part) for part in parts]
+
+
+def _best_exchange(
+    parts: list[list[int]], work: Float64, sums: Float64, heaviest: int, other: int
+) -> tuple[float, int, int, int]:
+    """(heavier of both parts after it, the other part, position given, position taken, or its length for none)."""
+    taken = np.append(work[parts[other]], 0.0)
+    difference = work[parts[heaviest]][:, None] - taken[None, :]
+    heavier = np.maximum(sums[heaviest] - difference, sums[other] + difference)
+    row, column = np.unravel_index(int(heavier.argmin()), heavier.shape)
+    return float(heavier[row, column]), other, int(row), int(column)
+
+
+def _parts_of(unions: dict[int, tuple[int, int, npt.NDArray[np.intp]]], count: int, parts: int) -> list[list[int]]:
+    """The sequences in each part of the last union."""
+    result: list[list[int]] = [[] for _ in range(parts)]
+    left = [(2 * count - 2, np.arange(parts))] if count else []  # (union or sequence, where its parts go)
+    while left:
+        number, goes_to = left.pop()
+        if number < count:
+            result[goes_to[0]].append(number)
+            continue
+        first, second, order = unions[number]
+        of_first = np.empty(parts, dtype=np.intp)
+        of_first[order] = goes_to
+        left += [(first, of_first), (second, of_first[::-1])]
+    return [sorted(part) for part in result]

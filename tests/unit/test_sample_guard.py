@@ -1,0 +1,70 @@
+"""What a sample must have before it is rewarded, and what the trainer's data refuses should it get past that.
+
+# covers: C12
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from miles_async.errors import ContractViolation, TransientEngineError, VersionUnknownError
+from miles_async.rollout.sample_guard import check_sample
+from miles_async.staleness.versions import group_of
+from miles_async.train_data.batch import build_batch
+from miles_async.types import NO_VERSION, Sample
+from tests.property.builders import make_attempt, make_sample
+
+UNUSABLE = [np.nan, np.inf, -np.inf]
+
+
+def with_logprob(sample: Sample, index: int, logprob: float) -> Sample:
+    logprobs = sample.rollout_logprobs.copy()
+    logprobs[index] = logprob
+    return msgspec.structs.replace(sample, rollout_logprobs=logprobs)
+
+
+@pytest.mark.parametrize("logprob", [*UNUSABLE, np.finfo(np.float32).min])
+def test_a_loss_token_needs_a_log_prob(logprob: float) -> None:
+    sample = make_sample([3, 3, NO_VERSION, 3], prompt_length=2)
+    check_sample(sample)
+    with pytest.raises(TransientEngineError, match=r"found (nan|-?inf|-3\.40282e\+38) \(1 of 3 tokens\)"):
+        check_sample(with_logprob(sample, 3, logprob))
+
+
+def test_every_branch_is_checked() -> None:
+    sample = make_sample([3], more_branches=[[3]])
+    [branch] = sample.more_branches
+    broken = msgspec.structs.replace(branch, rollout_logprobs=np.full_like(branch.rollout_logprobs, np.nan))
+    with pytest.raises(TransientEngineError):
+        check_sample(msgspec.structs.replace(sample, more_branches=(broken,)))
+
+
+@pytest.mark.parametrize("index", [0, 4])
+def test_tokens_without_loss_may_have_any(index: int) -> None:
+    """Of the prompt, and of a tool's output."""
+    check_sample(with_logprob(make_sample([3, 3, NO_VERSION, 3], prompt_length=2), index, np.nan))
+
+
+def test_a_loss_token_needs_a_version() -> None:
+    with pytest.raises(VersionUnknownError):
+        check_sample(make_sample([NO_VERSION]))
+
+
+@pytest.mark.parametrize("logprob", UNUSABLE)
+def test_a_batch_refuses_what_got_past_the_guard(logprob: float) -> None:
+    sample = make_sample([3, NO_VERSION, 3], prompt_length=2)
+    advantages = np.zeros(2, np.float32)
+    masked = group_of(make_attempt(), [sample, with_logprob(sample, 3, logprob)])
+    build_batch([masked], advantages)
+    group = group_of(make_attempt(), [sample, with_logprob(sample, 4, logprob)])
+    with pytest.raises(ContractViolation, match=r"C12: .* log-prob .* samples \[1\]"):
+        build_batch([group], advantages)
+
+
+@pytest.mark.parametrize("advantage", UNUSABLE)
+def test_a_batch_refuses_advantages_that_are_not_finite(advantage: float) -> None:
+    group = group_of(make_attempt(), [make_sample([3]), make_sample([3])])
+    with pytest.raises(ContractViolation, match=r"C12: .* advantage .* samples \[1\]"):
+        build_batch([group], np.array([0.0, advantage], np.float32))

@@ -1,0 +1,131 @@
+"""Work per sequence against torch's count of multiplications, and what sharing it out does. # covers: M2"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_async.train_data.balance import balance, exchanged, largest_differencing
+from miles_async.train_data.work import quadratic_work, sequence_work
+from tests.integration.tiny_models import FAMILIES
+
+
+def counted_work(name: str, length: int) -> int:
+    """Multiplications of a forward pass by transformers, all pairs of tokens included."""
+    import torch
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    kind, settings = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**settings, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.long), use_cache=False)
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-tied", "gemma"])
+def test_the_quadratic_part_is_that_of_the_model(name: str) -> None:
+    short, long = 16, 64
+    counts = {length: counted_work(name, length) for length in (short, long)}
+    # count = linear · length + square · length²; a causal mask leaves half of the pairs
+    square = (counts[long] / long - counts[short] / short) / (long - short)
+    linear = counts[short] / short - square * short
+    config = config_of(name)
+    assert quadratic_work(config) == pytest.approx(square / 2 / linear, rel=0.01)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    import transformers
+
+    kind, settings = FAMILIES[name]
+    config: dict[str, Any] = json.loads(getattr(transformers, f"{kind}Config")(**settings).to_json_string())
+    return config
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "deepseek-v3", "moonlight"])
+def test_weights_that_a_token_passes_are_counted(name: str) -> None:
+    """Of a mixture: all but the experts that a token is not sent to."""
+    import torch
+    import transformers
+
+    kind, settings = FAMILIES[name]
+    settings = settings | {"tie_word_embeddings": True, "attention_bias": False}
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**settings))
+    config = config_of(name)
+    passed = 0.0
+    for path, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            routed = ".experts." in path
+            experts = config.get("num_local_experts") or config["n_routed_experts"]
+            passed += parameter.numel() * (config["num_experts_per_tok"] / experts if routed else 1)
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    if "kv_lora_rank" in config:
+        width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]
+    else:
+        width = 2 * config["head_dim"]
+    assert quadratic_work(config) == pytest.approx(layers * heads * width / 2 / passed, rel=0.01)
+
+
+def test_a_config_without_sizes_means_tokens() -> None:
+    assert quadratic_work({}) == quadratic_work({"model_type": "unknown", "hidden_size": 64}) == 0
+    assert sequence_work([3, 5], 0.0).tolist() == [3, 5]
+    assert sequence_work([3, 5], 0.1).tolist() == pytest.approx([3.9, 7.5])
+
+
+def test_attention_is_as_much_as_the_rest_at_tens_of_thousands_of_tokens() -> None:
+    """Qwen3-4B."""
+    config = {
+        "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
+    }  # fmt: skip
+    assert 1 / quadratic_work(config) == pytest.approx(27_300, rel=0.01)
+
+
+def test_equal_lengths_that_fill_no_micro_batch_are_shared_out_equally() -> None:
+    """Five micro-batches are full; eight ranks used to get the halves of three of them, 62 % above the mean."""
+    lengths = [1000] * 160
+    plan = balance(lengths, sequence_work(lengths, 1 / 27_000), 8, 32_768)
+    assert [[len(members) for members in bins] for bins in plan] == [[20]] * 8
+
+
+def test_long_sequences_count_for_their_attention() -> None:
+    """Shared out by tokens, the rank with the long sequence would have a third more than the mean."""
+    lengths = [32_000] + [1000] * 100
+    with_long, without = sorted(
+        balance(lengths, sequence_work(lengths, 1 / 27_000), 2, 32_768), key=lambda bins: sum(map(len, bins))
+    )
+    assert sum(map(len, with_long)) == 17  # by tokens: 35
+    assert sum(work_of(with_long, lengths)) == pytest.approx(sum(work_of(without, lengths)), rel=0.02)
+
+
+def work_of(bins: list[list[int]], lengths: list[int]) -> list[float]:
+    work = sequence_work(lengths, 1 / 27_000)
+    return [float(work[members].sum()) for members in bins]
+
+
+def test_exchanges_find_what_differencing_misses() -> None:
+    work = np.random.default_rng(1).integers(100, 8192, 32).astype(float)
+    before = largest_differencing(work, 8)
+    after = exchanged(before, work)
+    heaviest = [max(work[part].sum() for part in parts) * 8 / work.sum() for parts in (before, after)]
+    assert heaviest[0] > 1.01 > heaviest[1]
+
+
+def test_micro_batches_of_a_rank_are_heaviest_first() -> None:
+    lengths = np.random.default_rng(0).integers(100, 8192, 64).tolist()
+    for bins in balance(lengths, sequence_work(lengths, 1 / 27_000), 4, 16_384):
+        work = work_of(bins, lengths)
+        assert work == sorted(work, reverse=True)
+
+
+def test_a_large_batch_is_shared_out_in_no_time() -> None:
+    lengths = np.random.default_rng(0).integers(1, 8192, 20_000).tolist()
+    started = time.perf_counter()
+    balance(lengths, sequence_work(lengths, 1 / 27_000), 64, 16_384)
+    assert time.perf_counter() - started < 5  # 0.3 s when alone; quadratic would be minutes
