@@ -5,15 +5,12 @@ A part of the composition root, for the rollout actor's process.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os import getpid
 from pathlib import Path
 from typing import Any
 
 from arguments import Arguments
-from miles_async.engines import child
 from miles_async.engines.addresses import node_host
 from miles_async.engines.process import ChildProcess
 from miles_async.hooks import load_factory, load_object
@@ -88,8 +85,7 @@ class Episodes:
         if sessions.agent_path is not None:
             return _loaded_agent(sessions.agent_path)
         assert sessions.agent_command is not None
-        wrapper = (sys.executable, "-I", "-S", child.__file__, str(getpid()))
-        return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log", wrapper=wrapper)
+        return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log")
 
     def _session_service(self, client: EngineClient) -> SessionService:
         arguments = self._arguments

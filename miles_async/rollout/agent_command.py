@@ -11,31 +11,33 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from miles_async.errors import RequestRejectedError
+from miles_async.rollout import process_tree
 from miles_async.run.proxies import without_proxies_for
 from miles_async.types import Prompt
 
 EX_TEMPFAIL = 75  # sysexits.h: not the command's fault, try again
 _SHOWN = 500  # characters of its last words that go into an error
+_LAST_BYTES = 1 << 20  # of its output that are looked at
+_END_SECONDS = 10.0  # more than the wrapper takes
 
 
 class CommandAgent:
-    """Runs the command once per prompt, in a process group of its own."""
+    """Runs the command once per prompt, and leaves nothing of it (``process_tree.py``)."""
 
-    def __init__(self, command: str, *, log_path: Path, wrapper: Sequence[str] = ()) -> None:
-        """``wrapper``: in front of the command; ties it to the life of this process."""
+    def __init__(self, command: str, *, log_path: Path) -> None:
         words = shlex.split(command)
         if words[0] in ("python", "python3"):
             words[0] = sys.executable
-        self._command = (*wrapper, *words)
+        self._command = (sys.executable, "-I", "-S", process_tree.__file__, str(os.getpid()), *words)
         self._log_path = log_path
 
     async def __call__(self, base_url: str, prompt: Prompt) -> Any:
@@ -44,22 +46,21 @@ class CommandAgent:
         Raises RequestRejectedError with its last words if it fails, ConnectionError if it wants to be run again.
         """
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_path.open("ab") as log:
+        # Its output goes to a file: a pipe ends when the last process that holds it does, which may be nobody of ours.
+        with self._log_path.open("ab") as log, tempfile.TemporaryFile() as output:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=output,
                 stderr=log,
                 env=_environment(base_url),
                 start_new_session=True,
             )
-        try:
-            output, _ = await process.communicate(prompt_json(prompt))
-        finally:
-            with suppress(ProcessLookupError):  # whatever it left behind, too
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        lines = output.decode(errors="replace").strip().splitlines()
+            try:
+                await process.communicate(prompt_json(prompt))
+            finally:
+                await _end(process)
+            lines = _last_lines(output)
         if process.returncode == EX_TEMPFAIL:
             raise ConnectionError(f"the agent ended with status {EX_TEMPFAIL}: a temporary failure")
         if process.returncode != 0:
@@ -74,6 +75,23 @@ def _environment(base_url: str) -> dict[str, str]:
     """Ours, the session, and no proxy on the way to it."""
     direct = without_proxies_for(urlsplit(base_url).hostname or "", os.environ)
     return {"OPENAI_API_KEY": "none", **os.environ, **direct, "OPENAI_BASE_URL": base_url}
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Have the wrapper end what it runs, if it hasn't yet."""
+    if process.returncode is None:
+        process.terminate()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await process.wait()
+    with suppress(ProcessLookupError):  # if the wrapper itself was killed
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _last_lines(output: IO[bytes]) -> list[str]:
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
+    return output.read().decode(errors="replace").strip().splitlines()
 
 
 def prompt_json(prompt: Prompt) -> bytes:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import openai
 import psutil
 import pytest
 
-from miles_async.engines import child
 from miles_async.errors import RequestRejectedError, ServiceUnavailableError, TransientEngineError
 from miles_async.hooks import load_object
 from miles_async.protocols import Agent
+from miles_async.rollout import process_tree
 from miles_async.rollout.agent import AgentGenerate
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.sessions.records import Collected, OpenSession
@@ -196,10 +195,9 @@ class OwnAgent:
 
 
 # ------------------------------------------------------------------------------------------------------- commands
-def command(tmp_path: Path, source: str, *, wrapped: bool = False) -> CommandAgent:
+def command(tmp_path: Path, source: str) -> CommandAgent:
     (tmp_path / "agent.py").write_text(source)
-    wrapper = (sys.executable, "-I", "-S", child.__file__, str(os.getpid())) if wrapped else ()
-    return CommandAgent(f"python '{tmp_path}/agent.py'", log_path=tmp_path / "logs" / "agents.log", wrapper=wrapper)
+    return CommandAgent(f"python '{tmp_path}/agent.py'", log_path=tmp_path / "logs" / "agents.log")
 
 
 async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> None:
@@ -211,7 +209,7 @@ async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> 
         "print('some output')\n"
         "print(json.dumps([[os.environ['OPENAI_BASE_URL'], prompt, sys.executable], 0.5]))\n"
     )
-    turns, reward = await command(tmp_path, source, wrapped=True)("http://x/v1", PROMPT)
+    turns, reward = await command(tmp_path, source)("http://x/v1", PROMPT)
     expected = {key: getattr(PROMPT, key) for key in ("prompt_id", "text", "label", "metadata")}
     assert turns == ["http://x/v1", {**expected, "messages": list(PROMPT.messages)}, sys.executable]
     assert reward == 0.5
@@ -251,23 +249,80 @@ async def test_a_command_that_fails_says_so_with_its_last_words(tmp_path: Path, 
     assert status == 75 or "no key" in str(caught.value)
 
 
-async def test_a_command_that_is_not_wanted_any_more_is_gone_with_its_children(tmp_path: Path) -> None:
-    source = (
-        "import json, os, subprocess, sys, time\n"
-        "child = subprocess.Popen(['sleep', '60'])\n"
-        f"json.dump([os.getpid(), child.pid], open({str(tmp_path / 'pids')!r}, 'w'))\n"
-        "time.sleep(60)\n"
-    )
-    agent = command(tmp_path, source, wrapped=True)
-    task = asyncio.ensure_future(agent("http://x/v1", PROMPT))
-    deadline = time.monotonic() + 20
-    while not ((tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("]")):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+async def test_a_command_that_cannot_be_run_says_so(tmp_path: Path) -> None:
+    agent = CommandAgent("no-such-command", log_path=tmp_path / "agents.log")
+    with pytest.raises(RequestRejectedError, match="status 127"):
+        await agent("http://x/v1", PROMPT)
+    assert "no-such-command: " in (tmp_path / "agents.log").read_text()
+
+
+async def test_only_the_end_of_what_a_command_prints_is_read(tmp_path: Path) -> None:
+    source = "for _ in range(50): print('x' * 100_000)\nprint('[2, 0.5]')"
+    assert await command(tmp_path, source)("http://x/v1", PROMPT) == [2, 0.5]
+
+
+# Starts a process that holds stdout: a child; one in its own session; one whose parent is gone, too (a daemon).
+LEAVES_BEHIND = """
+import json, os, subprocess, sys
+def sleeper(**options):
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], **options).pid
+read, write = os.pipe()
+if not (middle := os.fork()):
+    os.setsid()
+    os.write(write, str(sleeper(start_new_session=True)).encode())
+    os._exit(0)
+os.waitpid(middle, 0)
+pids = [sleeper(), sleeper(start_new_session=True), int(os.read(read, 100))]
+with open(PIDS + ".new", "w") as file:
+    json.dump([os.getpid(), *pids], file)
+os.rename(PIDS + ".new", PIDS)
+"""
+
+
+def left_behind(tmp_path: Path, then: str) -> str:
+    return f"PIDS = {str(tmp_path / 'pids')!r}{LEAVES_BEHIND}{then}\n"
+
+
+async def started(tmp_path: Path) -> list[int]:
+    async with asyncio.timeout(20):
+        while not (tmp_path / "pids").exists():  # noqa: ASYNC110  (a file tells nobody)
+            await asyncio.sleep(0.02)
+    return json.loads((tmp_path / "pids").read_text())
+
+
+def gone(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+async def test_what_a_command_leaves_behind_costs_no_time_and_is_ended_with_it(tmp_path: Path) -> None:
+    agent = command(tmp_path, left_behind(tmp_path, "print('[3, 1.0]')"))
+    async with asyncio.timeout(20):
+        assert await agent("http://x/v1", PROMPT) == [3, 1.0]
+    pids = await started(tmp_path)
+    assert len(pids) == 4
+    assert all(map(gone, pids))
+
+
+async def test_a_command_that_is_not_wanted_any_more_is_gone_with_all_that_it_started(tmp_path: Path) -> None:
+    task = asyncio.ensure_future(command(tmp_path, left_behind(tmp_path, "time.sleep(60)"))("http://x/v1", PROMPT))
+    pids = await started(tmp_path)
+    assert not any(map(gone, pids))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    for pid in json.loads((tmp_path / "pids").read_text()):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
+    assert all(map(gone, pids))
+
+
+async def test_a_command_ends_with_the_process_that_runs_it_whatever_it_started(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(left_behind(tmp_path, "import time; time.sleep(60)"))
+    runs_it = "import os, subprocess, sys; a = sys.argv; subprocess.run([a[1], a[2], str(os.getpid()), a[1], a[3]])"
+    words = (sys.executable, process_tree.__file__, str(tmp_path / "agent.py"))
+    runner = await asyncio.create_subprocess_exec(sys.executable, "-c", runs_it, *words)
+    pids = await started(tmp_path)
+    runner.kill()
+    await runner.wait()
+    async with asyncio.timeout(20):
+        while not all(map(gone, pids)):  # noqa: ASYNC110  (they are no children of ours)
             await asyncio.sleep(0.02)
