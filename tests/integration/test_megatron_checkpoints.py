@@ -218,7 +218,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             save_tiny(model.family, directory, seed=seed, dtype="bfloat16" if model.bf16 else "float32")
             if model.kept_in_fp32:
                 weights = load_file(directory / FILE)
-                weights[ROUTER] = torch.randn(weights[ROUTER].shape)
+                draw = torch.Generator().manual_seed(seed)
+                weights[ROUTER] = torch.randn(weights[ROUTER].shape, generator=draw)
                 save_file(weights, directory / FILE, metadata={"format": "pt"})
     for name, attempt in ATTEMPTS.items():
         shutil.copytree(root / attempt.family, root / name)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.errors import CheckpointError
 from tests.integration.megatron_scenario import Case, Layout, each_case, export_differences, make_backend
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
@@ -79,6 +80,8 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins() -> None:
         ("megatron.core.transformer.moe.moe_utils", "if te_general_gemm is not None"),
         ("megatron.core.transformer.multi_latent_attention", "and isinstance(self.linear_proj, TELinear)"),
         ("megatron.core.jit", "jit_fuser = torch.compile"),
+        # cpu_compat.uneven_gather
+        ("megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list, input_"),
         # checkpoint_writer
         ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("spawn")'),
         ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("fork")'),
@@ -145,6 +148,11 @@ def test_split_down_projections_still_lose_gradients(without: dict[str, Any], mo
     assert without["LatentAttention"] != pytest.approx(plain["grad_norm"], rel=1e-4)
 
 
+def test_gloo_still_refuses_to_gather_different_lengths(without: dict[str, Any]) -> None:
+    """cpu_compat.uneven_gather."""
+    assert "invalid tensor size" in without["uneven gather"]
+
+
 def test_provider_still_misses_what_we_set(without: dict[str, Any]) -> None:
     """model._provider and hf_config.provider_fields."""
     dense, latent = without["provider fields"]
@@ -189,7 +197,7 @@ def _index_groups(make: MakeBackend, models: Path) -> str:
         patch(f"{BACKEND}.dtypes.KEPT_IN_FP32", (".expert_bias", ".router.weight")),
     ):
         backend = make(models / "glm4-moe", EXPERT, bf16=True)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         backend.save(models / "index_groups")
     backend.close()
     return str(caught.value)
@@ -198,7 +206,7 @@ def _index_groups(make: MakeBackend, models: Path) -> str:
 def _make_state(make: MakeBackend, models: Path) -> str:
     with patch(f"{BACKEND}.adam_state.make_state"):
         backend = make(models / "qwen3", TENSOR)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (whatever it is)
+    with pytest.raises(CheckpointError) as caught:
         backend.save(models / "make_state")
     backend.close()
     return repr(caught.value)
@@ -226,6 +234,15 @@ def _latent_attention(make: MakeBackend, models: Path) -> float:
     return norm
 
 
+def _uneven_gather(make: MakeBackend, models: Path) -> str:
+    backend = make(models / "qwen3", TENSOR)
+    lengths = [1, 2]
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_gather([torch.empty(length) for length in lengths], torch.ones(lengths[dist.get_rank()]))
+    backend.close()
+    return str(caught.value)
+
+
 def _provider_fields(make: MakeBackend, models: Path) -> list[dict[str, Any]]:
     from megatron.bridge import AutoBridge
 
@@ -251,6 +268,7 @@ WITHOUT: dict[str, Callable[[MakeBackend, Path], Any]] = {
     "make_state": _make_state,
     "separate_steps": _separate_steps,
     "LatentAttention": _latent_attention,
+    "uneven gather": _uneven_gather,
     "provider fields": _provider_fields,
 }
 

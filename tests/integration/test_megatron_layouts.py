@@ -36,6 +36,7 @@ LAYOUTS = {
     "pp2": Layout(world_size=2, pipeline=2, micro_batches=2),
     "ep2": Layout(world_size=2, expert=2, micro_batches=2),
     "tp2-ep2": Layout(world_size=2, tensor=2, expert=2, expert_tensor=1),
+    "tp2-ep2-etp2": Layout(world_size=4, tensor=2, expert=2, expert_tensor=2, micro_batches=2),
 }
 DENSE = tuple(name for name in FAMILIES if name not in MIXTURES)
 MODELS = {
@@ -47,6 +48,7 @@ MODELS = {
     "pp2": FAMILIES,
     "ep2": MIXTURES,
     "tp2-ep2": MIXTURES,
+    "tp2-ep2-etp2": MIXTURES,
 }
 CASES: list[Case] = [(layout, model) for layout, models in MODELS.items() for model in models]
 
@@ -70,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
 def seen(models: dict[str, Training]) -> dict[Case, Ranks | str]:
     """What each rank saw of each case, or the traceback of one."""
     seen: dict[Case, Ranks | str] = {}
-    for world_size in (1, 2):
+    for world_size in sorted({layout.world_size for layout in LAYOUTS.values()}):
         layouts = {name: layout for name, layout in LAYOUTS.items() if layout.world_size == world_size}
         cases = [case for case in CASES if case[0] in layouts]
         ranks = run_ranks(world_size, observe_training, models, layouts, cases, timeout=300)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -65,6 +64,7 @@ class MegatronBackend:
 
         # After prepare(), which makes megatron importable.
         from miles_async.backends.megatron import distributed
+        from miles_async.backends.megatron.checkpoint import seed_all
         from miles_async.backends.megatron.model import load_model, make_optimizer
         from miles_async.backends.megatron.step import StepRunner
 
@@ -75,7 +75,8 @@ class MegatronBackend:
             backend=platform.communication_backend,
             timeout_seconds=timeout_seconds,
         )
-        _seed(model.seed)
+        seed_all(model.seed)
+        self._seed = model.seed
         self._directory = directory
         self._dtype = "bfloat16" if model.bf16 else "float32"
         self._model = load_model(directory, model, platform, trainable=True)
@@ -148,10 +149,12 @@ class MegatronBackend:
     def load(self, directory: Path) -> None:
         from miles_async.backends.megatron import checkpoint
 
-        checkpoint.load(directory, self._model.modules, self._optimizer, self._scheduler)
+        checkpoint.load(directory, self._model.modules, self._optimizer, self._scheduler, seed=self._seed)
 
     def save_hf(self, directory: Path) -> None:
         """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError."""
+        from safetensors import SafetensorError
+
         try:
             if dist.get_rank() == 0:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -163,8 +166,8 @@ class MegatronBackend:
             if dist.get_rank() == 0:
                 for file in directory.glob("*.safetensors"):
                     file.chmod(0o644)  # safetensors lets nobody else read it
-        except OSError as error:
-            raise CheckpointError(f"cannot export to {directory}: {error}") from error
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"--save-hf {directory}: cannot export: {error}") from error
 
     def close(self) -> None:
         """Give up the process groups, so that this process can build another backend. Collective."""
@@ -184,12 +187,6 @@ def _checked(model: ModelArguments, world_size: int, temperature: float) -> Path
     hf_config.check_model(config, model.hf_checkpoint)
     hf_config.check_layout(config, model, world_size)
     return model.hf_checkpoint
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def _copy_companions(source: Path, target: Path) -> None:

@@ -1,12 +1,19 @@
 """Exact checkpoints of one training state: model, optimizer, schedule, random generators.
 
-After a load the next step equals, bit by bit, the one that an uninterrupted run would have made. The format is
-megatron's dist_checkpointing (torch_dist); every rank writes its part, all ranks take part.
+After a load the next step equals, bit by bit, the one that an uninterrupted run would have made with the same flags on
+the same layout of ranks. The format is megatron's dist_checkpointing (torch_dist): every rank writes its part, all
+ranks take part. Tensors are saved whole, whatever rank holds which part of them, so another layout can load them; the
+generators belong to ranks, and are seeded again where the layout is another one.
+
+Only what training has made is saved. What flags say (learning rate, betas, decay) is not, so that flags win.
 """
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,59 +21,137 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_async.backends.megatron import adam_state
 from miles_async.backends.megatron.checkpoint_writer import writing_in_process
 from miles_async.errors import CheckpointError
 
-# How the distributed optimizer lays out its state: independent of the number of data-parallel ranks.
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+# How the distributed optimizer lays out its state: by parameter, so that any number of ranks of any kind can load it.
+# Without the prefix, since megatron has one optimizer or two (experts apart) depending on the layout.
+FORMAT = "fully_reshardable"
+SHARDING = {"distrib_optim_sharding_type": FORMAT, "chained_optim_avoid_prefix": True}
+
+# What megatron and torch raise for files that cannot be written, read or understood. CheckpointException is a
+# BaseException in torch 2.
+FOREIGN_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    AssertionError,
+    pickle.PickleError,
+    CheckpointingException,
+    CheckpointException,
+)
 
 
 def save(directory: Path, modules: list[Any], optimizer: Any, scheduler: Any) -> None:
     """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError."""
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    if any(directory.iterdir()):
-        raise CheckpointError(f"cannot save to {directory}: the directory is not empty")
-    dist.barrier()
-    state = _state(modules, optimizer, scheduler, loading=False)
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    try:
+    with _as_checkpoint_error(f"cannot write {directory}"):
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        if any(directory.iterdir()):
+            raise CheckpointError(f"cannot write {directory}: the directory is not empty")
+        dist.barrier()
+        state = {
+            **_parameters(modules, optimizer, loading=False),
+            "optimizer_step": _optimizer_step(optimizer),
+            "schedule_step": scheduler.num_steps,
+            "rng": _sharded_rng(),
+        }
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         with writing_in_process():
             dist_checkpointing.save(state, str(directory), strategy)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot save to {directory}: {error}") from error
 
 
-def load(directory: Path, modules: list[Any], optimizer: Any, scheduler: Any) -> None:
-    """Restore what :func:`save` wrote. Collective. Raises CheckpointError if the directory is no such checkpoint."""
+def load(directory: Path, modules: list[Any], optimizer: Any, scheduler: Any, *, seed: int) -> None:
+    """Restore what :func:`save` wrote, on this layout of ranks or another. Collective.
+
+    The random generators are restored where the numbers of pipeline, tensor and data-parallel ranks are those of the
+    save; otherwise they are seeded with ``seed`` and the number of steps. Raises CheckpointError if the directory is
+    no such checkpoint.
+    """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
-        raise CheckpointError(f"cannot load from {directory}: it {what}; check --load")
+        raise CheckpointError(f"cannot read {directory}: it {what}")
+    with _as_checkpoint_error(f"cannot read {directory}"):
+        wanted = _parameters(modules, optimizer, loading=True)
+        rng = _sharded_rng()
+        if rng.unique_key in load_sharded_metadata(str(directory)):
+            wanted["rng"] = rng
+        state = dist_checkpointing.load(wanted, str(directory))
+        _inner(modules).load_state_dict(state["model"])
+        _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
+        scheduler.num_steps = state["schedule_step"]
+        scheduler.step(0)  # the flags' rate at this step
+    if "rng" in state:
+        _restore_rng(state["rng"])
+    else:
+        seed_all(seed + scheduler.num_steps)
+        model_parallel_cuda_manual_seed(seed + scheduler.num_steps)
+
+
+def seed_all(seed: int) -> None:
+    """Seed this process's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(what: str) -> Iterator[None]:
     try:
-        state = dist_checkpointing.load(_state(modules, optimizer, scheduler, loading=True), str(directory))
-    except (OSError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
-        raise CheckpointError(f"cannot load from {directory}: {error}") from error
-    _inner(modules).load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    adam_state.separate_steps(optimizer)
-    scheduler.load_state_dict(state["scheduler"])
-    _restore_rng(state["rng"])
+        yield
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
 
 
-def _state(modules: list[Any], optimizer: Any, scheduler: Any, *, loading: bool) -> dict[str, Any]:
+def _reason(error: BaseException) -> str:
+    """What went wrong first, without torch's collection of tracebacks."""
+    if isinstance(error, CheckpointException):
+        if not error.failures:
+            return "a rank failed; rank 0 knows which and why"
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip()
+    return text if isinstance(error, OSError | CheckpointingException) else f"{type(error).__name__}: {text}"
+
+
+# ------------------------------------------------------------------------------------- model and optimizer
+def _parameters(modules: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """Model and Adam's state of it, as this rank shares them: ``optimizer`` has one entry per part of it."""
     model = _inner(modules).sharded_state_dict()
-    return {
-        "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING),
-        "scheduler": scheduler.state_dict(),
-        "rng": _sharded_rng(),
-    }
+    states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
+    if len(_parts(optimizer)) == 1:
+        states = {0: states}
+    return {"model": model, "optimizer": {index: states[index]["param_state"] for index in sorted(states)}}
+
+
+def _optimizer_step(optimizer: Any) -> int:
+    """Steps that Adam has made, the same for all parameters."""
+    return int(_parts(optimizer)[0].state_dict()["optimizer"]["param_groups"][0].get("step") or 0)
+
+
+def _load_optimizer(optimizer: Any, states: dict[int, Any], step: int) -> None:
+    for index, part in enumerate(_parts(optimizer)):
+        settings = part.state_dict()  # of the flags, by which megatron would overwrite them
+        for group in settings["optimizer"]["param_groups"]:
+            group["step"] = step
+        part.load_state_dict({**settings, "param_state": states[index], "param_state_sharding_type": FORMAT})
+    adam_state.separate_steps(optimizer)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Dense layers and experts have an optimizer each where they are spread over ranks differently."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _inner(modules: list[Any]) -> Any:
@@ -74,6 +159,7 @@ def _inner(modules: list[Any]) -> Any:
     return modules[0].module  # inside of DistributedDataParallel
 
 
+# ------------------------------------------------------------------------------------------ random generators
 def _sharded_rng() -> ShardedObject:
     """Every rank's own generators: a (pipeline, tensor, data)-parallel grid of objects."""
     state = {

@@ -33,10 +33,18 @@ class InProcessWriter(filesystem_async.FileSystemWriterAsync):
             )
             _, outcome = results.get_nowait()
             if isinstance(outcome, Exception):
-                results_queue.put(outcome)
+                results_queue.put(_reason(outcome))
                 return
             written[index] = outcome
         results_queue.put(written)
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The system's error behind torch's, which only says that its position in the file is unexpected."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@
 - ``rng``              the model-parallel RNG tracker forks the CPU generator
 - ``optimizer_types``  optimizers ask ``param.type() == "torch.cuda.FloatTensor"``
 - ``host_tensors``     code that takes "on the host" for "already converted", and ``torch.compile`` of tiny helpers
+- ``uneven_gather``    gloo wants the same length from every rank
 - ``absent_modules``   transformer_engine and triton are imported unconditionally in a few places
 - ``import_hook``      applies the above to each megatron module once its body has run
 
@@ -36,11 +37,12 @@ def install() -> bool:
         import_hook,
         optimizer_types,
         rng,
+        uneven_gather,
     )
 
     import_hook.install(
         view=device_views.torch_view(),
-        patches={**rng.PATCHES, **optimizer_types.PATCHES, **host_tensors.PATCHES},
+        patches={**rng.PATCHES, **optimizer_types.PATCHES, **host_tensors.PATCHES, **uneven_gather.PATCHES},
         stand_ins=absent_modules.stand_ins(),
     )
     device_views.patch_cuda_methods()

@@ -1,0 +1,261 @@
+"""Checkpoints of MegatronBackend in other layouts of ranks and under other flags; what cannot be written or read is one
+of our errors, whatever megatron and torch raise.
+
+Two ranks save in every layout and load each other's checkpoints, then one rank and four load them; tests only compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.errors import CheckpointError
+from tests.integration.megatron_scenario import (
+    LR,
+    SEQUENCES,
+    Case,
+    Layout,
+    each_case,
+    export_differences,
+    leave_groups,
+    make_backend,
+)
+from tests.integration.rank_processes import run_ranks
+from tests.integration.tiny_models import save_tiny
+from tests.integration.toy_batches import to_shards, toy_samples
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+SEED, SAVED_AT = 1234, 2  # the seed of ModelArguments; optimizer steps before the save
+LAYOUTS = {
+    "dp2": Layout(2),
+    "tp2": Layout(2, tensor=2),
+    "pp2": Layout(2, pipeline=2),
+    "ep2": Layout(2, expert=2),
+    "one": Layout(1),
+    "dp2-tp2": Layout(4, tensor=2),
+    "tp2-ep2-etp2": Layout(4, tensor=2, expert=2, expert_tensor=2),
+}
+SAVED: list[Case] = [(layout, model) for layout in ("dp2", "tp2", "pp2") for model in ("qwen3-tied", "qwen3-moe")]
+SAVED.append(("ep2", "qwen3-moe"))
+LOADED: dict[int, list[tuple[str, str, str]]] = {  # ranks → layout of the save, layout, model
+    2: [(source, target, model) for source, model in SAVED for target, of in SAVED if of == model and source != target],
+    1: [(source, "one", model) for source, model in SAVED],
+    4: [
+        ("pp2", "dp2-tp2", "qwen3-tied"),
+        ("dp2", "tp2-ep2-etp2", "qwen3-moe"),
+        ("ep2", "tp2-ep2-etp2", "qwen3-moe"),
+    ],
+}
+CASES = [case for cases in LOADED.values() for case in cases]
+OTHER_FLAGS = {
+    "lr": 1e-5, "min_lr": 1e-6, "lr_decay_style": "linear", "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """On one rank."""
+
+    differs: list[str]  # tensors, from the export at the save
+    steps: list[dict[str, float]]
+    logprobs: list[list[float]]  # after these steps
+    draws: list[float]  # the first that are made after the load
+
+
+# ------------------------------------------------------------------------------------------- in the ranks
+def _train(backend: MegatronBackend, seeds: range) -> list[dict[str, float]]:
+    part, parts = backend.data_parallel_rank, backend.data_parallel_size
+    return [
+        backend.train(to_shards([toy_samples(8, seed=seed)], dp_size=parts, micro_batches=1)[part]) for seed in seeds
+    ]
+
+
+def _save(rank: int, world_size: int, store: dist.Store, case: Case, root: Path) -> Resumed:
+    backend = make_backend(rank, world_size, store, root / case[1], LAYOUTS[case[0]])
+    _train(backend, range(SAVED_AT))
+    backend.save(root / "-".join(case) / "checkpoint")
+    backend.save_hf(root / "-".join(case) / "hf")
+    steps = _train(backend, range(SAVED_AT, SAVED_AT + 2))
+    seen = Resumed([], steps, backend.logprobs(SEQUENCES), [])
+    backend.close()
+    return seen
+
+
+def _load(
+    rank: int, world_size: int, store: dist.Store, case: tuple[str, str, str], root: Path, **flags: Any
+) -> tuple[Resumed, list[dict[str, Any]]]:
+    source, target, model = case
+    backend = make_backend(rank, world_size, store, root / model, LAYOUTS[target], **flags)
+    backend.load(root / f"{source}-{model}" / "checkpoint")
+    draws = torch.rand(3).tolist()
+    differs = export_differences(backend, root / f"{source}-{model}" / "hf")
+    seen = Resumed(differs, _train(backend, range(SAVED_AT, SAVED_AT + 2)), backend.logprobs(SEQUENCES), draws)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in backend._optimizer.param_groups]
+    backend.close()
+    return seen, groups
+
+
+def _disk_full(rank: int, world_size: int, store: dist.Store, root: Path) -> str:
+    backend = make_backend(rank, world_size, store, root / "qwen3-tied", LAYOUTS["dp2"])
+    with _small_files():
+        return _refusal(lambda: backend.save(root / "full"))
+
+
+def _disk_full_of_exports(rank: int, world_size: int, store: dist.Store, root: Path) -> str:
+    backend = make_backend(rank, world_size, store, root / "qwen3-tied", LAYOUTS["one"])
+    with _small_files():
+        return _refusal(lambda: backend.save_hf(root / "full-export"))
+
+
+@contextlib.contextmanager
+def _small_files() -> Iterator[None]:
+    """No file may grow beyond 64 KiB, for which the kernel gives an error as for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def _truncated(rank: int, world_size: int, store: dist.Store, root: Path) -> str:
+    backend = make_backend(rank, world_size, store, root / "qwen3-tied", LAYOUTS["dp2"])
+    backend.save(root / "truncated")
+    shard = sorted((root / "truncated").glob("*.distcp"))[rank]
+    with shard.open("rb+") as file:
+        file.truncate(shard.stat().st_size // 2)
+    dist.barrier()
+    return _refusal(lambda: backend.load(root / "truncated"))
+
+
+def _other_model(rank: int, world_size: int, store: dist.Store, root: Path) -> str:
+    backend = make_backend(rank, world_size, store, root / "qwen3-tied", LAYOUTS["dp2"])
+    return _refusal(lambda: backend.load(root / "dp2-qwen3-moe" / "checkpoint"))
+
+
+def _refusal(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        leave_groups()
+    return "nothing was raised"
+
+
+FAILURES = {"disk full": _disk_full, "truncated": _truncated, "other model": _other_model}
+
+
+def _two_ranks(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[Any, Any]:
+    def observe(store: dist.Store, case: Any) -> Any:
+        if case[0] == "fails":
+            return FAILURES[case[1]](rank, world_size, store, root)
+        if case == ("flags", "other"):
+            return _load(rank, world_size, store, ("dp2", "dp2", "qwen3-tied"), root, **OTHER_FLAGS)
+        return _save(rank, world_size, store, case, root)
+
+    cases = [*SAVED, ("flags", "other"), *(("fails", name) for name in FAILURES)]
+    return each_case(cases, store, observe) | _loads(rank, world_size, store, root)
+
+
+def _one_rank(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[Any, Any]:
+    seen = _loads(rank, world_size, store, root)
+    case: Any = ("fails", "disk full of exports")
+    return seen | each_case([case], store, lambda store, _: _disk_full_of_exports(rank, world_size, store, root))
+
+
+def _loads(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[Any, Any]:
+    from miles_async.backends.megatron.platform import Platform
+
+    Platform.named("cpu").prepare(0)
+    cases: Any = LOADED[world_size]
+    return each_case(cases, store, lambda store, case: _load(rank, world_size, store, case, root)[0])  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------- tests
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    """What each rank saw of each case, or a traceback."""
+    root = tmp_path_factory.mktemp("resharding")
+    for model in ("qwen3-tied", "qwen3-moe"):
+        save_tiny(model, root / model)
+    ranks = [run_ranks(2, _two_ranks, root, timeout=300)]
+    ranks += [run_ranks(1, _one_rank, root, timeout=200), run_ranks(4, _loads, root, timeout=200)]
+    return {case: [rank[case] for rank in of_world] for of_world in ranks for case in of_world[0]}
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_checkpoint_goes_on_in_another_layout(seen: dict[Any, list[Any]], case: tuple[str, str, str]) -> None:
+    # covers: C9
+    source, _, model = case
+    saved = seen[source, model][0]
+    assert isinstance(saved, Resumed), saved
+    for rank in seen[case]:
+        assert isinstance(rank, Resumed), rank
+        assert rank.differs == []  # every bit of the weights
+        for ours, expected in zip(rank.steps, saved.steps, strict=True):
+            assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+            assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        for ours, expected in zip(rank.logprobs, saved.logprobs, strict=True):
+            assert ours == pytest.approx(expected, abs=1e-4)
+
+
+def test_another_layout_seeds_the_generators_again(seen: dict[Any, list[Any]]) -> None:
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(SEED + SAVED_AT)).tolist()
+    for case in CASES:
+        same_grid = case[:2] in (("dp2", "ep2"), ("ep2", "dp2"))  # the experts' ranks are data-parallel ranks
+        for rank in seen[case]:
+            assert (rank.draws == expected) is not same_grid, case
+
+
+def test_flags_win_over_what_was_saved(seen: dict[Any, list[Any]]) -> None:
+    # covers: C9
+    for rank in seen["flags", "other"]:
+        assert not isinstance(rank, str), rank
+        resumed, groups = rank
+        assert resumed.differs == []
+        for step, found in enumerate(resumed.steps, SAVED_AT + 1):
+            assert found["lr"] == pytest.approx(1e-6 + 9e-6 * (1 - step / 10))  # of 10 steps
+        for group in groups:
+            assert (group["max_lr"], group["min_lr"]) == (1e-5, 1e-6)
+            assert (*group["betas"], group["eps"]) == (0.8, 0.9, 1e-6)
+    assert seen["dp2", "qwen3-tied"][0].steps[0]["lr"] == LR
+    resumed, _ = seen["flags", "other"][0]
+    difference = [
+        abs(ours - other)
+        for row, usual in zip(resumed.logprobs, seen["dp2", "qwen3-tied"][0].logprobs, strict=True)
+        for ours, other in zip(row, usual, strict=True)
+    ]
+    assert max(difference) > 1e-3  # it really trained at another rate
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        ("disk full", ("cannot write", "full", "File too large")),
+        ("disk full of exports", ("--save-hf", "full-export", "File too large")),
+        ("truncated", ("cannot read", "truncated", "PytorchStreamReader failed")),
+        ("other model", ("cannot read", "dp2-qwen3-moe")),
+    ],
+)
+def test_what_megatron_raises_becomes_a_checkpoint_error(
+    seen: dict[Any, list[Any]], failure: str, expected: tuple[str, ...]
+) -> None:
+    """Even torch's CheckpointException, which is no Exception."""
+    # covers: C10
+    refusals = seen["fails", failure]
+    for part in expected:
+        assert part in refusals[0]
+    for refusal in refusals:
+        assert refusal.startswith(expected[0])
+        assert "Traceback" not in refusal
