@@ -49,6 +49,17 @@ class Arguments:
         return self.cluster.trainer_world_size // ranks_per_replica
 
     @property
+    def layout(self) -> dict[str, int]:
+        """How the trainer's ranks share the model, by the usual names."""
+        model = self.model
+        return {
+            "DP": self.data_parallel_size,
+            "TP": model.tensor_model_parallel_size,
+            "PP": model.pipeline_model_parallel_size,
+            "EP": model.expert_model_parallel_size,
+        }
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step, in force: ``--global-batch-size`` or the whole rollout batch."""
         return self.optimizer.global_batch_size or self.rollout.samples_per_rollout

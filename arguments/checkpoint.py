@@ -12,7 +12,16 @@ from arguments.flag import flag
 class CheckpointArguments:
     """Checkpoint"""
 
-    save: Path | None = flag(None, "directory for checkpoints (default: none are written)")
+    save: Path | None = flag(None, "directory for this run's checkpoints (default: none are written)")
     save_interval: int | None = flag(None, "rollout steps between checkpoints (default: only at the end)")
+    save_keep_last: int | None = flag(
+        None, "keep only the newest N checkpoints (default: all; 1 with --save-retain-interval)", metavar="N"
+    )
+    save_retain_interval: int | None = flag(
+        None, "keep the checkpoint of every Nth rollout step for good (default: none in particular)", metavar="N"
+    )
+    save_overwrite: bool = flag(False, "replace the checkpoints of another run in --save by this run's first")
     save_hf: Path | None = flag(None, "directory for a Hugging Face export of the final weights")
-    load: Path | None = flag(None, "resume from the newest whole checkpoint in this directory")
+    load: Path | None = flag(
+        None, "resume from this checkpoint (a directory iter_N), or from the newest of the run that saved here"
+    )

@@ -50,6 +50,8 @@ AT_LEAST: dict[str, int] = {
     "request_retries": 0,
     "sglang_router_port": 1,
     "save_interval": 1,
+    "save_keep_last": 1,
+    "save_retain_interval": 1,
     "eval_interval": 1,
     "n_samples_per_eval_prompt": 1,
     "eval_temperature": 0,

@@ -88,8 +88,21 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
 def check_outputs(arguments: Arguments) -> Iterator[str]:
     """Directories can be written, and there is a checkpoint directory where checkpoints are asked for."""
     checkpoint = arguments.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield "--save-interval without --save: give the directory for checkpoints"
+    needing = {
+        "--save-interval": checkpoint.save_interval is not None,
+        "--save-keep-last": checkpoint.save_keep_last is not None,
+        "--save-retain-interval": checkpoint.save_retain_interval is not None,
+        "--save-overwrite": checkpoint.save_overwrite,
+    }
+    for flag, given in needing.items():
+        if given and checkpoint.save is None:
+            yield f"{flag} without --save: give the directory for checkpoints"
+    retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if checkpoint.save is not None and retained is not None and (interval is None or retained % interval):
+        yield (
+            f"--save-retain-interval {retained} keeps checkpoints of every {retained} steps, and --save-interval "
+            f"{interval or 'none'} does not write them: give a multiple of --save-interval"
+        )
     if checkpoint.load is not None and not checkpoint.load.is_dir():
         yield f"--load {checkpoint.load}: there is no such directory; leave --load out to start a new run"
     run_dir = arguments.observability.run_dir.absolute()

@@ -22,7 +22,8 @@ from arguments import Arguments
 from arguments.config_file import to_toml
 from arguments.paths import with_absolute_paths
 from arguments.server_groups import of_role, server_groups
-from miles_async.checkpoints import RunCheckpoints
+from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
+from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.controller import Controller
 from miles_async.errors import LedgerError, PublicationError, StalledError, first_error
 from miles_async.observability.logs import configure_logging
@@ -131,9 +132,7 @@ class Run:
             rollout=manager,
             trainer=trainer,
             publisher=publisher,
-            checkpoints=RunCheckpoints(
-                trainer, manager, save=arguments.checkpoint.save, load=arguments.checkpoint.load
-            ),
+            checkpoints=RunCheckpoints(trainer, manager, arguments.checkpoint, self._identity()),
             recorder=RunRecorder(tracker, progress, self._summary),
             rollout_arguments=arguments.rollout,
             staleness=arguments.staleness,
@@ -196,6 +195,14 @@ class Run:
         path = self._run_dir / "stall.txt"
         await asyncio.to_thread(path.write_text, "\n".join(lines) + "\n")
         log.error("the run has stalled; who waits for whom is in a file", file=str(path))
+
+    def _identity(self) -> RunIdentity:
+        assert self._arguments.model.hf_checkpoint is not None
+        return RunIdentity(
+            run=new_run_name(self._run_dir),
+            model=fingerprint(self._arguments.model.hf_checkpoint),
+            ranks=self._arguments.layout,
+        )
 
     def _tracker(self) -> CompositeTracker:
         observability = self._arguments.observability

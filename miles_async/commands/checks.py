@@ -17,8 +17,11 @@ from miles_async.errors import ConfigurationError
 
 
 def check_surroundings(arguments: Arguments) -> None:
-    """Raises ConfigurationError listing every problem with the model and with flags for SGLang, smg and the GPUs."""
-    refuse([*model_problems(arguments), *passed_on_problems(arguments), *device_problems(arguments)])
+    """Raises ConfigurationError listing every problem with the model, with checkpoints, and with flags for SGLang, smg
+    and the GPUs.
+    """
+    checks = (model_problems, checkpoint_problems, passed_on_problems, device_problems)
+    refuse([problem for check in checks for problem in check(arguments)])
 
 
 def model_problems(arguments: Arguments) -> Iterator[str]:
@@ -36,6 +39,23 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
             check_model(read_config(reference), reference)
     except ConfigurationError as error:
         yield str(error)
+
+
+def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
+    """Why the run cannot resume as asked, or not save where it should."""
+    from miles_async.checkpoints import start
+    from miles_async.checkpoints.manifest import fingerprint, least_bytes
+
+    checkpoint, model = arguments.checkpoint, arguments.model.hf_checkpoint
+    if model is None:
+        return
+    yield from start.checkpoint_problems(
+        save=checkpoint.save,
+        load=checkpoint.load,
+        overwrite=checkpoint.save_overwrite,
+        model=fingerprint(model),
+        least_bytes=least_bytes(model),
+    )
 
 
 def passed_on_problems(arguments: Arguments) -> Iterator[str]:

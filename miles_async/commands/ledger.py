@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.checkpoints import newest_checkpoint
+from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.parser import CommandParser
 from miles_async.commands.unissued import why_never_issued
 from miles_async.errors import CheckpointError, ConfigurationError, LedgerError
@@ -93,9 +93,9 @@ def _ledger_file(directory: Path) -> Path:
 
 
 def _save_directory(directory: Path) -> Path:
-    """Where the checkpoints are: ``--save`` of the run in ``directory``, or ``directory`` itself."""
+    """Where the checkpoints are: ``--save`` of the run in ``directory``, or ``directory`` itself, or around it."""
     if not (directory / LEDGER_FILE).is_file():
-        return directory
+        return find_checkpoint(directory).directory.parent
     try:
         config = tomllib.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         save = config["checkpoint"]["save"]
@@ -112,7 +112,7 @@ def _save_directory(directory: Path) -> Path:
 def _checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint in ``directory``, and the state of its pool (``Pool.snapshot``)."""
     try:
-        checkpoint = newest_checkpoint(directory)
+        checkpoint = find_checkpoint(directory).directory
         state = msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=dict[str, dict[str, Any]])
         return checkpoint, state["pool"]
     except CheckpointError:

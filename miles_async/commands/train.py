@@ -11,6 +11,7 @@ from arguments.config_file import to_toml
 from arguments.parser import parse_arguments
 from arguments.server_groups import ServerGroup, server_groups
 from arguments.validation import validate
+from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer
 
 
@@ -37,19 +38,13 @@ def train(words: Sequence[str], show: Callable[[str], None]) -> int:
 
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     """What would run, for people."""
-    cluster, model, rollout = arguments.cluster, arguments.model, arguments.rollout
+    cluster, rollout = arguments.cluster, arguments.rollout
     staleness, steps = arguments.staleness, rollout.samples_per_rollout // arguments.global_batch_size
     bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"
-    ranks = {
-        "DP": arguments.data_parallel_size,
-        "TP": model.tensor_model_parallel_size,
-        "PP": model.pipeline_model_parallel_size,
-        "EP": model.expert_model_parallel_size,
-    }
     lines = {
-        "model": model.hf_checkpoint,
+        "model": arguments.model.hf_checkpoint,
         "trainer": f"{cluster.trainer_world_size} ranks on {cluster.device}: "
-        + ", ".join(f"{name} {size}" for name, size in ranks.items() if size > 1 or name == "DP"),
+        + ", ".join(f"{name} {size}" for name, size in arguments.layout.items() if size > 1 or name == "DP"),
         "engines": "; ".join(map(_describe_group, server_groups(arguments))),
         **{f"prompts {number}": f"{path} ({count})" for number, (path, count) in enumerate(prompts.items(), start=1)},
         "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
@@ -57,6 +52,7 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
         "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
         "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
         "run directory": arguments.observability.run_dir,
+        **({"resumes from": find_checkpoint(arguments.checkpoint.load).directory} if arguments.checkpoint.load else {}),
     }
     return "Dry run: flags, model, tokenizer, prompts and hooks are in order. Nothing was started.\n" + "\n".join(
         f"  {name:<14} {value}" for name, value in lines.items()

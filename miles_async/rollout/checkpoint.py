@@ -43,10 +43,10 @@ def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise CheckpointError(f"--save: {directory}: {error}") from error
+        raise CheckpointError(f"cannot write {directory}: {error}") from error
     except TypeError as error:
         raise CheckpointError(
-            f"--save: {directory}: a group cannot be saved: {error} (metadata of a sample?)"
+            f"cannot write {directory}: a group cannot be saved: {error} (metadata of a sample?)"
         ) from error
 
 

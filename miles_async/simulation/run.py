@@ -14,7 +14,8 @@ from typing import Any
 import structlog
 
 from arguments.algorithm import AlgorithmArguments
-from miles_async.checkpoints import RunCheckpoints
+from miles_async.checkpoints.manifest import RunIdentity
+from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.clock import now
 from miles_async.controller import Controller
 from miles_async.errors import first_error
@@ -114,7 +115,7 @@ class Simulation:
             trainer=self.trainer,
             publisher=WeightPublisher(self.trainer, self._updater(), settings.weights),
             checkpoints=RunCheckpoints(
-                self.trainer, self.manager, save=settings.checkpoint.save, load=settings.checkpoint.load
+                self.trainer, self.manager, settings.checkpoint, RunIdentity(run="simulation", model={}, ranks={})
             ),
             recorder=self.recording,
             rollout_arguments=rollout,

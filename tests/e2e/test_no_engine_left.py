@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.checkpoints import newest_checkpoint
+from miles_async.checkpoints.files import find_checkpoint
 from tests.integration.real_run import QUICKSTART, real_run, traceback_in
 from tests.integration.trained_prompts import position, source_order, trained
 
@@ -40,7 +40,7 @@ def test_a_run_without_engines_stops_and_is_resumed(tmp_path: Path) -> None:
     assert "no engine is left; the last, engine-0, was restarted 1 times (--engine-max-restarts)" in run.output
     assert not traceback_in(run.output), run.output
     assert run.summary["balanced"]
-    saved = position(newest_checkpoint(checkpoints))
+    saved = position(find_checkpoint(checkpoints).directory)
     assert 2 <= saved < STEPS
     first = [row.prompt_id for row in trained(run.run_dir) if row.step is not None and row.step < saved]
 

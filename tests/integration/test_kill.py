@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles_async.checkpoints import newest_checkpoint
+from miles_async.checkpoints.files import find_checkpoint
 from miles_async.rollout.checkpoint import read_snapshot
 from miles_async.types import Group
 from tests.integration.real_run import RealRun, real_run, traceback_in
@@ -116,7 +116,7 @@ def _check_checkpoint(checkpoints: Path, run: RealRun, before: Kept | None) -> K
     A killed process takes the last moments of its ledger along (``queued_writer.FLUSH_SECONDS``), so the ledger may
     lack what the checkpoint has. It must not have more.
     """
-    directory = newest_checkpoint(checkpoints)
+    directory = find_checkpoint(checkpoints).directory
     snapshot = read_snapshot(directory)
     kept = Kept(steps=position(directory), prompts=settled(snapshot), groups=snapshot.pool.groups)
     assert len(kept.prompts) == len(set(kept.prompts)) == kept.steps * BATCH_SIZE

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from arguments import CheckpointArguments, StalenessArguments
-from miles_async.checkpoints import newest_checkpoint
+from miles_async.checkpoints.files import find_checkpoint
 from miles_async.errors import CheckpointError
 from miles_async.simulation.run import Simulation, quiet_logs, seeded
 from miles_async.simulation.settings import SimulationSettings
@@ -83,7 +83,7 @@ def _read(simulation: Simulation, iterations: int, killed: bool) -> Life:
 def saved_step(directory: Path) -> tuple[int, int]:
     """Step of the newest checkpoint and version to go on from; (0, 0) if there is none."""
     try:
-        position = json.loads((newest_checkpoint(directory) / "position.json").read_bytes())
+        position = json.loads((find_checkpoint(directory).directory / "position.json").read_bytes())
     except CheckpointError:
         return 0, 0
     return position["step"], position["version"] + (position["unpublished"] > 0)

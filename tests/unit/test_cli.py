@@ -15,6 +15,7 @@ import pytest
 
 from arguments.parser import EPILOG
 from miles_async import __version__
+from miles_async.checkpoints.manifest import RunIdentity, fingerprint, write_manifest
 from miles_async.cli import main
 from miles_async.errors import ConfigurationError, TrainerError
 from miles_async.prompts.templates import load_tokenizer
@@ -115,6 +116,35 @@ def test_what_cannot_work_ends_with_2_and_starts_nothing(
     assert message in captured.err
     assert captured.out == ""
     assert not runs
+
+
+@pytest.mark.parametrize("mode", [["--dry-run"], []], ids=["dry run", "run"])
+def test_checkpoints_are_checked_before_anything_starts(
+    flags: list[str], runs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str]
+):
+    # covers: C9
+    save = tmp_path / "checkpoints"
+    checkpoint = save / "iter_0000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "position.json").write_text('{"run": "earlier"}')
+    (checkpoint / "groups.msgpack").write_bytes(b"12345")
+    model = fingerprint(Path(flags[flags.index("--hf-checkpoint") + 1]))
+    write_manifest(checkpoint, RunIdentity(run="earlier", model=model, ranks={}))
+
+    def refusal(*extra: str) -> str:
+        assert main([*flags, *extra, *mode]) == 2
+        assert not runs
+        return capsys.readouterr().err
+
+    assert "holds iter_0000003 of the run earlier: resume it with --load" in refusal("--save", str(save))
+    assert main([*flags, "--save", str(save), "--load", str(checkpoint), "--dry-run"]) == 0
+    assert f"resumes from   {checkpoint}\n" in capsys.readouterr().out
+    (checkpoint / "groups.msgpack").write_bytes(b"123")
+    assert "groups.msgpack has 3 bytes, expected 5" in refusal("--load", str(save))
+    write_manifest(checkpoint, RunIdentity(run="earlier", model={**model, "num_attention_heads": 7}, ranks={}))
+    assert "another model than --hf-checkpoint: expected what was saved, num_attention_heads 7" in refusal(
+        "--load", str(save)
+    )
 
 
 def test_broken_line_7_is_named(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):

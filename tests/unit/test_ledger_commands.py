@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from miles_async.checkpoints import RunCheckpoints
+from arguments.checkpoint import CheckpointArguments
+from miles_async.checkpoints.manifest import RunIdentity
+from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.cli import main
 from miles_async.controller import Position
 from miles_async.errors import DataError
@@ -196,14 +198,19 @@ class Rollout:
         self.pool.restore(read_snapshot(directory).pool, version=version, readmissions=readmissions)
 
 
+def run_checkpoints(story: Story, arguments: CheckpointArguments) -> RunCheckpoints:
+    identity = RunIdentity(run="run", model={}, ranks={})
+    return RunCheckpoints(FakeTrainer([]), Rollout(story.pool), arguments, identity)  # type: ignore[arg-type]
+
+
 async def resume(story: Story, save: Path) -> Story:
-    checkpoints = RunCheckpoints(FakeTrainer([]), Rollout(story.pool), save=None, load=save)  # type: ignore[arg-type]
+    checkpoints = run_checkpoints(story, CheckpointArguments(load=save))
     await checkpoints.load()
     return story
 
 
 async def save_checkpoint(story: Story, save: Path, step: int) -> None:
-    checkpoints = RunCheckpoints(FakeTrainer([]), Rollout(story.pool), save=save, load=None)  # type: ignore[arg-type]
+    checkpoints = run_checkpoints(story, CheckpointArguments(save=save))
     await checkpoints.save(Position(step=step))
     await checkpoints.finish()
 
@@ -235,7 +242,7 @@ async def test_a_readmitted_prompt_gets_another_budget_once(tmp_path: Path, caps
     assert "4  issued, 4 of them before --load" in printed(capsys, "ledger", tmp_path / "third")
     assert third.pool.needs_prompt()
 
-    assert main(["ledger", str(save), "--readmit", NAMES[0]]) == 0  # a new one is
+    assert main(["ledger", str(save / "iter_0000002"), "--readmit", NAMES[0]]) == 0  # a new one is
     fourth = await resume(Story(tmp_path / "fourth"), save)
     assert fourth.issue(0).prompt.prompt_id == NAMES[0]
 

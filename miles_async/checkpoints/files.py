@@ -1,0 +1,154 @@
+"""Checkpoint directories: their names, whose they are, which one ``--load`` means, which ones are kept.
+
+Only paths, nothing heavy: ``--dry-run`` asks here too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from miles_async.errors import CheckpointError
+
+POSITION_FILE = "position.json"
+NAME = re.compile(r"iter_(\d+)")
+LEFTOVER = re.compile(r"iter_\d+\.(partial|old)")  # of a run that was killed while it wrote or removed one
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory with the name of a checkpoint."""
+
+    step: int
+    directory: Path
+    run: str | None  # that saved it; None if its position.json does not say so
+
+
+class _Owner(msgspec.Struct):
+    """What is read of position.json here."""
+
+    run: str
+
+
+def checkpoint_directory(save: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is once it is whole."""
+    return save / f"iter_{step:07d}"
+
+
+def list_checkpoints(directory: Path) -> list[Checkpoint]:
+    """All checkpoints in ``directory``, by step; other names are ignored."""
+    if not directory.is_dir():
+        return []
+    found = [(match, path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    return sorted((_checkpoint(match, path) for match, path in found), key=lambda checkpoint: checkpoint.step)
+
+
+def find_checkpoint(load: Path) -> Checkpoint:
+    """The checkpoint that ``--load`` names: ``load`` itself, or the newest in it. Raises CheckpointError."""
+    match = NAME.fullmatch(load.name)
+    if match and (load / POSITION_FILE).is_file():
+        return _checkpoint(match, load)
+    checkpoints = list_checkpoints(load)
+    if not checkpoints:
+        raise CheckpointError(f"--load {load}: no checkpoint there (expected a folder iter_NNNNNNN)")
+    newest = {checkpoint.run: checkpoint.directory for checkpoint in checkpoints if checkpoint.run is not None}
+    if len(newest) > 1:
+        listed = ", ".join(f"{directory.name} of {run}" for run, directory in newest.items())
+        raise CheckpointError(
+            f"--load {load}: expected the checkpoints of one run, found those of {len(newest)} ({listed}): name one, "
+            f"as in --load {checkpoints[-1].directory}"
+        )
+    return checkpoints[-1]
+
+
+def in_the_way(save: Path, run: str | None, step: int) -> list[Checkpoint]:
+    """Checkpoints in ``save`` that a later ``--load`` would confuse with those of ``run``, which is at ``step``."""
+    return [found for found in list_checkpoints(save) if run is None or found.run != run or found.step > step]
+
+
+def expendable(steps: Iterable[int], *, keep_last: int | None, retain_interval: int | None) -> list[int]:
+    """The steps whose checkpoints may go: neither among the newest ``keep_last`` (1 if only an interval is given) nor
+    multiples of ``retain_interval``. Without either, none.
+    """
+    if keep_last is None and retain_interval is None:
+        return []
+    older = sorted(steps)[: -(keep_last or 1)]
+    return [step for step in older if not (retain_interval and step % retain_interval == 0)]
+
+
+def start_partial(final: Path) -> Path:
+    """An empty directory in which the checkpoint ``final`` is written; what killed runs left beside it goes."""
+    partial = final.with_suffix(".partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    for path in final.parent.iterdir():
+        if LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path)
+    partial.mkdir()
+    return partial
+
+
+def put_in_place(partial: Path, final: Path, replaced: Sequence[Checkpoint]) -> None:
+    """``partial`` gets its final name, in place of ``replaced``."""
+    gone = {checkpoint.directory for checkpoint in replaced} | ({final} if final.exists() else set())
+    retired = [_retire(directory) for directory in gone]
+    partial.rename(final)
+    _sync(final.parent)
+    for directory in retired:
+        shutil.rmtree(directory)
+
+
+def remove(checkpoints: Iterable[Checkpoint]) -> None:
+    """Remove whole checkpoints; one that is half removed is none."""
+    for checkpoint in checkpoints:
+        shutil.rmtree(_retire(checkpoint.directory))
+
+
+def describe_disk(path: Path) -> str:
+    """How full the disk of ``path`` is."""
+    usage = shutil.disk_usage(_existing(path))
+    return f"the disk of {_existing(path)} has {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+
+
+def free_bytes(path: Path) -> int:
+    """Room on the disk of ``path``, which need not exist yet."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """On disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _checkpoint(match: re.Match[str], directory: Path) -> Checkpoint:
+    try:
+        run = msgspec.json.decode((directory / POSITION_FILE).read_bytes(), type=_Owner).run
+    except (OSError, msgspec.MsgspecError):
+        run = None
+    return Checkpoint(int(match[1]), directory, run)
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def _retire(directory: Path) -> Path:
+    old = directory.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
+    return directory.rename(old)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""``manifest.json``: what a whole checkpoint consists of, of which model, saved by which layout of ranks.
+
+Read before anything starts: a truncated file or another model's checkpoint costs milliseconds instead of a start.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from arguments.model_files import read_config
+from miles_async.checkpoints.files import Checkpoint, list_checkpoints, write_synced
+from miles_async.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+SHOWN = 3  # files in one error
+
+# Fields of config.json that decide which tensors there are, and their shapes.
+SHAPING = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "attention_bias",
+    "use_qk_norm",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """What a run notes in each of its checkpoints."""
+
+    run: str
+    model: Mapping[str, Any]  # fingerprint()
+    ranks: Mapping[str, int]  # sizes of its layout, such as {"DP": 2, "TP": 1, "PP": 1}
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of manifest.json."""
+
+    model: dict[str, Any]
+    ranks: dict[str, int]
+    files: dict[str, int]  # path below the checkpoint → bytes; all files but the manifest itself
+
+
+def new_run_name(run_dir: Path) -> str:
+    """A name that no other run has: "latest-20260807-101502-3fa1"."""
+    return f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def fingerprint(hf_checkpoint: Path) -> dict[str, Any]:
+    """What tells models apart whose tensors differ: fields of config.json."""
+    config = read_config(hf_checkpoint)
+    return {name: config[name] for name in SHAPING if config.get(name) is not None}
+
+
+def least_bytes(hf_checkpoint: Path) -> int:
+    """What a checkpoint of this model takes at least: in fp32 weights and Adam's two moments, at 4 bytes per element,
+    are three times the weights' files if these are in fp32 too, and more if they are in fewer bits.
+    """
+    return 3 * sum(path.stat().st_size for path in hf_checkpoint.glob("*.safetensors"))
+
+
+def write_manifest(directory: Path, identity: RunIdentity) -> None:
+    """For all that ``directory`` holds; on disk when this returns."""
+    files = {
+        str(path.relative_to(directory)): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path != directory / MANIFEST_FILE
+    }
+    manifest = Manifest(model=dict(identity.model), ranks=dict(identity.ranks), files=files)
+    write_synced(directory / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest)))
+
+
+def check_whole(checkpoint: Checkpoint, model: Mapping[str, Any]) -> Manifest:
+    """The manifest of a checkpoint whose files are all there and belong to ``model``. Raises CheckpointError."""
+    manifest = _read(checkpoint)
+    problems = [*_broken_files(checkpoint.directory, manifest), *_differences(manifest.model, model)]
+    if problems:
+        raise CheckpointError(f"--load {checkpoint.directory}: {'; '.join(problems)}{_advice(checkpoint)}")
+    return manifest
+
+
+def _read(checkpoint: Checkpoint) -> Manifest:
+    path = checkpoint.directory / MANIFEST_FILE
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"--load {checkpoint.directory}: expected a {MANIFEST_FILE}, found none: it is not whole, or of an earlier "
+            f"version{_advice(checkpoint)}"
+        ) from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"--load {path}: {error}{_advice(checkpoint)}") from error
+    if checkpoint.run is None:
+        raise CheckpointError(f"--load {checkpoint.directory}: position.json names no run{_advice(checkpoint)}")
+    return manifest
+
+
+def _broken_files(directory: Path, manifest: Manifest) -> list[str]:
+    problems = []
+    for name, expected in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif (found := path.stat().st_size) != expected:
+            problems.append(f"{name} has {found} bytes, expected {expected}")
+    more = [f"{len(problems) - SHOWN} more files are broken"] if len(problems) > SHOWN else []
+    return problems[:SHOWN] + more
+
+
+def _differences(saved: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    """A field that one of the two configs leaves to its default says nothing."""
+    differ = [
+        f"{name} {saved[name]}, not {model[name]}"
+        for name in SHAPING
+        if name in saved and name in model and saved[name] != model[name]
+    ]
+    if not differ:
+        return []
+    return [f"it is of another model than --hf-checkpoint: expected what was saved, {', '.join(differ)}"]
+
+
+def _advice(checkpoint: Checkpoint) -> str:
+    """Other checkpoints of that run to take instead."""
+    beside = list_checkpoints(checkpoint.directory.parent)
+    earlier = [other.directory for other in beside if other.step < checkpoint.step and other.run == checkpoint.run]
+    return f"; the one before it is --load {earlier[-1]}" if earlier and checkpoint.run else ""

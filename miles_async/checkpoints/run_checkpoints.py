@@ -1,0 +1,149 @@
+"""Saves and loads checkpoints of the whole run, for the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from arguments.checkpoint import CheckpointArguments
+from miles_async.checkpoints.files import (
+    POSITION_FILE,
+    Checkpoint,
+    checkpoint_directory,
+    describe_disk,
+    expendable,
+    find_checkpoint,
+    in_the_way,
+    list_checkpoints,
+    put_in_place,
+    remove,
+    start_partial,
+    write_synced,
+)
+from miles_async.checkpoints.manifest import Manifest, RunIdentity, check_whole, write_manifest
+from miles_async.checkpoints.start import continues
+from miles_async.controller import Position
+from miles_async.errors import CheckpointError
+from miles_async.protocols import RolloutSide, TrainerSide
+from miles_async.run.readmission import read_readmissions
+
+log = structlog.get_logger(__name__)
+
+SEEDED_BY = ("DP", "TP", "PP")  # sizes of the grid of ranks whose random generators are saved
+
+
+class SavedPosition(Position, frozen=True, kw_only=True):
+    """Contents of position.json."""
+
+    run: str
+
+
+class RunCheckpoints:
+    """Saves to ``--save``, loads from ``--load``, removes what ``--save-keep-last`` and the like don't keep."""
+
+    def __init__(
+        self, trainer: TrainerSide, rollout: RolloutSide, arguments: CheckpointArguments, identity: RunIdentity
+    ) -> None:
+        """``identity``: of this run, unless it goes on in the directory that it resumes from."""
+        self._trainer = trainer
+        self._rollout = rollout
+        self._arguments = arguments
+        self._identity = identity
+        self._finishing = asyncio.Lock()
+        self._position: Position | None = None  # of a checkpoint that lacks the rollout side's part
+        self._replaces = arguments.save_overwrite  # until this run's first checkpoint is there
+
+    async def save(self, position: Position) -> None:
+        """Save the current state; return once the trainer's part is on disk and training may go on.
+
+        Raises CheckpointError.
+        """
+        await self.finish()  # the one before
+        final = self._final(position)
+        try:
+            partial = await asyncio.to_thread(start_partial, final)
+            await self._rollout.snapshot()
+            await self._trainer.save(partial / "trainer")
+        except (OSError, CheckpointError) as error:
+            raise await self._failure(final, error) from error
+        self._position = position
+
+    async def finish(self) -> None:
+        """Complete what was saved. Raises CheckpointError."""
+        async with self._finishing:
+            if (position := self._position) is None:
+                return
+            final = self._final(position)
+            try:
+                await self._rollout.save(final.with_suffix(".partial"))
+                await asyncio.to_thread(self._complete, position, final)
+            except (OSError, CheckpointError) as error:
+                raise await self._failure(final, error) from error
+            self._position = None
+            log.info("checkpoint saved", directory=str(final))
+
+    async def load(self) -> Position | None:
+        """Restore both sides; None without ``--load``. Raises CheckpointError."""
+        if (load := self._arguments.load) is None:
+            return None
+        loaded, manifest, position = await asyncio.to_thread(self._read, load)
+        readmissions = await asyncio.to_thread(read_readmissions, loaded.directory.parent)
+        try:
+            await self._trainer.load(loaded.directory / "trainer")
+        except CheckpointError as error:
+            raise CheckpointError(f"--load {load}: {error}") from error
+        await self._rollout.load(
+            loaded.directory, step=position.step, version=position.version, readmissions=readmissions
+        )
+        if continues(self._arguments.save, loaded):
+            assert loaded.run is not None, "check_whole() saw to that"
+            self._identity = RunIdentity(run=loaded.run, model=self._identity.model, ranks=self._identity.ranks)
+        self._note_layout(manifest)
+        log.info("resumed", directory=str(loaded.directory), step=position.step, version=position.version)
+        return position
+
+    def _read(self, load: Path) -> tuple[Checkpoint, Manifest, Position]:
+        loaded = find_checkpoint(load)
+        manifest = check_whole(loaded, self._identity.model)
+        try:
+            position = msgspec.json.decode((loaded.directory / POSITION_FILE).read_bytes(), type=SavedPosition)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"--load {loaded.directory}: {POSITION_FILE}: {error}") from error
+        return loaded, manifest, position.resumed()
+
+    def _note_layout(self, manifest: Manifest) -> None:
+        saved, ours = manifest.ranks, dict(self._identity.ranks)
+        if saved != ours:
+            anew = any(saved.get(name) != ours.get(name) for name in SEEDED_BY)
+            generators = "seeded anew" if anew else "restored"
+            log.warning("checkpoint of another layout of ranks", saved=saved, now=ours, random_generators=generators)
+
+    def _complete(self, position: Position, final: Path) -> None:
+        """Write the last files, rename, and remove what is no longer kept."""
+        run, partial = self._identity.run, final.with_suffix(".partial")
+        saved = SavedPosition(**msgspec.structs.asdict(position), run=run)
+        write_synced(partial / POSITION_FILE, msgspec.json.encode(saved))
+        write_manifest(partial, self._identity)
+        replaced = in_the_way(final.parent, run, position.step)
+        if replaced and not self._replaces:
+            raise CheckpointError(f"{replaced[-1].directory} is of the run {replaced[-1].run}: two runs save there")
+        put_in_place(partial, final, replaced)
+        self._replaces = False
+        checkpoints = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(final.parent)}
+        keep_last, interval = self._arguments.save_keep_last, self._arguments.save_retain_interval
+        remove(checkpoints[step] for step in expendable(checkpoints, keep_last=keep_last, retain_interval=interval))
+
+    async def _failure(self, final: Path, error: Exception) -> CheckpointError:
+        """``error`` with flag, directory and disk. What was written is removed: on a full disk it is in the way."""
+        self._position = None
+        disk = await asyncio.to_thread(describe_disk, final)
+        await asyncio.to_thread(shutil.rmtree, final.with_suffix(".partial"), ignore_errors=True)
+        return CheckpointError(f"--save {self._arguments.save}: {final.name} was not saved: {error}; {disk}")
+
+    def _final(self, position: Position) -> Path:
+        assert self._arguments.save is not None
+        return checkpoint_directory(self._arguments.save, position.step)

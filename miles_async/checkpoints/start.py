@@ -1,0 +1,62 @@
+"""What ``--save`` and ``--load`` mean together, known before anything starts.
+
+Only paths, nothing heavy, milliseconds: ``--dry-run`` asks here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_async.checkpoints.files import Checkpoint, describe_disk, find_checkpoint, free_bytes, in_the_way
+from miles_async.checkpoints.manifest import check_whole
+from miles_async.errors import CheckpointError
+
+
+def checkpoint_problems(
+    *, save: Path | None, load: Path | None, overwrite: bool, model: Mapping[str, Any], least_bytes: int = 0
+) -> Iterator[str]:
+    """Why the run cannot resume from ``load``, or not save to ``save``.
+
+    ``model``: its ``fingerprint()``. ``least_bytes``: what a checkpoint takes at least, if there is none to measure.
+    """
+    loaded = None
+    if load is not None:
+        try:
+            loaded = find_checkpoint(load)
+            least_bytes = sum(check_whole(loaded, model).files.values())
+        except CheckpointError as error:
+            yield str(error)
+            return
+    if save is None:
+        return
+    if not overwrite:
+        yield from _used_directory(save, loaded)
+    if free_bytes(save) < least_bytes:
+        yield (
+            f"--save {save}: a checkpoint takes {least_bytes / 2**30:.1f} GiB or more, and {describe_disk(save)}: make "
+            "room, or choose another disk"
+        )
+
+
+def continues(save: Path | None, loaded: Checkpoint) -> bool:
+    """The run goes on in the directory that it resumes from, as the same run."""
+    return save is not None and save.resolve() == loaded.directory.parent.resolve()
+
+
+def _used_directory(save: Path, loaded: Checkpoint | None) -> Iterator[str]:
+    same = loaded is not None and continues(save, loaded)
+    present = in_the_way(save, loaded.run, loaded.step) if loaded is not None and same else in_the_way(save, None, 0)
+    if not present:
+        return
+    newest = present[-1]
+    found = f"--save {save} holds {newest.directory.name} of {f'the run {newest.run}' if newest.run else 'another run'}"
+    if loaded is None:
+        yield f"{found}: resume it with --load {save}, choose another directory, or replace it with --save-overwrite"
+        return
+    what = "which came after it" if same and newest.run == loaded.run else "which is not that run"
+    yield (
+        f"{found}, {what}, and --load takes {loaded.directory}: choose another directory, or replace what is there "
+        "with --save-overwrite"
+    )
