@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import structlog
 
 from miles_async.errors import RewardError, ServiceOutageError, ServiceUnavailableError
 from miles_async.protocols import Reward
 from miles_async.services import Circuit
+from miles_async.train_data.advantages import check_reward
 from miles_async.types import Prompt, Sample
 from miles_async.user_code import raised, run_user_code
 
@@ -29,18 +28,15 @@ class GuardedReward:
         self._circuit = circuit
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        """Return the reward, a finite number. Raises RewardError, and ServiceOutageError, which ends the run."""
+        """Return a reward that can be trained on. Raises RewardError, and ServiceOutageError, which ends the run."""
         try:
-            reward = float(await self._asked(prompt, sample))
+            return check_reward(float(await self._asked(prompt, sample)))
         except (RewardError, ServiceOutageError):
             raise
         except ServiceUnavailableError as error:  # although its service answers others
             raise RewardError(str(error)) from error
         except Exception as error:  # supervision point: the user's own code runs here
             raise RewardError(f"reward {raised(error)}") from error
-        if not math.isfinite(reward):
-            raise RewardError(f"reward is {reward}: one such number would spoil the weights")
-        return reward
 
     async def _asked(self, prompt: Prompt, sample: Sample) -> float:
         async def ask() -> float:

@@ -7,7 +7,6 @@ the environment answers is tokenized and appended, and carries no loss.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from miles_async.errors import NoRoomError, RewardError
 from miles_async.protocols import EngineClient, Environment, MakeEnvironment, Reward
 from miles_async.rollout.generate import routing_key
 from miles_async.services import Circuit
+from miles_async.train_data.advantages import check_reward
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Trajectory, Turn
 from miles_async.types import AssistantTurn, Attempt, Observation, Prompt, Sample
@@ -109,15 +109,18 @@ class GivenReward:
         self._otherwise = otherwise
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        """Raises RewardError if nobody gives one, or one that is no number."""
+        """Raises RewardError if nobody gives one, or one that cannot be trained on."""
         if sample.reward is None and self._otherwise is not None:
             return await self._otherwise(prompt, sample)
-        if sample.reward is None or not math.isfinite(sample.reward):
+        if sample.reward is None:
             raise RewardError(
-                f"prompt {prompt.prompt_id}: expected a reward of the environment or agent, found {sample.reward} "
+                f"prompt {prompt.prompt_id}: expected a reward of the environment or agent, found none "
                 "(--rm-type or --custom-rm-path rewards what comes without)"
             )
-        return sample.reward
+        try:
+            return check_reward(sample.reward)
+        except RewardError as error:
+            raise RewardError(f"prompt {prompt.prompt_id}: given by the environment or agent: {error}") from None
 
     async def close(self) -> None:
         """Close the other reward, if it can be."""

@@ -8,12 +8,22 @@ import numpy as np
 import numpy.typing as npt
 
 from arguments.algorithm import AlgorithmArguments
-from miles_async.errors import ConfigurationError
+from miles_async.errors import ConfigurationError, RewardError
 from miles_async.types import Float32, Group
 
 Float64 = npt.NDArray[np.float64]
 
 STD_EPSILON = 1e-4
+LARGEST_REWARD = 1e12  # float32 ends at 3e38, and a gradient norm squares the product of advantages and tokens
+
+
+def check_reward(reward: float) -> float:
+    """The reward, if it can be trained on. Raises RewardError: it costs its attempt, a NaN in the weights the run."""
+    if not abs(reward) <= LARGEST_REWARD:  # nor is NaN
+        raise RewardError(
+            f"reward {reward:g}: expected a finite number of at most {LARGEST_REWARD:g} in size; advantages are float32"
+        )
+    return reward
 
 
 def compute_advantages(groups: Sequence[Group], algorithm: AlgorithmArguments) -> Float32:

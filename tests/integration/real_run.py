@@ -24,6 +24,7 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 MARK = "MILES_ASYNC_TEST_RUN"  # an environment variable: every process of a run inherits it, however it detaches
 LEAVING_SECONDS = 15.0
 REVERSE = (sys.executable, "-m", "miles_async", "train", "@examples/quickstart/reverse.args")
+SHORT_RUN = ("--save-hf", "none", "--no-use-wandb", "--lr-warmup-iters", "0")  # a warm-up may be longer than the run
 
 
 class RealRun:
@@ -42,7 +43,7 @@ class RealRun:
         self.output_path = run_dir.with_suffix(".out")
         with self.output_path.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--run-dir", str(run_dir), "--save-hf", "none", "--no-use-wandb", *flags],
+                [*command, "--run-dir", str(run_dir), *SHORT_RUN, *flags],
                 cwd=ROOT,
                 env={**os.environ, MARK: self._mark},
                 stdout=output,

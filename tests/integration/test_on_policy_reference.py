@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 RUN_SECONDS = 300.0
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 16, 8
-ON_POLICY = ("--on-policy", "--eval-prompt-data", "none", "--eval-interval", "none")
+ON_POLICY = ("--on-policy", "--eval-prompt-data", "none", "--eval-interval", "none", "--lr-warmup-iters", "0")
 
 
 @dataclass(frozen=True)

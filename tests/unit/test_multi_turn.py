@@ -258,8 +258,10 @@ async def test_a_reward_that_was_given_stays_and_the_runs_own_fills_in() -> None
 
     assert await GivenReward(otherwise)(PROMPT, rewarded(0.0)) == 0.0
     assert await GivenReward(otherwise)(PROMPT, rewarded(None)) == 0.25
-    for reward in (None, float("nan")):
-        with pytest.raises(RewardError, match="--rm-type"):
+    with pytest.raises(RewardError, match="--rm-type"):
+        await GivenReward(None)(PROMPT, rewarded(None))
+    for reward in (float("nan"), 1e39):
+        with pytest.raises(RewardError, match=r"p0: given by the environment or agent: reward .*: expected a finite"):
             await GivenReward(None)(PROMPT, rewarded(reward))
 
 

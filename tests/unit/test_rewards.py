@@ -170,7 +170,7 @@ class TestHub:
 class TestGuardedReward:
     """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
 
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), "no number", None])
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, -1e39, 1e13, "no number", None])
     async def test_what_is_no_finite_number_is_an_error(self, value: Any):
         async def reward(prompt: Prompt, sample: Sample) -> Any:
             return value

@@ -74,7 +74,7 @@ async def test_an_outage_without_end_is_an_error_that_names_the_service() -> Non
     circuit = services.circuit("--custom-rm-path mine:reward")
     with pytest.raises(ServiceOutageError) as caught:
         await circuit.call(Service(0.0, 1e9))
-    assert 300.0 < now() < 330.0
+    assert 300.0 < now() < 300.0 + 2 * 15.0 * 1.5  # it may be waiting in its own backoff, and then at the door
     for words in ("--custom-rm-path mine:reward", "within 300 s (--service-outage-timeout)", "nobody listens"):
         assert words in str(caught.value)
     assert services.gauges()["services_down"] == 1

@@ -9,13 +9,29 @@ import numpy as np
 import pytest
 
 from arguments.algorithm import AlgorithmArguments
-from miles_async.errors import ConfigurationError
+from miles_async.errors import ConfigurationError, RewardError
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.advantages import advantages, compute_advantages
+from miles_async.train_data.advantages import LARGEST_REWARD, advantages, check_reward, compute_advantages
 from tests.property.builders import make_attempt, make_sample
 
 REWARDS = np.array([1, 0, 0, 0, 3, 5], dtype=np.float32)
 SIZES = [4, 2]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce"])
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_the_largest_rewards_give_finite_advantages_and_gradients(estimator: str, normalize_std: bool) -> None:
+    """Of the loss of a million tokens, squared as in a norm."""
+    rewards = np.array([check_reward(LARGEST_REWARD), check_reward(-LARGEST_REWARD), 0.0], np.float32)
+    found = advantages(rewards, [3], estimator, normalize_std=normalize_std)
+    assert np.isfinite(found).all()
+    assert np.isfinite(np.square(found * np.float32(1e6))).all()
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf, 1e39, 1e13, -1e13])
+def test_a_reward_that_float32_cannot_take_is_refused(reward: float) -> None:  # covers: C6
+    with pytest.raises(RewardError, match=r"reward .*: expected a finite number of at most 1e\+12 in size"):
+        check_reward(reward)
 
 
 def test_grpo_matches_torch() -> None:
