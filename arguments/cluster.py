@@ -16,7 +16,11 @@ class ClusterArguments:
     actor_num_gpus_per_node: int = flag(1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP)")
     rollout_num_gpus: int = flag(1, "GPUs that generate (on CPU: engine processes)")
     rollout_num_gpus_per_engine: int = flag(1, "GPUs per engine, its tensor-parallel size")
-    ray_address: str | None = flag(None, "join this Ray cluster instead of starting one on this machine")
+    ray_address: str | None = flag(
+        None,
+        "join this Ray cluster (host:port, or auto) instead of starting one on this machine (local); default: "
+        "RAY_ADDRESS of the environment, else local",
+    )
     forward_env: tuple[str, ...] = flag(
         ("PYTHONPATH", "CUDA_HOME", "NCCL_*", "GLOO_*", "HF_HOME", "WANDB_*"),
         "environment variables that reach every Ray worker; * matches any ending",

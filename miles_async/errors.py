@@ -89,6 +89,10 @@ class ScheduleError(MilesAsyncError):
     """The recorded schedule of a run could not be written or read."""
 
 
+class SummaryError(MilesAsyncError):
+    """The run is over, and its summary could not be written."""
+
+
 class ReplayDifference(MilesAsyncError):
     """A replay did not decide what the run had decided."""
 

@@ -8,13 +8,15 @@ stopped, then Ray, and the summary says what was done so far.
 from __future__ import annotations
 
 import asyncio
-import signal
+import os
+import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import structlog
 
@@ -24,8 +26,16 @@ from arguments.paths import with_absolute_paths
 from arguments.server_groups import of_role, server_groups
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
+from miles_async.cleanup import afterwards
 from miles_async.controller import Controller
-from miles_async.errors import LedgerError, PublicationError, StalledError, first_error
+from miles_async.errors import (
+    ConfigurationError,
+    LedgerError,
+    PublicationError,
+    StalledError,
+    SummaryError,
+    first_error,
+)
 from miles_async.observability.logs import configure_logging
 from miles_async.observability.metrics_file import MetricsFile
 from miles_async.observability.plots import plot_run
@@ -42,9 +52,11 @@ from miles_async.rollout.actor import RolloutProcess
 from miles_async.run.cluster import ray_cluster, worker_environment
 from miles_async.run.control import ControlServer
 from miles_async.run.device import choose_device
-from miles_async.run.directory import CONFIG_FILE, LEDGER_FILE, prepare_run_directory
-from miles_async.run.owned_directory import sweep
-from miles_async.run.process import note_run_process
+from miles_async.run.directory import CONFIG_FILE, LEDGER_FILE, claimed
+from miles_async.run.last_resort import LastResort
+from miles_async.run.own_ray import OwnRay
+from miles_async.run.owned_directory import OwnedDirectory, sweep, sweep_temporary, temporary_parent
+from miles_async.run.process import kill_marked, read_run_process
 from miles_async.run.stall_report import waiting_tasks
 from miles_async.staleness.ledger_reader import open_ledger
 from miles_async.trainer.group import TrainerGroup
@@ -57,6 +69,7 @@ log = structlog.get_logger(__name__)
 
 STOP_SECONDS = 30.0  # for a side to stop by itself before its processes are ended
 STATS_SECONDS = 10.0
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it starts again
 
@@ -64,31 +77,54 @@ ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it 
 def run(arguments: Arguments) -> int:
     """Run to the end. Returns the exit code: 0 done, 130 interrupted. Raises the first error of either side."""
     arguments = with_absolute_paths(arguments)
-    staged = staging_directory(arguments, arguments.observability.run_dir)
+    run_dir = arguments.observability.run_dir
+    staged = staging_directory(arguments, run_dir)
     sweep(staged)  # of a run that was killed, before its directory is moved aside
-    run_dir = prepare_run_directory(arguments.observability.run_dir)
-    training = Run(arguments, run_dir)
-    note_run_process(run_dir, training.control.path)
-    configure_logging(run_dir, arguments.observability.log_level)
-    (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
+    temporary = OwnedDirectory(temporary_parent(), mode=0o700)
     try:
-        asyncio.run(training.main())
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        training.report("interrupted")
-        return EXIT_INTERRUPTED
-    except BaseException as error:
-        training.report("failed")
-        raise first_error(error) from error
+        with claimed(run_dir, temporary.path / "control"):
+            configure_logging(run_dir, arguments.observability.log_level)
+            write_config(arguments, run_dir)
+            return _to_the_end(Run(arguments, run_dir, temporary.path / "control"))
     finally:
+        temporary.remove()
+        sweep_temporary()  # of engines that were killed
         sweep(staged)  # of a rank that was killed
-    training.report("finished")
-    return 0
+
+
+def _to_the_end(training: Run) -> int:
+    with LastResort(training.end_at_once, training.lost) as last_resort:
+
+        async def main() -> None:
+            last_resort.interrupts_this_task()
+            await training.main(last_resort.all_is_up)
+
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            # What fails when Ray's processes got the same signal is no failure of the run.
+            if last_resort.interrupted or isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+                training.try_to_report("interrupted")
+                return EXIT_INTERRUPTED
+            training.try_to_report("failed")
+            raise first_error(error) from error
+        training.report("finished")
+        return 0
+
+
+def write_config(arguments: Arguments, run_dir: Path) -> None:
+    """Every flag in force. Raises ConfigurationError if it cannot be written."""
+    try:
+        (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
+    except OSError as error:
+        raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error
 
 
 class Run:
     """One run: its parts, in the order in which they start and, reversed, stop."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path) -> None:
+    def __init__(self, arguments: Arguments, run_dir: Path, control: Path) -> None:
+        """``control``: where its socket for commands will be."""
         self._arguments = arguments
         self._run_dir = run_dir
         self._device = choose_device(arguments.cluster.device)
@@ -97,29 +133,26 @@ class Run:
         self._stats: dict[str, Any] = {}  # of the rollout side, as last heard
         self._version = 0
         self._manager: Any = None  # of the rollout side, once it is up
-        self.control = ControlServer({"scale": self._scale, "engines": self._engines})
+        self._control_server = ControlServer(control, {"scale": self._scale, "engines": self._engines})
+        self._own_ray = OwnRay() if arguments.cluster.ray_address is None else None
 
-    async def main(self) -> None:
+    async def main(self, all_is_up: Callable[[], None]) -> None:
         """Start everything, run the controller, stop everything."""
         arguments = self._arguments
         environment = worker_environment(arguments.cluster.forward_env, cpu=self._device == "cpu")
         with open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress:
             progress.phase("Ray")
-            with ray_cluster(arguments.cluster.ray_address, environment):
-                _cancel_on_sigterm()  # now: Ray installs a handler that just exits
+            async with ray_cluster(arguments.cluster.ray_address, environment, self._own_ray):
                 progress.phase("engines, router and trainer ranks")
                 rollout = RolloutProcess(partial(build_rollout, arguments, self._run_dir, self._device))
                 trainer = trainer_group(arguments, self._run_dir, self._device, environment)
-                try:
+                async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.start())
                         scope.create_task(trainer.start())
-                    async with self.control:
+                    all_is_up()
+                    async with self._control_server:
                         await self._control(progress, rollout, trainer)
-                finally:
-                    async with asyncio.TaskGroup() as scope:
-                        scope.create_task(rollout.stop(STOP_SECONDS))
-                        scope.create_task(trainer.stop())
 
     async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:
         arguments = self._arguments
@@ -193,8 +226,12 @@ class Run:
             rollout = f"does not answer: {silence!r}"
         lines = [error, "", "driver", *(f"  {line}" for line in driver), "", "rollout manager", rollout]
         path = self._run_dir / "stall.txt"
-        await asyncio.to_thread(path.write_text, "\n".join(lines) + "\n")
-        log.error("the run has stalled; who waits for whom is in a file", file=str(path))
+        try:
+            await asyncio.to_thread(path.write_text, "\n".join(lines) + "\n")
+        except OSError as problem:
+            log.error("the run has stalled; who waits for whom cannot be written", error=str(problem))
+        else:
+            log.error("the run has stalled; who waits for whom is in a file", file=str(path))
 
     def _identity(self) -> RunIdentity:
         assert self._arguments.model.hf_checkpoint is not None
@@ -219,7 +256,10 @@ class Run:
         return CompositeTracker(trackers)
 
     def report(self, ending: str) -> None:
-        """summary.json, the plot and the closing table: of what was done, however the run ended."""
+        """summary.json, the plot and the closing table: of what was done, however the run ended.
+
+        Raises SummaryError if summary.json cannot be written.
+        """
         now = time.monotonic()
         summary = self._summary.finish(
             balance=self._stats.get("balance") or self._balance_on_disk(),
@@ -229,10 +269,40 @@ class Run:
             weight_version=self._version,
         )
         summary["ending"] = ending
-        write_summary(summary, self._run_dir / "summary.json")
-        if summary["steps"]:
+        path = self._run_dir / "summary.json"
+        try:
+            write_summary(summary, path)
+        except OSError as error:
+            raise SummaryError(f"the run has {ending}, and its summary cannot be written: {path}: {error}") from error
+        if not summary["steps"]:
+            return
+        try:
             plot_run(self._run_dir)
             print_summary(summary, run_dir=self._run_dir)
+        except Exception as error:  # supervision point: pictures and tables can be made again, see --run-dir
+            log.warning("the run cannot be shown", error=repr(error))
+
+    def try_to_report(self, ending: str) -> None:
+        """:meth:`report` for a run that did not finish: it raises nothing, since there is an error already."""
+        try:
+            self.report(ending)
+        except Exception as error:  # supervision point: the first error must surface
+            log.warning("the run cannot be summarized", error=repr(error))
+
+    def lost(self) -> str:
+        """Why nothing can go on, not even an orderly end; empty while it can."""
+        return self._own_ray.lost() if self._own_ray is not None else ""
+
+    def end_at_once(self, interrupted: bool, reason: str) -> NoReturn:
+        """End this process and all others of the run from another thread: the main one is stuck."""
+        print(f"error: {reason}; ending all processes of the run", file=sys.stderr, flush=True)
+        run = read_run_process(self._run_dir)
+        kill_marked(run)
+        self.try_to_report("interrupted" if interrupted else "failed")
+        sweep_temporary()
+        sweep(staging_directory(self._arguments, self._run_dir))
+        shutil.rmtree(Path(run.control).parent, ignore_errors=True)
+        os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
 
     def _balance_on_disk(self) -> dict[str, int]:
         """What the ledger knows when the rollout side is gone: all but its last moment."""
@@ -251,10 +321,3 @@ async def _last_stats(manager: RolloutSide) -> dict[str, Any]:
     except Exception as error:  # supervision point: the run is ending, and its first error must surface
         log.debug("no last word from the rollout side", error=repr(error))
         return {}
-
-
-def _cancel_on_sigterm() -> None:
-    """SIGTERM ends the run as Ctrl-C does, also one that was started in the background and ignores Ctrl-C."""
-    main = asyncio.current_task()
-    assert main is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)

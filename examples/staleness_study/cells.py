@@ -90,11 +90,16 @@ def read_result(cell: Cell, run_dir: Path) -> CellResult | None:
     )
 
 
+def console_log(run_dir: Path) -> Path:
+    """Beside the run directory, which starts empty."""
+    return run_dir.with_name(f"{run_dir.name}.log")
+
+
 def run_cell(cell: Cell, run_dir: Path) -> int:
-    """Runs the cell from its beginning and returns its exit code; its output goes to ``console.log``."""
+    """Runs the cell from its beginning and returns its exit code; its output goes to :func:`console_log`."""
     shutil.rmtree(run_dir, ignore_errors=True)  # half a run: metrics.jsonl would get two beginnings
-    run_dir.mkdir(parents=True)
-    with (run_dir / "console.log").open("w") as console:
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with console_log(run_dir).open("w") as console:
         process = subprocess.Popen(
             [sys.executable, "-m", "miles_async", "train", *cell.flags(run_dir)],
             stdin=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from examples.quickstart.prepare import ASSETS, prepare
 from examples.quickstart.tasks import SORT
-from examples.staleness_study.cells import Cell, CellResult, read_result, run_cell, study_cells
+from examples.staleness_study.cells import Cell, CellResult, console_log, read_result, run_cell, study_cells
 from examples.staleness_study.report import table, verdict, write_report
 
 TAIL_LINES = 15
@@ -28,12 +28,12 @@ def finish_cell(cell: Cell, run_dir: Path, position: str) -> CellResult | None:
     if result is not None:
         print(f"{position} {cell.name}: done before, {_learned(result)}", flush=True)
         return result
-    print(f"{position} {cell.name}: running, log in {run_dir / 'console.log'} ...", flush=True)
+    print(f"{position} {cell.name}: running, log in {console_log(run_dir)} ...", flush=True)
     started = time.monotonic()
     code = run_cell(cell, run_dir)
     result = read_result(cell, run_dir) if code == 0 else None
     if result is None:
-        tail = (run_dir / "console.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        tail = console_log(run_dir).read_text(errors="replace").splitlines()[-TAIL_LINES:]
         print(
             f"{position} {cell.name}: FAILED with exit code {code}. Its last lines:",
             *tail,

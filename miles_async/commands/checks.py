@@ -17,10 +17,8 @@ from miles_async.errors import ConfigurationError
 
 
 def check_surroundings(arguments: Arguments) -> None:
-    """Raises ConfigurationError listing every problem with the model, with checkpoints, and with flags for SGLang, smg
-    and the GPUs.
-    """
-    checks = (model_problems, checkpoint_problems, passed_on_problems, device_problems)
+    """Raises ConfigurationError listing every problem with the model, checkpoints, flags of others, GPUs and places."""
+    checks = (model_problems, checkpoint_problems, passed_on_problems, device_problems, place_problems)
     refuse([problem for check in checks for problem in check(arguments)])
 
 
@@ -72,6 +70,21 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
             yield from unknown_flags(group.sglang_extra, known, where)
     if engines.router_extra:
         yield from unknown_flags(engines.router_extra, smg_flags(), "--router-")
+
+
+def place_problems(arguments: Arguments) -> Iterator[str]:
+    """A run directory that another run has, or that is no run's; a Ray cluster that is not there."""
+    from miles_async.run.directory import check_run_directory
+    from miles_async.run.ray_address import check_ray_address
+
+    try:
+        check_run_directory(arguments.observability.run_dir)
+    except ConfigurationError as error:
+        yield str(error)
+    try:
+        check_ray_address(arguments.cluster.ray_address)
+    except ConfigurationError as error:
+        yield str(error)
 
 
 def device_problems(arguments: Arguments) -> Iterator[str]:

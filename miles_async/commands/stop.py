@@ -10,7 +10,9 @@ from pathlib import Path
 
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError, StalledError
-from miles_async.run.process import RunProcess, find_driver, find_marked, read_run_process
+from miles_async.run.directory import STAGING_DIRECTORY
+from miles_async.run.owned_directory import sweep, sweep_temporary
+from miles_async.run.process import RunProcess, find_driver, find_marked, kill_marked, read_run_process
 
 STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
 LEFTOVER_SECONDS = 10.0  # for what outlives the driver by a moment
@@ -50,16 +52,15 @@ def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
             say(f"it did not end within {parsed.timeout:g} s; killing its processes")
             driver.kill()
     _end_leftovers(run, say)
+    sweep_temporary()
+    sweep(parsed.directory / STAGING_DIRECTORY)
     return 0
 
 
 def _end_leftovers(run: RunProcess, say: Callable[[str], None]) -> None:
     if _until(lambda: not find_marked(run), LEFTOVER_SECONDS):
         return
-    left = find_marked(run)
-    say(f"killing what is left: {', '.join(f'{p.pid} {p.name()}' for p in left)}")
-    for process in left:
-        process.kill()
+    say(f"killing what is left: {', '.join(kill_marked(run))}")
     if not _until(lambda: not find_marked(run), LEFTOVER_SECONDS):
         raise StalledError(f"processes that cannot be killed: {[process.pid for process in find_marked(run)]}")
 

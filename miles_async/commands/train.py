@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from arguments import Arguments
@@ -13,27 +14,37 @@ from arguments.server_groups import ServerGroup, server_groups
 from arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer
+from miles_async.run.last_resort import sigterm_interrupts
+from miles_async.run.ray_address import VARIABLE, with_ray_address
 
 
 def train(words: Sequence[str], show: Callable[[str], None]) -> int:
     """``miles-async train``; the exit code. Raises what :func:`miles_async.train.run` does."""
+    with sigterm_interrupts():
+        return _train(words, show)
+
+
+def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     parsed = parse_arguments(words, prog="miles-async train")
     if parsed.print_config:
         show(to_toml(parsed.arguments))
         return 0
-    validate(parsed.arguments)
+    arguments = replace(parsed.arguments, cluster=with_ray_address(parsed.arguments.cluster))
+    validate(arguments)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
-    check_surroundings(parsed.arguments)
-    check_hooks(parsed.arguments)
-    prompts = check_prompts(parsed.arguments)
+    check_surroundings(arguments)
+    check_hooks(arguments)
+    prompts = check_prompts(arguments)
     if parsed.dry_run:
-        check_tokenizer(parsed.arguments)
-        show(summarize(parsed.arguments, prompts) + "\n")
+        check_tokenizer(arguments)
+        show(summarize(arguments, prompts) + "\n")
         return 0
+    if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
+        show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
     from miles_async.train import run  # here, since it brings torch and Ray with it
 
-    return run(parsed.arguments)
+    return run(arguments)
 
 
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
@@ -51,6 +62,7 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
         f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
         "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
         "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
+        "Ray": f"joins the cluster at {cluster.ray_address}" if cluster.ray_address else "a cluster of the run's own",
         "run directory": arguments.observability.run_dir,
         **({"resumes from": find_checkpoint(arguments.checkpoint.load).directory} if arguments.checkpoint.load else {}),
     }

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from miles_async.cleanup import quietly
 from miles_async.engines.addresses import LOOPBACK, HeldPort, node_host
 from miles_async.engines.names import HELD_WEIGHTS_VARIABLE
 from miles_async.engines.process import ChildProcess
@@ -128,7 +129,7 @@ class EngineServer:
             await self.stop()
             raise EngineStartError(message) from None
         except BaseException:
-            await self.stop()
+            await quietly(self.stop())
             raise
 
     async def _until_up(self, url: str) -> None:

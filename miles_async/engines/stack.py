@@ -14,6 +14,7 @@ from typing import Any
 
 from arguments.engines import EnginesArguments
 from arguments.weights import WeightsArguments
+from miles_async.cleanup import afterwards, quietly
 from miles_async.engines.addresses import node_host
 from miles_async.engines.client import ParseVersions, RouterClient
 from miles_async.engines.fleet import Fleet
@@ -88,7 +89,7 @@ class EngineStack:
         try:
             await together(self.router.start(), self.supervisor.start())
         except BaseException:
-            await self.stop()
+            await quietly(self.stop())
             raise
 
     async def supervise(self) -> None:
@@ -101,9 +102,8 @@ class EngineStack:
 
     async def stop(self) -> None:
         """End all processes. Cancel :meth:`supervise` first, or it restarts them."""
-        await self.supervisor.stop()
-        await self.router.stop()
-        await self.http.close()
+        async with afterwards(self.http.close), afterwards(self.router.stop):
+            await self.supervisor.stop()
 
     def stats(self) -> dict[str, Any]:
         """Cheap, for logs and messages."""

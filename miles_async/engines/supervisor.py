@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from miles_async.cleanup import quietly
 from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LaunchServer, ServerHandle
@@ -86,7 +87,7 @@ class EngineSupervisor:
         try:
             await together(*map(self._start, self._registry.engines.values()))
         except BaseException:
-            await self.stop()
+            await quietly(self.stop())
             raise
 
     async def supervise(self) -> None:

@@ -46,6 +46,17 @@ class _CurrentStderr(logging.StreamHandler):
         return sys.stderr
 
 
+class _RunFile(logging.FileHandler):
+    """Says once that it cannot be written, where logging would show a traceback for every event."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._told:
+            self._told = True
+            print(f"{self.baseFilename} cannot be written: {sys.exception()}", file=sys.stderr)
+
+
 def configure_logging(run_dir: Path, level: str = "info", *, name: str = "driver", console: bool = True) -> Path:
     """Sets up logging of this process and returns ``<run_dir>/logs/<name>.log``. The last call counts.
 
@@ -87,7 +98,7 @@ def close_logging() -> None:
 
 
 def _file_handler(path: Path, level: int) -> logging.Handler:
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _RunFile(path, encoding="utf-8")
     renderers = (
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.dict_tracebacks,

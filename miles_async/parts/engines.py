@@ -11,6 +11,7 @@ import msgspec
 
 from arguments import Arguments
 from arguments.server_groups import ServerGroup, of_role, server_groups
+from miles_async.cleanup import quietly
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.placement import LaunchServer, RayServers
@@ -60,7 +61,7 @@ class RunEngines:
         try:
             await together(*(service.start() for service in self._services))
         except BaseException:
-            await self.stop()
+            await quietly(self.stop())
             raise
 
     async def supervise(self) -> None:

@@ -80,6 +80,7 @@ class RolloutProcess:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
         self._actor = ray.remote(RolloutActor).options(**options).remote(build)
+        self._started = False
         self.manager = self.part("manager")
 
     def part(self, name: str) -> RemotePart:
@@ -89,13 +90,14 @@ class RolloutProcess:
     async def start(self) -> None:
         """Engines and router up. Raises EngineStartError, DataError, ConfigurationError."""
         await _result(self._actor.start.remote())
+        self._started = True
 
     async def stop(self, timeout: float) -> None:
         """Let the manager stop its processes, then end the actor whatever it did."""
         try:
-            # It hangs, never started, or is gone.
-            with suppress(TimeoutError, KeyError, EngineError):
-                async with asyncio.timeout(timeout):
-                    await self.manager.stop()
+            if self._started:  # else there is no manager yet, and what it started dies with its process
+                with suppress(TimeoutError, EngineError):  # it hangs, or is gone
+                    async with asyncio.timeout(timeout):
+                        await self.manager.stop()
         finally:
             ray.kill(self._actor)

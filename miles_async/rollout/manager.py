@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from miles_async.cleanup import afterwards
 from miles_async.clock import now
 from miles_async.errors import StalledError, first_error
 from miles_async.protocols import Metrics, PromptSource
@@ -263,8 +264,6 @@ class RolloutManager:
     async def stop(self) -> None:
         """Engines, router and rewards down; before that :meth:`close`, if nobody did, so that the ledger is whole."""
         await self.last_stats()
-        try:
+        async with afterwards(self._engines.stop):
             if self._close_reward is not None:
                 await self._close_reward()
-        finally:
-            await self._engines.stop()

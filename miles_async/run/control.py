@@ -1,6 +1,6 @@
 """How commands talk to a run: one line of JSON each way, over a Unix socket that only this user can reach.
 
-The socket is in a directory of its own, since paths of sockets are short; ``run.json`` says where.
+The socket is in the run's temporary directory, since paths of sockets are short; ``run.json`` says where.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,27 +26,26 @@ Handler = Callable[..., Awaitable[str]]
 class ControlServer:
     """Answers requests while its context is open.
 
-    >>> async with ControlServer({"scale": scale}) as server:
-    ...     server.path
+    >>> async with ControlServer(path, {"scale": scale}):
+    ...     answer = await asyncio.to_thread(call, path, "scale", group="engine", engines=3)
     """
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        """``handlers``: command → a function of its arguments by name, which says what it did or raises
-        MilesAsyncError.
+    def __init__(self, path: Path, handlers: Mapping[str, Handler]) -> None:
+        """``path``: of the socket. ``handlers``: command → a function of its arguments by name, which says what it did
+        or raises MilesAsyncError.
         """
         self._handlers = handlers
-        self._directory = tempfile.TemporaryDirectory(prefix="miles-async-")
-        self.path = Path(self._directory.name) / "control"
+        self._path = path
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> ControlServer:
-        self._server = await asyncio.start_unix_server(self._answer, self.path)
+        self._server = await asyncio.start_unix_server(self._answer, self._path)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        await asyncio.to_thread(self._directory.cleanup)
+        self._path.unlink()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,5 +1,5 @@
-"""A directory for large temporary files that is gone when its owner is: at its end, or, if it was killed, when the
-next one is made in the same place.
+"""A directory for temporary files that is gone when its owner is: at its end, or, if it was killed, when the next one
+is made in the same place or ``miles-async stop`` is called.
 """
 
 from __future__ import annotations
@@ -8,18 +8,25 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "miles-async-"
 _LOCK = ".owner"  # locked as long as the owner lives, whatever way it ends
+_ELSEWHERE = ".elsewhere"  # inode and path of files in other places that go with the directory
+_MEMORY = Path("/dev/shm")
+_LONGEST = 50  # characters of a parent: paths of sockets have at most 107
 
 
 class OwnedDirectory:
     """An empty directory of its own in ``parent``."""
 
-    def __init__(self, parent: Path) -> None:
-        """Makes ``parent`` too, and removes from it what dead owners left. Raises OSError."""
+    def __init__(self, parent: Path, *, mode: int = 0o755) -> None:
+        """Makes ``parent`` too, and removes from it what dead owners left. Raises OSError.
+
+        ``mode``: who gets in; by default everybody, since engines may run under another user.
+        """
         parent.mkdir(parents=True, exist_ok=True)
         sweep(parent)
         making = Path(tempfile.mkdtemp(prefix=".making-", dir=parent))
@@ -28,23 +35,53 @@ class OwnedDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under its name only when it is locked: a sweep in between would take it for a dead owner's.
         self.path = making.rename(parent / making.name.replace(".making-", _PREFIX))
-        self.path.chmod(0o755)  # mkdtemp lets nobody else in, and engines may run under another user
+        self.path.chmod(mode)
+        self._elsewhere: set[Path] = set()
+
+    def owns(self, files: Iterable[Path]) -> None:
+        """Have these files removed with the directory. They may be gone by then, or others in their place."""
+        for file in set(files) - self._elsewhere:
+            with suppress(FileNotFoundError), (self.path / _ELSEWHERE).open("a") as elsewhere:
+                elsewhere.write(f"{file.lstat().st_ino} {file}\n")
+            self._elsewhere.add(file)
 
     def remove(self) -> None:
-        """With everything in it; idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """With everything in it and of it; idempotent."""
+        _remove(self.path)
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
 
 
+def temporary_parent() -> Path:
+    """Where small temporary files of this machine go, sockets among them."""
+    chosen = tempfile.gettempdir()
+    return Path(chosen if len(chosen) <= _LONGEST else "/tmp")
+
+
 def sweep(parent: Path) -> None:
-    """Remove the directories in ``parent`` whose owners are dead."""
+    """Remove the directories in ``parent`` whose owners are dead, and what they own elsewhere."""
     for directory in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # somebody else's, or gone meanwhile
             lock = os.open(directory / _LOCK, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
+                _remove(directory)
             finally:
                 os.close(lock)
+
+
+def sweep_temporary() -> None:
+    """:func:`sweep` wherever a run has temporary directories on this machine, but for its run directory."""
+    for parent in (temporary_parent(), Path(tempfile.gettempdir()), _MEMORY):
+        sweep(parent)
+
+
+def _remove(directory: Path) -> None:
+    with suppress(OSError):
+        for line in (directory / _ELSEWHERE).read_text().splitlines():
+            inode, _, path = line.partition(" ")
+            with suppress(OSError):
+                if os.lstat(path).st_ino == int(inode):
+                    os.unlink(path)
+    shutil.rmtree(directory, ignore_errors=True)

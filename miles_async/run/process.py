@@ -7,8 +7,11 @@ whatever session it belongs to. ``run.json`` in the run directory has the mark a
 from __future__ import annotations
 
 import os
+import shlex
 import socket
+import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -55,6 +58,20 @@ def read_run_process(run_dir: Path) -> RunProcess:
         ) from None
 
 
+def describe_driver(run_dir: Path) -> str:
+    """Who drives the run in ``run_dir``, for people: pid, command and since when."""
+    try:
+        run = read_run_process(run_dir)
+    except ConfigurationError:  # it has the directory, and has not written the file yet
+        return "a process that has just started"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
+    try:
+        command = f" ({shlex.join(psutil.Process(run.pid).cmdline())})" if run.host == socket.gethostname() else ""
+    except psutil.Error:
+        command = ""
+    return f"process {run.pid} on {run.host}{command}, since {since}"
+
+
 def find_driver(run: RunProcess) -> psutil.Process | None:
     """The driver, if it is alive."""
     try:
@@ -68,6 +85,16 @@ def find_driver(run: RunProcess) -> psutil.Process | None:
 def find_marked(run: RunProcess) -> list[psutil.Process]:
     """The living processes of the run, this one not."""
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_marked(process, run)]
+
+
+def kill_marked(run: RunProcess) -> list[str]:
+    """Kill the living processes of the run, this one not. Returns pid and name of each."""
+    killed = []
+    for process in find_marked(run):
+        with suppress(psutil.NoSuchProcess):
+            killed.append(f"{process.pid} {process.name()}")
+            process.kill()
+    return killed
 
 
 def _is_marked(process: psutil.Process, run: RunProcess) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ class LedgerStore:
             for event in events:
                 WRITE[type(event)](self, event)
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            with suppress(sqlite3.Error):  # on a full disk sqlite has rolled back by itself
+                self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
 

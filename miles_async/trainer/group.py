@@ -19,6 +19,7 @@ import ray
 import structlog
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from miles_async.cleanup import quietly
 from miles_async.errors import MilesAsyncError, StalledError, TrainerError
 from miles_async.protocols import Metrics
 from miles_async.trainer.actor import WEIGHTS_THREAD, BackendFactory, RankInfo, SenderFactory, TrainerActor
@@ -81,7 +82,7 @@ class TrainerGroup:
                 self._start_timeout,
             )
         except BaseException:
-            await self.stop()
+            await quietly(self.stop())
             raise
 
     @property

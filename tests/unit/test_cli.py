@@ -105,6 +105,8 @@ def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Pa
             ["--custom-rm-path", "absent_module:f", "--rm-type", "none"],
             "no module 'absent_module'",
         ),
+        (["--run-dir", "/", "--dry-run"], "--run-dir /: the working directory"),
+        (["--run-dir", "docs", "--dry-run"], "found files and no run.json"),
     ],
 )
 def test_what_cannot_work_ends_with_2_and_starts_nothing(

@@ -147,6 +147,14 @@ def _write_and_hang(path: Path, ready: object) -> None:
     signal.pause()
 
 
+def test_a_full_disk_is_the_error_that_surfaces(store: LedgerStore) -> None:
+    # covers: C10
+    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        store.write([IssuedEvent(at=0.0, attempt=make_attempt(number)) for number in range(1000)])
+
+
 def test_a_killed_writer_leaves_all_it_had_written(path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ready = context.Event()

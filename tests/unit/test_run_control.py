@@ -27,9 +27,9 @@ async def test_a_command_is_answered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MARK, "")  # restored at the end: this process is no run
-    async with ControlServer({"scale": scale, "engines": engines}) as server:
-        note_run_process(tmp_path, server.path)
-        path = server.path
+    path = tmp_path / "control"
+    async with ControlServer(path, {"scale": scale, "engines": engines}):
+        note_run_process(tmp_path, path)
         for words, code, out, err in (
             (["scale", str(tmp_path)], 0, "engine-0 serving\n", ""),
             (["scale", str(tmp_path), "engine", "3"], 0, "3 engines\n", ""),
@@ -43,7 +43,7 @@ async def test_a_command_is_answered(
             assert err in said.err
         with pytest.raises(ConfigurationError, match="knows no command nonsense; it knows scale, engines"):
             await asyncio.to_thread(call, path, "nonsense")
-    assert not path.parent.exists()
+    assert not path.exists()
     assert await asyncio.to_thread(main, ["scale", str(tmp_path)]) == 2
     assert "the run does not answer" in capsys.readouterr().err
 

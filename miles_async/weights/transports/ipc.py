@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from miles_async.cleanup import afterwards
 from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.transports.attempt import Attempt
@@ -32,12 +33,10 @@ class IpcTransport:
         """Bucket by bucket; the device holds one of them at a time."""
         attempt, fleet = Attempt(engines), self._fleet
         await attempt.each(fleet.begin_update)
-        try:
+        async with afterwards(partial(self._trainer.call_sender, "release")):
             for index in staged.buckets:
                 handles = await self._trainer.call_sender("share_bucket", (staged.version, index))
                 await attempt.each(partial(self._receive, handles, staged.version))
-        finally:
-            await self._trainer.call_sender("release")
         await attempt.each(fleet.end_update)
         return attempt.errors
 

@@ -1,0 +1,106 @@
+"""Ends the driver where it cannot end by itself: a call into a Ray that is gone blocks for a minute, then aborts.
+
+SIGTERM to a whole process group, as ``timeout``, scancel and systemd send it, ends Ray's own processes along with the
+driver. So a thread hears of signals directly, watches Ray, and ends the process after a moment of grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+STARTING_SECONDS = 8.0  # from a signal to the end while parts start: nothing there is worth waiting for
+ORDERLY_SECONDS = 75.0  # later: for the end of both sides, Ray and the summary
+GRACE_SECONDS = 5.0  # without Ray: for what ends without it
+_POLL_SECONDS = 0.5
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class LastResort:
+    """SIGTERM interrupts as Ctrl-C does while the context is open; ``end`` is called where that is not enough.
+
+    >>> with LastResort(end) as last_resort:
+    ...     asyncio.run(main())  # calls last_resort.interrupts_this_task()
+
+    ``end(interrupted, reason)`` is called in another thread and must not return: the main thread is stuck.
+    ``interrupted``: a signal asked for the end. ``lost()``: why nothing can go on, empty while it can.
+    """
+
+    def __init__(self, end: Callable[[bool, str], None], lost: Callable[[], str]) -> None:
+        self._end = end
+        self._lost = lost
+        self.interrupted = False  # a signal asked for the end
+        self._patience = STARTING_SECONDS
+        self._over = threading.Event()
+        self._task: asyncio.Task[object] | None = None
+        self._thread = threading.Thread(target=self._watch, name="last resort", daemon=True)
+
+    def __enter__(self) -> LastResort:
+        self._heard, self._wakeup = socket.socketpair()
+        self._heard.setblocking(False)
+        self._wakeup.setblocking(False)
+        # The interpreter's own handler, in C, writes to this descriptor; Python's wait until the main thread is back.
+        self._old_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._old_handler = signal.signal(signal.SIGTERM, self._interrupt)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        signal.signal(signal.SIGTERM, self._old_handler)
+        signal.set_wakeup_fd(self._old_wakeup)
+        self._heard.close()
+        self._wakeup.close()
+
+    def all_is_up(self) -> None:
+        """Give the run the time that an orderly end takes from now on."""
+        self._patience = ORDERLY_SECONDS
+
+    def interrupts_this_task(self) -> None:
+        """Have SIGTERM cancel the current task from now on."""
+        self._task = asyncio.current_task()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        if self._task is None:
+            raise KeyboardInterrupt
+        if not self._task.done():  # else the run is over, and says so
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    def _watch(self) -> None:
+        lost, deadline = "", float("inf")
+        while not self._over.is_set():
+            if _signalled(self._heard):
+                self.interrupted = True
+                deadline = min(deadline, time.monotonic() + self._patience)
+            if not lost and (lost := self._lost()):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if time.monotonic() >= deadline:
+                self._end(self.interrupted, lost or f"the run did not end within {self._patience:g} s")
+                return
+
+
+def _signalled(heard: socket.socket) -> bool:
+    """Wait a moment for a signal that asks for the end."""
+    if not select.select([heard], [], [], _POLL_SECONDS)[0]:
+        return False
+    return any(number in (signal.SIGINT, signal.SIGTERM) for number in heard.recv(4096))

@@ -1,0 +1,46 @@
+"""Whether the Ray cluster that this process started still lives."""
+
+from __future__ import annotations
+
+import psutil
+
+NEEDED = ("gcs_server", "raylet")  # without either of them no call into Ray is answered
+
+
+class OwnRay:
+    """Watches the processes that ``ray.init`` starts as children of this one."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, psutil.Process] = {}
+        self._lost = ""
+        self._ending = False
+
+    def lost(self) -> str:
+        """Which of them ended although nobody shut Ray down; empty while all is well."""
+        if self._lost or self._ending:
+            return self._lost
+        if len(self._seen) < len(NEEDED):  # Ray is starting; looking through all processes is not for later
+            named = {_name(child): child for child in psutil.Process().children()}
+            self._seen |= {name: child for name, child in named.items() if name in NEEDED}
+        dead = [f"{name} (process {process.pid})" for name, process in self._seen.items() if not _alive(process)]
+        if dead:
+            self._lost = f"Ray has ended: {' and '.join(dead)}"
+        return self._lost
+
+    def ends(self) -> None:
+        """Ray is about to be shut down."""
+        self._ending = not self.lost()
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
