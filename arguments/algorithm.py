@@ -42,3 +42,8 @@ class AlgorithmArguments:
         "train asynchronously with neither --use-rollout-logprobs nor --use-tis (learns worse with every "
         "version of age)",
     )
+
+    @property
+    def heeds_rollout_logprobs(self) -> bool:
+        """Whether the loss knows with which probability a token was sampled."""
+        return self.use_rollout_logprobs or self.use_tis

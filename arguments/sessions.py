@@ -44,6 +44,14 @@ class SessionsArguments:
         None, "how reasoning is marked (default: it stays in the content)", choices=("think",)
     )
 
+    turn_history: str = flag(
+        "sampled",
+        "what a turn continues: sampled: the tokens of the turns before it; template: the conversation as the chat "
+        "template writes it, as in production; where that is not what was sampled (earlier reasoning is left out, "
+        "say), a new branch begins",
+        choices=("sampled", "template"),
+    )
+
     @property
     def runs_agent(self) -> bool:
         """Whether trajectories come from an agent, through the session server."""

@@ -57,6 +57,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     single_node: bool = True  # then addresses are 127.0.0.1
     log_dir: str = "logs"
     held_weights: bool = False  # it can say what its model holds (--verify-weights full)
+    grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
     sglang_extra: tuple[str, ...] = ()  # SGLang's own arguments, last: they win
 
 
@@ -175,7 +176,7 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
         f"--dtype={spec.dtype}",
         f"--tp-size={spec.tensor_parallel_size}",
         f"--random-seed={seed}",
-        "--grammar-backend=none",
+        f"--grammar-backend={'xgrammar' if spec.grammars else 'none'}",
         "--skip-server-warmup",  # the canary of the first publication is its warm-up
         "--sleep-on-idle",  # else each scheduler spins on a core
         "--log-level=warning",

@@ -139,5 +139,6 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         single_node=arguments.cluster.ray_address is None,
         log_dir=str(log_dir),
         held_weights=arguments.weights.verify_weights == "full",
+        grammars=arguments.sessions.runs_agent,
         sglang_extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
     )

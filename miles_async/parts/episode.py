@@ -44,21 +44,26 @@ class Episodes:
         self._log_dir = run_dir / "logs"
         sessions = arguments.sessions
         self._make_trajectory = (
-            trajectory_factory(template, sessions.tool_call_parser, sessions.reasoning_parser)
+            trajectory_factory(
+                template, sessions.tool_call_parser, sessions.reasoning_parser, turn_history=sessions.turn_history
+            )
             if sessions.is_multi_turn
             else None
         )
         self.service = self._session_service(client) if sessions.runs_agent else None
 
-    def generate(self, sampling: Sampling) -> Generate:
-        """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together."""
+    def generate(self, sampling: Sampling, *, trained: bool) -> Generate:
+        """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together. ``trained``: what is
+        generated is trained on, and not only evaluated.
+        """
         sessions = self._arguments.sessions
         path = self._arguments.rollout.custom_generate_function_path
         if path is not None:
             generate: Generate = load_object(path, Generate, "--custom-generate-function-path")
             return generate
         if self.service is not None:
-            opened = SessionsOfRun(self.service, dict(sampling), self._limits(sampling))
+            may_constrain = not trained or self._arguments.algorithm.heeds_rollout_logprobs
+            opened = SessionsOfRun(self.service, dict(sampling), self._limits(sampling), may_constrain)
             return AgentGenerate(sessions=opened, run_agent=self._agent(), timeout=sessions.agent_timeout)
         if self._make_trajectory is not None:
             assert sessions.environment_path is not None
@@ -95,6 +100,7 @@ class Episodes:
             session_timeout=arguments.sessions.session_timeout,
             tool_call_parser=arguments.sessions.tool_call_parser,
             reasoning_parser=arguments.sessions.reasoning_parser,
+            turn_history=arguments.sessions.turn_history,
         )
 
         def launch(command: Sequence[str], starts: int) -> ChildProcess:
@@ -111,6 +117,7 @@ class SessionsOfRun:
     service: SessionService
     sampling: dict[str, Any]
     limits: Limits
+    may_constrain: bool
 
     async def open(self, routing_key: str) -> OpenSession:
         """See ``rollout.agent.Sessions``."""
@@ -121,6 +128,7 @@ class SessionsOfRun:
                 max_response=self.limits.response,
                 max_total=self.limits.total,
                 max_turn=self.limits.turn,
+                may_constrain=self.may_constrain,
             )
         )
 

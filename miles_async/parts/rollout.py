@@ -103,7 +103,7 @@ def _dispatcher(
         source=source,
         client=engines.client,
         hooks=Hooks(
-            generate=episodes.generate(sampling_parameters(rollout)),
+            generate=episodes.generate(sampling_parameters(rollout), trained=True),
             reward=reward,
             group_filter=resolve_group_filter(arguments.rewards),
             service=episodes.circuit,
@@ -139,7 +139,7 @@ def _evaluator(
     return Evaluator(
         {name: source.all_prompts for name, source in sources.items()},
         engines.client,
-        episodes.generate(sampling),
+        episodes.generate(sampling, trained=False),
         reward,
         n_samples=evaluation.n_samples_per_eval_prompt,
         concurrency=evaluation.eval_concurrency,

@@ -31,6 +31,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     session_timeout: float  # seconds
     tool_call_parser: str | None
     reasoning_parser: str | None
+    turn_history: str = "sampled"
 
     def command(self) -> tuple[str, ...]:
         """Arguments of the interpreter; the socket comes last."""
@@ -40,7 +41,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 async def serve(settings: ServerSettings, socket_path: Path) -> None:
     """Until the rollout process is gone."""
     template = ChatTemplate(load_tokenizer(Path(settings.hf_checkpoint)), apply_chat_template=True)
-    make = trajectory_factory(template, settings.tool_call_parser, settings.reasoning_parser)
+    make = trajectory_factory(
+        template, settings.tool_call_parser, settings.reasoning_parser, turn_history=settings.turn_history
+    )
     link = EngineLink(socket_path)
     server = SessionServer(link, make, session_timeout=settings.session_timeout)
     try:

@@ -12,6 +12,8 @@ from typing import Any
 
 from miles_async.errors import ConfigurationError, TrajectoryError
 
+_PROBE = "a message of the developer"
+
 
 @lru_cache(maxsize=8)
 def load_tokenizer(path: Path) -> Any:
@@ -57,7 +59,7 @@ class ChatTemplate:
             if not isinstance(content, str):
                 raise ConfigurationError("messages need the chat template: leave --no-apply-chat-template out")
             return self._encode_text(content)
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else self._in_known_roles(content)
         # The template writes <bos> itself where the model wants one; nothing is added to what it renders.
         return tuple(
             self._tokenizer.apply_chat_template(
@@ -100,7 +102,7 @@ class ChatTemplate:
 
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
+                self._in_known_roles(messages),
                 tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
@@ -109,6 +111,24 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:  # what templates fail with
             raise TrajectoryError(f"the chat template refuses this conversation: {error}") from error
         return text
+
+    def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Messages of the developer are the system's where the template doesn't know that role."""
+        if all(message["role"] != "developer" for message in messages) or self._writes_developer:
+            return list(messages)
+        return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+    @cached_property
+    def _writes_developer(self) -> bool:
+        """Whether the template writes messages of that role: many leave roles out that they don't know."""
+        import jinja2
+
+        probe = [{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}]
+        try:
+            text: str = self._tokenizer.apply_chat_template(probe, tokenize=False, **self._clock)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+            return False
+        return _PROBE in text
 
     def tokenize(self, text: str) -> list[int]:
         """Of rendered text: nothing is added to it."""

@@ -36,6 +36,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_response: int  # tokens
     max_total: int
     max_turn: int | None = None
+    may_constrain: bool = True  # answers may be made to fit a grammar: the loss corrects for it, or there is none
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):

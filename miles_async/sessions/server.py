@@ -21,20 +21,25 @@ import os
 import socket
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from miles_async.clock import now
-from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedError, TrajectoryError, first_error
+from miles_async.errors import MilesAsyncError, NoRoomError, first_error
 from miles_async.protocols import EngineClient
 from miles_async.serialization import decode, encode
 from miles_async.sessions import chat
-from miles_async.sessions.records import Collected, Ending, OpenSession, SessionSettings
+from miles_async.sessions.bodies import read_conversation, read_object
+from miles_async.sessions.chat_request import ChatRequest, read_request
+from miles_async.sessions.problems import as_json, failure, gone
+from miles_async.sessions.records import Collected, OpenSession, SessionSettings
+from miles_async.sessions.session import Session
+from miles_async.together import gathered
+from miles_async.trajectory.constraints import Constraint
 from miles_async.trajectory.factory import MakeTrajectory
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Turn
@@ -43,55 +48,6 @@ _MAX_BODY = 1 << 30
 _BACKLOG = 4096  # agents of a whole batch may connect at once
 _QUICK_BYTES = 1 << 14  # of a request: read faster than handed to a thread and back
 _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet
-
-
-class Session:
-    """One trajectory that an agent makes."""
-
-    def __init__(self, session_id: str, taker: TurnTaker) -> None:
-        self.session_id = session_id
-        self.taker = taker
-        self.ending: Ending = "open"
-        self.reason = ""
-        self.reward: float | None = None
-        self.requests = 0
-        self.cut = False
-        self.failure: str | None = None
-        self.waiting = False
-        self.last_used = now()
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Around a request for a completion: counts it, and remembers what became of it."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        self.requests += 1
-        self.cut, self.failure, self.waiting = False, None, True
-        try:
-            yield
-            self.waiting = False
-        except MilesAsyncError as error:
-            self.waiting = False
-            self.cut = isinstance(error, NoRoomError)
-            if not isinstance(error, RequestRejectedError):  # which is the agent's own fault
-                self.failure = str(error)
-            raise
-        finally:
-            self._tasks.discard(task)
-            self.last_used = now()
-
-    def idle_seconds(self) -> float:
-        """Since anybody used it; 0 while a request is under way."""
-        return 0.0 if self._tasks else now() - self.last_used
-
-    def end(self, ending: Ending, reason: str = "") -> None:
-        """No more turns; requests under way end, and nothing of theirs is kept."""
-        if self.ending == "open":
-            self.ending, self.reason = ending, reason
-        for task in self._tasks:
-            task.cancel()
 
 
 class SessionServer:
@@ -122,7 +78,7 @@ class SessionServer:
     # -------------------------------------------------------------------------------------------- life
     async def start(self, host: str) -> None:
         """Listen on a free port. ``host``: the name or IP that agents are told."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json])
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -133,6 +89,7 @@ class SessionServer:
                 web.post("/sessions/{id}/abort", self._abort),
                 web.post("/sessions/{id}/collect", self._collect),
                 web.get("/sessions/{id}/v1/models", self._models),
+                web.get("/sessions/{id}/v1/models/{model:.+}", self._one_model),
                 web.post("/sessions/{id}/v1/chat/completions", self._chat),
             ]
         )
@@ -189,7 +146,7 @@ class SessionServer:
             routing_key=settings.routing_key,
             in_thread=self._in_thread,
         )
-        self._sessions[session_id] = Session(session_id, taker)
+        self._sessions[session_id] = Session(session_id, taker, may_constrain=settings.may_constrain)
         self._counts["created"] += 1
         url = f"{self.url}/sessions/{session_id}"
         opened = OpenSession(session_id=session_id, instance_id=self.instance_id, url=url, base_url=f"{url}/v1")
@@ -200,10 +157,10 @@ class SessionServer:
         session = self._sessions.get(session_id)
         if session is None:
             what = f"no session {session_id} at server {self.instance_id}: it is over, or the server was restarted"
-            raise web.HTTPNotFound(**_json(chat.problem(what, "unknown_session")))
+            raise gone(web.HTTPNotFound, what, "unknown_session")
         if must_be_open and session.ending != "open":
             what = f"session {session_id} is over: {session.ending} {session.reason}".strip()
-            raise web.HTTPGone(**_json(chat.problem(what, f"session_{session.ending}")))
+            raise gone(web.HTTPGone, what, f"session_{session.ending}")
         return session
 
     async def _status(self, request: web.Request) -> web.Response:
@@ -229,15 +186,14 @@ class SessionServer:
 
     async def _finish(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        session.reward = _reward(await request.read())
+        session.reward = (await read_object(request, '{"reward": a number} or {}', _Finish)).reward
         session.end("finished")
         self._counts["finished"] += 1
         return web.json_response({"session_id": session.session_id, "reward": session.reward})
 
     async def _abort(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = await request.read()
-        session.end("aborted", str((msgspec.json.decode(body) or {}).get("reason", "")) if body else "")
+        session.end("aborted", (await read_object(request, '{"reason": "a text"} or {}', _Abort)).reason)
         self._counts["aborted"] += 1
         return web.json_response({"session_id": session.session_id})
 
@@ -260,48 +216,75 @@ class SessionServer:
     # --------------------------------------------------------------------------------- chat completions
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
+        return web.json_response({"object": "list", "data": [_model("policy")]})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response(_model(request.match_info["model"]))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = await request.read()
-        in_thread = len(body) > _QUICK_BYTES
-        asked = await self._in_thread(chat.read_request, body) if in_thread else chat.read_request(body)
+        asked = await self._asked(request, session)
+        constraint = session.constraint(asked)
         self._counts["requests"] += 1
         completion_id = f"chatcmpl-{self.instance_id}-{self._counts['requests']}"
         if asked.stream:
-            return await self._stream(request, session, asked, completion_id)
-        turn = await self._take(session, asked)
-        return web.json_response(body=msgspec.json.encode(chat.completion(turn, asked, completion_id)))
+            return await self._stream(request, session, asked, constraint, completion_id)
+        turns = await self._take(session, asked, constraint)
+        answer = chat.completion(turns, asked, completion_id, session.taker.decode)
+        return web.json_response(body=msgspec.json.encode(answer))
 
-    async def _take(self, session: Session, asked: chat.ChatRequest) -> Turn:
-        with session.request():
-            turn = await session.taker.take(
+    async def _asked(self, request: web.Request, session: Session) -> ChatRequest:
+        try:
+            body = await read_conversation(request, session.taker.limits.total)
+        except NoRoomError:
+            with session.request():  # the trajectory ends for want of room, as if it had been tokenized
+                raise
+        return await self._in_thread(read_request, body) if len(body) > _QUICK_BYTES else read_request(body)
+
+    async def _take(self, session: Session, asked: ChatRequest, constraint: Constraint | None) -> list[Turn]:
+        async def take() -> Turn:
+            return await session.taker.take(
                 asked.messages,
                 asked.offered_tools,
                 asked.chat_template_kwargs,
-                max_tokens=asked.max_completion_tokens or asked.max_tokens,
+                max_tokens=asked.limit,
                 stop=asked.stops,
+                parallel_calls=asked.parallel_calls,
+                constraint=constraint,
             )
-        self._counts["turns"] += 1
-        self._counts["prompt_tokens"] += turn.sampled.prompt_tokens
-        self._counts["cached_tokens"] += turn.sampled.cached_tokens
-        self._counts["sampled_tokens"] += len(turn.sampled.output_ids)
-        return turn
+
+        with session.request():
+            turns = await gathered(*(take() for _ in range(asked.choices)))
+        self._counts["turns"] += len(turns)
+        for turn in turns:
+            self._counts["prompt_tokens"] += turn.sampled.prompt_tokens
+            self._counts["cached_tokens"] += turn.sampled.cached_tokens
+            self._counts["sampled_tokens"] += len(turn.sampled.output_ids)
+        return turns
 
     async def _stream(
-        self, request: web.Request, session: Session, asked: chat.ChatRequest, completion_id: str
+        self,
+        request: web.Request,
+        session: Session,
+        asked: ChatRequest,
+        constraint: Constraint | None,
+        completion_id: str,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            turn = await _with_comments(response, self._take(session, asked))
+            turns = await _with_comments(response, self._take(session, asked, constraint))
         except MilesAsyncError as error:  # the status has been sent already
-            await response.write(chat.event(chat.failure(error)[1]))
+            await response.write(chat.event(failure(error)[1]))
             return response
-        for part in chat.stream(turn, asked, completion_id):
+        for part in chat.stream(turns, asked, completion_id, session.taker.decode):
             await response.write(part)
         return response
+
+
+def _model(model_id: str) -> dict[str, Any]:
+    return {"id": model_id, "object": "model", "created": 0, "owned_by": "miles_async"}
 
 
 _COUNTED = (
@@ -310,7 +293,7 @@ _COUNTED = (
 )
 
 
-async def _with_comments(response: web.StreamResponse, answer: Awaitable[Turn]) -> Turn:
+async def _with_comments(response: web.StreamResponse, answer: Awaitable[list[Turn]]) -> list[Turn]:
     """Await the answer; meanwhile send comments, so that nobody on the way takes the connection for dead."""
 
     async def comment() -> None:
@@ -321,32 +304,16 @@ async def _with_comments(response: web.StreamResponse, answer: Awaitable[Turn]) 
     try:
         async with asyncio.TaskGroup() as scope:
             comments = scope.create_task(comment())
-            turn = await answer
+            turns = await answer
             comments.cancel()
-        return turn
+        return turns
     except BaseExceptionGroup as group:
         raise first_error(group) from None
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-    try:
-        return await handler(request)
-    except MilesAsyncError as error:
-        status, body = chat.failure(error)
-        return web.json_response(body, status=status)
-
-
-def _json(body: dict[str, Any]) -> dict[str, Any]:
-    return {"text": msgspec.json.encode(body).decode(), "content_type": "application/json"}
 
 
 class _Finish(msgspec.Struct):
     reward: float | None = None
 
 
-def _reward(body: bytes) -> float | None:
-    try:
-        return msgspec.json.decode(body, type=_Finish).reward if body else None
-    except msgspec.DecodeError as error:
-        raise TrajectoryError(f'expected {{"reward": a number}} or {{}}: {error}') from error
+class _Abort(msgspec.Struct):
+    reason: str = ""

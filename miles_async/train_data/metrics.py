@@ -70,21 +70,24 @@ def length_bias(groups: Sequence[Group]) -> dict[str, float]:
     return {"rollout/stopped_samples": float(stopped.sum()), "rollout/length_bias": total / count / at_least}
 
 
+_CALLS = ("turns", "chunks", "constrained_turns")
+
+
 def generation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """How samples came about, and what was noted in their metadata. What nobody noted, or not as a number, is left out.
 
     - ``rollout/finish_reason/{stop,length,abort}``: shares of samples;
     - ``rollout/branches/mean``: per sample; more than 1 where agents edited or truncated their history;
     - ``rollout/turns/{mean,max}``, ``rollout/chunks/mean``: generation calls per trajectory, without and with those
-      that went on after a publication had aborted them;
+      that went on after a publication had aborted them; ``rollout/constrained_turns/mean``: those under a grammar;
     - ``rollout/prefix_cache_hit_rate``: cached_tokens / prompt_tokens, over all generation calls;
     - ``rollout/NAME/mean``: of each NAME in ``metadata["metrics"]``; 0 where a sample has it not.
     """
     reasons = Counter(sample.finish_reason for sample in samples)
     found = {f"rollout/finish_reason/{reason}": reasons[reason] / len(samples) for reason in get_args(FinishReason)}
     found["rollout/branches/mean"] = sum(len(sample.branches) for sample in samples) / len(samples)
-    noted = {name: _numbers(samples, name) for name in ("turns", "chunks", "prompt_tokens", "cached_tokens")}
-    for name in ("turns", "chunks"):
+    noted = {name: _numbers(samples, name) for name in (*_CALLS, "prompt_tokens", "cached_tokens")}
+    for name in _CALLS:
         if numbers := noted[name]:
             found[f"rollout/{name}/mean"] = sum(numbers) / len(numbers)
     if noted["turns"]:

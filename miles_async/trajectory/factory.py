@@ -12,12 +12,20 @@ from miles_async.trajectory.tree import Trajectory
 MakeTrajectory = Callable[[], Trajectory]
 
 
-def trajectory_factory(chat: ChatFormat, tool_call_parser: str | None, reasoning_parser: str | None) -> MakeTrajectory:
-    """``tool_call_parser``: a name of ``PARSERS``, or module:attr. Raises ConfigurationError."""
-    parse_calls = named_parser(tool_call_parser)
-    parser = ReplyParser(chat=chat, parse_calls=parse_calls, splits_reasoning=reasoning_parser == "think")
+def trajectory_factory(
+    chat: ChatFormat, tool_call_parser: str | None, reasoning_parser: str | None, *, turn_history: str = "sampled"
+) -> MakeTrajectory:
+    """``tool_call_parser``: a name of ``PARSERS``, or module:attr. ``turn_history``: what a turn continues
+    (``--turn-history``). Raises ConfigurationError.
+    """
+    parser = ReplyParser(
+        chat=chat,
+        parse_calls=named_parser(tool_call_parser),
+        splits_reasoning=reasoning_parser == "think",
+        call_style=tool_call_parser if tool_call_parser in PARSERS else None,
+    )
     renderer = Renderer(chat)
-    return lambda: Trajectory(renderer, parser)
+    return lambda: Trajectory(renderer, parser, as_template_writes=turn_history == "template")
 
 
 def named_parser(name: str | None) -> ParseCalls | None:

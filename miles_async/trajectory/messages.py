@@ -26,21 +26,26 @@ def canonical(message: Any) -> Message:
         raise TrajectoryError(f"expected a message with a role ({', '.join(_ROLES)}), found {_shown(message)}")
     result: Message = {"role": message["role"], "content": _text(message)}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if reasoning:
+    if isinstance(reasoning, str) and reasoning:
         result["reasoning_content"] = reasoning
-    if message.get("tool_calls"):
-        result["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise TrajectoryError(f"expected a list of tool calls, found {_shown(calls)}")
+        result["tool_calls"] = [_tool_call(call) for call in calls]
     result.update({key: message[key] for key in ("tool_call_id", "name") if message.get(key) is not None})
     return result
 
 
 def is_echo(sent: Message, reply: Message) -> bool:
-    """Whether an agent gave back what it was told. Agents leave reasoning out, and white space around the content."""
+    """Whether an agent gave back what it was told. Agents leave reasoning out, and white space around the content, and
+    put a name to whoever spoke.
+    """
     return _echoed(sent, sent) == _echoed(reply, sent)
 
 
 def _echoed(message: Message, sent: Message) -> Message:
-    kept = {key: value for key, value in message.items() if key != "reasoning_content" or key in sent}
+    ignored = {"name"} if "reasoning_content" in sent else {"name", "reasoning_content"}
+    kept = {key: value for key, value in message.items() if key not in ignored}
     return {**kept, "content": message["content"].strip()}
 
 
@@ -59,12 +64,14 @@ def _tool_call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TrajectoryError(f"expected a tool call with a function and its name, found {_shown(call)}")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError:
             pass  # what a model wrote need not be JSON
+    if arguments is None:  # "null" is what some clients send for a function without parameters
+        arguments = {}
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

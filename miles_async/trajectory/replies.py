@@ -30,9 +30,17 @@ class ReplyParser:
     chat: ChatFormat
     parse_calls: ParseCalls | None = None
     splits_reasoning: bool = False
+    call_style: str | None = None  # a name of PARSERS, if calls are written in one of these ways
 
     def reply(
-        self, output_ids: Sequence[int], before: str, tools: Sequence[Mapping[str, Any]], call_ids: str
+        self,
+        output_ids: Sequence[int],
+        before: str,
+        tools: Sequence[Mapping[str, Any]],
+        call_ids: str,
+        *,
+        stops: Sequence[str] = (),
+        parallel: bool = True,
     ) -> Message:
         """The assistant's message.
 
@@ -41,16 +49,19 @@ class ReplyParser:
             before: what the template wrote in front of it, which may begin the reasoning.
             tools: that were offered; nothing is read as a call without them.
             call_ids: what the ids of tool calls begin with.
+            stops: texts that end the turn, and are not part of the message.
+            parallel: the message may have several calls; else it has the first one.
         """
         ids = [int(token) for token in output_ids]
         if ids and ids[-1] in self.chat.stop_ids:
             ids.pop()
-        text, reasoning = self.chat.decode_all(ids), None
+        text, reasoning = _until(self.chat.decode_all(ids), stops), None
         if self.splits_reasoning:
             reasoning, text = split_reasoning(text, begun=before.rstrip().endswith("<think>"))
         calls: list[Call] = []
         if tools and self.parse_calls is not None:
             text, calls = self.parse_calls(text, tools)
+            calls = calls if parallel else calls[:1]
         message: Message = {"role": "assistant", "content": self.chat.without_special(text)}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -60,6 +71,11 @@ class ReplyParser:
                 for n, (name, arguments) in enumerate(calls)
             ]
         return message
+
+
+def _until(text: str, stops: Sequence[str]) -> str:
+    """The text in front of the first of ``stops``."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)]
 
 
 def split_reasoning(text: str, *, begun: bool) -> tuple[str | None, str]:
@@ -123,6 +139,9 @@ def parse_glm(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[
 PARSERS: Mapping[str, ParseCalls] = {"qwen": parse_qwen, "llama3": parse_llama3, "glm": parse_glm}
 """By the names of ``--tool-call-parser``."""
 
+CALL_ENDS: Mapping[str, str] = {"qwen": "</tool_call>", "glm": "</tool_call>"}
+"""Where a call says that it is over: what ends a turn that may have one call."""
+
 
 def _json_call(text: str) -> Call | None:
     try:
@@ -131,7 +150,8 @@ def _json_call(text: str) -> Call | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    return call["name"], call.get("arguments", call.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters"))
+    return call["name"], {} if arguments is None else arguments  # null: a function without parameters
 
 
 def _parameter_types(function: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from miles_async.errors import NoRoomError
 from miles_async.protocols import EngineClient
+from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
+from miles_async.trajectory.replies import CALL_ENDS
 from miles_async.trajectory.tree import Context, Tools, Trajectory, Turn
 from miles_async.trajectory.turn import take_turn
 
@@ -47,6 +50,11 @@ class TurnTaker:
     routing_key: str
     in_thread: InThread
 
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str]:
+        """Tokens → text, special tokens included."""
+        return self.trajectory.renderer.chat.decode_all
+
     async def take(
         self,
         messages: Sequence[Any],
@@ -55,6 +63,8 @@ class TurnTaker:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        parallel_calls: bool = True,
+        constraint: Constraint | None = None,
     ) -> Turn:
         """The model's answer to a whole conversation, kept in the trajectory.
 
@@ -63,19 +73,27 @@ class TurnTaker:
             tools: offered to the model.
             options: more for the chat template.
             max_tokens: of this turn, within the limits.
-            stop: more strings that end the turn.
+            stop: more strings that end the turn; the reply leaves them out, the tokens have them.
+            parallel_calls: the reply may have several calls of tools.
+            constraint: what the turn is made to say.
 
         Raises:
-            TrajectoryError: messages that have no tokens, and NoRoomError.
+            TrajectoryError: messages that have no tokens, a constraint that cannot be kept, and NoRoomError.
             EngineError: what the client raises.
         """
         context, input_ids = await self.in_thread(self._prepare, messages, tools, options)
         room = self.limits.room(context)
         sampling = {**self.sampling, "max_new_tokens": room if max_tokens is None else min(room, max_tokens)}
-        if stop:
-            sampling["stop"] = [*self.sampling.get("stop", ()), *stop]
+        parser = self.trajectory.parser
+        call_end = CALL_ENDS.get(parser.call_style or "") if tools and not parallel_calls else None
+        if stops := [*stop, *([call_end] if call_end else [])]:
+            sampling["stop"] = [*self.sampling.get("stop", ()), *stops]
+        if constraint is not None:
+            style, splits = parser.call_style, parser.splits_reasoning
+            sampling[GRAMMAR] = grammar(constraint, context.text, call_style=style, splits_reasoning=splits)
         sampled = await take_turn(self.client, input_ids, sampling, routing_key=self.routing_key)
-        turn: Turn = await self.in_thread(self.trajectory.add, context, sampled)
+        add = partial(self.trajectory.add, context, sampled, stops=stop, parallel_calls=parallel_calls)
+        turn: Turn = await self.in_thread(add)
         return turn
 
     def _prepare(self, messages: Sequence[Any], tools: Tools, options: Mapping[str, Any] | None) -> tuple[Context, Any]:

@@ -8,6 +8,9 @@ An agent that edits or truncates its history forks the tree at the last turn tha
 
 Every sampled token carries loss in one branch. The one exception is a stop token that the template doesn't write after
 the turn, or with which it opens another message: whoever continues that turn continues it as the template has it.
+
+The tokens of earlier turns stay, whatever the template would leave out of them. ``as_template_writes`` forks instead
+where it would: a turn then continues the conversation as the template writes it, as the first turn of a branch.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Context:
     appended: Int32  # tokens after these
     length: int  # tokens in all
     prompt_length: int  # of these, before the first turn of the branch
+    appended_text: str  # of ``appended``
 
     def input_ids(self) -> Int32:
         """[length] what the engine is asked to continue. Put together anew: keeping it would be quadratic."""
@@ -69,6 +73,7 @@ class Trajectory:
 
     renderer: Renderer
     parser: ReplyParser
+    as_template_writes: bool = False  # else as it was sampled
     turns: list[Turn] = field(default_factory=list)  # in order of completion
 
     def extend(self, messages: Sequence[Any], tools: Tools = (), options: Mapping[str, Any] | None = None) -> Context:
@@ -87,13 +92,39 @@ class Trajectory:
         if not conversation or conversation[-1]["role"] == "assistant":
             raise TrajectoryError("expected messages that end before a turn of the assistant")
         tools, options = list(tools), dict(options or {})
+        if not self.as_template_writes:
+            return self._continued(conversation, tools, options)
+        conversation = self._with_replies(conversation)
+        written = self.renderer.chat.render(conversation, tools, options, generation_prompt=True)
+        try:
+            context = self._continued(conversation, tools, options)
+        except TrajectoryError:  # the template changes what is in the tokens
+            return self._from_start(conversation, tools, options, written)
+        if self._text_of(context) == written:
+            return context
+        return self._from_start(conversation, tools, options, written)
+
+    def add(
+        self, context: Context, sampled: SampledTurn, *, stops: Sequence[str] = (), parallel_calls: bool = True
+    ) -> Turn:
+        """The turn is over: keep it. ``stops``, ``parallel_calls``: what its reply leaves out; see ``ReplyParser``."""
+        ids = sampled.output_ids.tolist()
+        call_ids = f"call{len(self.turns):03d}"
+        reply = self.parser.reply(ids, context.text, context.tools, call_ids, stops=stops, parallel=parallel_calls)
+        turn = Turn(context=context, sampled=sampled, reply=reply, text=self.parser.chat.decode(ids))
+        self.turns.append(turn)
+        return turn
+
+    def _continued(self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Context:
+        """The tokens of the turns that ``conversation`` went through, and what comes after them."""
         parent, length = self._last_common_turn(conversation, tools, options)
         path = [*_path(parent)]
         sampled = _positions(path)
         *earlier, text = self.renderer.pieces(conversation, sampled, tools, options)
         for turn, now in zip(path, earlier, strict=True):
             check_unchanged(turn.context.text, now)
-        kept, appended = self._continue(parent, text)
+        kept, appended_text = self._after(parent, text)
+        appended = np.array(self.renderer.chat.tokenize(appended_text), np.int32)
         before = 0 if parent is None else parent.context.length + kept
         return Context(
             parent=parent,
@@ -105,15 +136,48 @@ class Trajectory:
             appended=appended,
             length=before + len(appended),
             prompt_length=len(appended) if parent is None else parent.context.prompt_length,
+            appended_text=appended_text,
         )
 
-    def add(self, context: Context, sampled: SampledTurn) -> Turn:
-        """The turn is over: keep it."""
-        ids = sampled.output_ids.tolist()
-        reply = self.parser.reply(ids, context.text, context.tools, call_ids=f"call{len(self.turns):03d}")
-        turn = Turn(context=context, sampled=sampled, reply=reply, text=self.parser.chat.decode(ids))
-        self.turns.append(turn)
-        return turn
+    def _from_start(
+        self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any], written: str
+    ) -> Context:
+        """A branch of its own, of the whole conversation as the template has ``written`` it."""
+        appended = np.array(self.renderer.chat.tokenize(written), np.int32)
+        return Context(
+            parent=None,
+            messages=tuple(conversation),
+            tools=tools,
+            options=options,
+            text=written,
+            kept=0,
+            appended=appended,
+            length=len(appended),
+            prompt_length=len(appended),
+            appended_text=written,
+        )
+
+    def _text_of(self, context: Context) -> str:
+        """All tokens of a context as text."""
+        text = context.appended_text
+        while (parent := context.parent) is not None:
+            said = self.renderer.chat.decode_all(parent.sampled.output_ids[: context.kept].tolist())
+            context = parent.context
+            text = context.appended_text + said + text
+        return text
+
+    def _with_replies(self, conversation: Sequence[Message]) -> list[Message]:
+        """With each reply as the model gave it: agents leave reasoning out, which the template may want."""
+        replies = {turn: (*_conversation(turn.context.parent), *turn.context.messages) for turn in self.turns}
+        result: list[Message] = []
+        for message in conversation:
+            known = (
+                turn.reply
+                for turn, before in replies.items()
+                if message["role"] == "assistant" and before == tuple(result) and is_echo(message, turn.reply)
+            )
+            result.append(next(known, message))
+        return result
 
     def _last_common_turn(
         self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any]
@@ -137,20 +201,17 @@ class Trajectory:
                     best = (turn, end + 1)
         return best
 
-    def _continue(self, parent: Turn | None, text: str) -> tuple[int, Int32]:
-        """(tokens of the parent's output to keep, tokens to append) for a piece of the template's."""
-        chat = self.renderer.chat
+    def _after(self, parent: Turn | None, text: str) -> tuple[int, str]:
+        """(tokens of the parent's output to keep, text to append) for a piece of the template's."""
         if parent is None:
-            return 0, np.array(chat.tokenize(text), np.int32)
-        output_ids = parent.sampled.output_ids
+            return 0, text
+        output_ids, stop_ids = parent.sampled.output_ids, self.renderer.chat.stop_ids
         kept = len(output_ids)
         closing, stop, rest = self.renderer.after_turn(text)
-        stopped = kept > 0 and int(output_ids[-1]) in chat.stop_ids
+        stopped = kept > 0 and int(output_ids[-1]) in stop_ids
         if stopped and stop == output_ids[-1]:
-            return kept, np.array(chat.tokenize(rest), np.int32)
-        if stopped:
-            kept -= 1
-        return kept, np.array(chat.tokenize(closing + rest), np.int32)
+            return kept, rest
+        return kept - stopped, closing + rest
 
     # -------------------------------------------------------------------------------------------- sample
     def sample(self, finish_reason: FinishReason | None = None) -> Sample | None:
@@ -176,8 +237,9 @@ class Trajectory:
             text=last.text,
             finish_reason=finish_reason or last.sampled.finish_reason,
             metadata={
-                "messages": [m for turn in _path(leaves[0]) for m in (*turn.context.messages, turn.reply)],
+                "messages": _conversation(leaves[0]),
                 "turns": len(self.turns),
+                "constrained_turns": sum(turn.constrained for turn in sampled),
                 "engines": list(dict.fromkeys(engine for turn in sampled for engine in turn.engines)),
                 "chunks": sum(turn.chunks for turn in sampled),
                 "prompt_tokens": sum(turn.prompt_tokens for turn in sampled),
@@ -214,19 +276,26 @@ class _Arrays:
 
     def append(self, tokens: Int32) -> None:
         """Tokens that no engine sampled."""
-        self._append(tokens, 0, np.zeros(len(tokens), np.float32), np.full(len(tokens), NO_VERSION, np.int32))
+        count = len(tokens)
+        no_versions = np.full(count, NO_VERSION, np.int32)
+        self._append(tokens, np.zeros(count, np.uint8), np.zeros(count, np.float32), no_versions)
 
     def append_sampled(self, sampled: SampledTurn, count: int, *, carries_loss: bool) -> None:
         """The first ``count`` tokens of a turn."""
-        tokens, versions = sampled.output_ids[:count], sampled.weight_versions[:count]
-        if carries_loss:
-            self._append(tokens, 1, sampled.logprobs[:count], versions)
-        else:  # they do in another branch
+        tokens, logprobs = sampled.output_ids[:count], sampled.logprobs[:count]
+        if not carries_loss:  # they do in another branch
             self.append(tokens)
+        elif sampled.constrained:
+            chosen = logprobs < 0  # the only token that a grammar allows is nobody's choice
+            chosen |= not chosen.any()  # but every turn has an age
+            versions = np.where(chosen, sampled.weight_versions[:count], NO_VERSION).astype(np.int32)
+            self._append(tokens, chosen.astype(np.uint8), logprobs, versions)
+        else:
+            self._append(tokens, np.ones(count, np.uint8), logprobs, sampled.weight_versions[:count])
 
-    def _append(self, tokens: Int32, mask: int, logprobs: Float32, versions: Int32) -> None:
+    def _append(self, tokens: Int32, mask: UInt8, logprobs: Float32, versions: Int32) -> None:
         self.tokens.append(tokens)
-        self.loss_mask.append(np.full(len(tokens), mask, np.uint8))
+        self.loss_mask.append(mask)
         self.logprobs.append(logprobs)
         self.versions.append(versions)
 
@@ -240,6 +309,11 @@ def _path(turn: Turn | None) -> Sequence[Turn]:
             turn = turn.context.parent
 
     return [*upwards(turn)][::-1]
+
+
+def _conversation(turn: Turn | None) -> list[Message]:
+    """All messages up to the reply of this turn, inclusive."""
+    return [message for turn in _path(turn) for message in (*turn.context.messages, turn.reply)]
 
 
 def _positions(path: Sequence[Turn]) -> list[int]:

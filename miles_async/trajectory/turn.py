@@ -15,6 +15,7 @@ import numpy as np
 from miles_async.errors import TransientEngineError
 from miles_async.protocols import EngineClient
 from miles_async.staleness.versions import versions_per_token
+from miles_async.trajectory.constraints import GRAMMAR
 from miles_async.types import FinishReason, Float32, Generation, Int32
 
 MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token before we say that the engine does not work
@@ -31,6 +32,7 @@ class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int  # generation calls: 1 + aborts survived
     prompt_tokens: int  # over all chunks
     cached_tokens: int  # of these, served from the prefix cache
+    constrained: bool = False  # sampled under a grammar: the log-probs are those of the policy restricted to it
 
 
 async def take_turn(
@@ -38,24 +40,30 @@ async def take_turn(
 ) -> SampledTurn:
     """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
 
+    A turn under a grammar begins again instead of going on: a grammar begins with what a request generates.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
     """
+    constrained = GRAMMAR in sampling
     budget: int = sampling["max_new_tokens"]
     chunks: list[Generation] = []
     empty = 0
     while True:
         chunk = await client.generate(input_ids, {**sampling, "max_new_tokens": budget}, routing_key=routing_key)
-        chunks.append(chunk)
-        budget -= len(chunk.output_ids)
-        if chunk.finish_reason != "abort" or budget <= 0:
-            return _joined(chunks)
-        input_ids = [*input_ids, *chunk.output_ids.tolist()]
-        empty = 0 if len(chunk.output_ids) else empty + 1
+        aborted = chunk.finish_reason == "abort"
+        thrown_away = aborted and constrained
+        kept = 0 if thrown_away else len(chunk.output_ids)
+        if not thrown_away:
+            chunks.append(chunk)
+        budget -= kept
+        if not aborted or budget <= 0:
+            return _joined(chunks, constrained)
+        input_ids = [*input_ids, *chunk.output_ids[:kept].tolist()]
+        empty = 0 if kept else empty + 1
         if empty >= MAX_EMPTY_CHUNKS:
-            raise TransientEngineError(f"{chunk.engine_id} aborted {empty} times without a token")
+            raise TransientEngineError(f"{chunk.engine_id} aborted {empty} times without a token that can be kept")
 
 
-def _joined(chunks: Sequence[Generation]) -> SampledTurn:
+def _joined(chunks: Sequence[Generation], constrained: bool) -> SampledTurn:
     finish_reason = chunks[-1].finish_reason
     return SampledTurn(
         output_ids=np.concatenate([chunk.output_ids for chunk in chunks]),
@@ -66,4 +74,5 @@ def _joined(chunks: Sequence[Generation]) -> SampledTurn:
         chunks=len(chunks),
         prompt_tokens=sum(chunk.prompt_tokens for chunk in chunks),
         cached_tokens=sum(chunk.cached_tokens for chunk in chunks),
+        constrained=constrained,
     )

@@ -77,12 +77,15 @@ class Episode:
     tools: Sequence[Any] = ()
     options: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    as_template_writes: bool = False
 
     def __post_init__(self) -> None:
         self.chat: ChatTemplate = chat_format(self.style)
         parser = PARSERS[PARSER_OF[self.style]] if self.style in PARSER_OF else None
         self.trajectory = Trajectory(
-            Renderer(self.chat), ReplyParser(chat=self.chat, parse_calls=parser, splits_reasoning=True)
+            Renderer(self.chat),
+            ReplyParser(chat=self.chat, parse_calls=parser, splits_reasoning=True),
+            as_template_writes=self.as_template_writes,
         )
         self.histories: dict[Turn, list[dict[str, Any]]] = {}  # the messages up to each turn's reply
         self.said = 0

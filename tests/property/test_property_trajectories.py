@@ -151,3 +151,31 @@ def test_an_agent_that_goes_back_forks_and_each_sampled_token_carries_loss_once(
     for branch in sample.branches:
         assert ((branch.weight_versions != NO_VERSION) == (branch.loss_mask == 1)).all()
     assert sample.text == episode.chat.decode(turns[-1].sampled.output_ids)
+
+
+@each_style
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), tools=tools, options=options)
+def test_a_history_as_the_template_writes_it_is_what_it_makes_of_the_replies(
+    style: str, data: st.DataObject, tools: Any, options: Any
+) -> None:
+    """Whatever the model samples, and though the agent forgets the reasoning; each sampled token carries loss once."""
+    episode = Episode(style, tools, options, as_template_writes=True)
+    replies: list[dict[str, Any]] = []
+    rounds_of = [(data.draw(questions()), data.draw(anything())), *data.draw(rounds(anything()))]
+    for appended, say in rounds_of:
+        turn = episode.turn(appended, say)
+        episode.messages[-1].pop("reasoning_content", None)
+        history = [canonical(message) for message in episode.messages[:-1]]
+        spoken = iter(replies)
+        history = [next(spoken) if message["role"] == "assistant" else message for message in history]
+        written = episode.chat.render(history, tools, options, generation_prompt=True)
+        assert episode.chat.decode_all(turn.context.input_ids()) == written
+        replies.append(turn.reply)
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    turns = episode.trajectory.turns
+    carrying = np.concatenate([branch.weight_versions[branch.loss_mask == 1] for branch in sample.branches]).tolist()
+    for number, turn in enumerate(turns, start=1):
+        said = len(turn.sampled.output_ids)
+        assert carrying.count(number) in (said, said - 1)

@@ -181,6 +181,12 @@ async def test_a_server_that_never_answers_is_ended_at_its_deadline(
     assert not await server.alive()
 
 
+def test_engines_know_grammars_where_agents_may_ask_for_them() -> None:
+    with_grammars = ServerSpec(model_path="m", device="cpu", dtype="float32", grammars=True)
+    assert "--grammar-backend=xgrammar" in server_command(with_grammars, LOOPBACK, 1, 2, 0)
+    assert "--grammar-backend=none" in server_command(SPEC, LOOPBACK, 1, 2, 0)
+
+
 def test_cpu_servers_get_what_runs_without_a_gpu_and_cuda_servers_do_not() -> None:
     cpu = server_command(SPEC, LOOPBACK, 1, 2, 0)
     assert "--attention-backend=torch_native" in cpu

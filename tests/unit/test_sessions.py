@@ -7,87 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
 from miles_async.engines.client import http_error
 from miles_async.errors import StalledError, TransientEngineError
-from miles_async.serialization import decode, encode
-from miles_async.sessions.records import Collected, OpenSession, SessionSettings
-from miles_async.sessions.server import SessionServer
-from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import ReplyParser, parse_qwen
-from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
-from tests.fakes.chat_formats import TOOLS, chat_format
+from tests.fakes.chat_formats import TOOLS
 from tests.fakes.scripted_model import ScriptedModel
-
-CHAT = chat_format("qwen3")
-END = CHAT.tokenize("<|im_end|>")
-CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "17*4"}}\n</tool_call>'
-QUESTION = {"role": "user", "content": "17*4?"}
-
-
-def says(*texts: str) -> Callable[[int, list[int]], list[int]]:
-    return lambda call, input_ids: [*CHAT.tokenize(texts[min(call, len(texts) - 1)]), *END]
-
-
-def make_trajectory() -> Trajectory:
-    return Trajectory(Renderer(CHAT), ReplyParser(chat=CHAT, parse_calls=parse_qwen, splits_reasoning=True))
-
-
-@dataclass
-class Agent:
-    """One session and a client in it."""
-
-    opened: OpenSession
-    client: openai.AsyncOpenAI
-    http: aiohttp.ClientSession
-
-    async def chat(self, *messages: Any, **options: Any) -> Any:
-        return await self.client.chat.completions.create(model="policy", messages=messages, **options)
-
-    async def post(self, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
-        async with self.http.post(f"{self.opened.url}/{path}", json=body) as response:
-            return response.status, await response.json()
-
-    async def status(self) -> dict[str, Any]:
-        async with self.http.get(self.opened.url) as response:
-            return await response.json()
-
-    async def collect(self) -> Collected:
-        async with self.http.post(f"{self.opened.url}/collect") as response:
-            assert response.status == 200, await response.text()
-            return decode(await response.read(), Collected)
-
-
-@asynccontextmanager
-async def agent_of(model: ScriptedModel, *, timeout: float = 60.0, **settings: Any) -> AsyncIterator[Agent]:
-    server = SessionServer(model, make_trajectory, session_timeout=timeout)
-    await server.start("127.0.0.1")
-    expiry = asyncio.ensure_future(server.expire())
-    async with aiohttp.ClientSession() as http:
-        body = SessionSettings(
-            **{
-                "routing_key": "7-1",
-                "sampling": {"temperature": 1.0},
-                "max_response": 500,
-                "max_total": 900,
-                **settings,
-            }
-        )
-        async with http.post(f"{server.url}/sessions", data=encode(body)) as response:
-            opened = decode(await response.read(), OpenSession)
-        async with openai.AsyncOpenAI(base_url=opened.base_url, api_key="none", max_retries=0) as client:
-            yield Agent(opened, client, http)
-    expiry.cancel()
-    await server.stop()
+from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, agent_of, says
 
 
 # -------------------------------------------------------------------------------------------- chat completions
@@ -158,22 +87,6 @@ async def test_limits_and_stops_of_the_agent_hold_and_its_temperature_does_not()
     assert model.sampling[0] == {"temperature": 1.0, "stop": ["a", "b"], "max_new_tokens": 3}
     assert model.sampling[1] == {"temperature": 1.0, "stop": ["a"], "max_new_tokens": 500}
     assert set(model.routing_keys) == {"7-1"}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"n": 2}, "one answer per request"),
-        ({"logprobs": True}, "kept for the trainer"),
-        ({"tool_choice": "required", "tools": TOOLS}, "auto or none"),
-        ({"response_format": {"type": "json_object"}}, "not constrained"),
-        ({"max_tokens": 0}, "max_tokens = 0"),
-    ],
-)
-async def test_what_there_is_not_is_refused_by_name(options: dict, words: str) -> None:
-    async with agent_of(ScriptedModel(says("x"))) as agent:
-        with pytest.raises(openai.BadRequestError, match=words):
-            await agent.chat(QUESTION, **options)
 
 
 async def test_a_conversation_without_room_is_refused_as_clients_know_it() -> None:

@@ -59,6 +59,46 @@ def test_reasoning_of_earlier_turns_stays_in_the_tokens_though_the_template_woul
     assert "hm" in episode.chat.decode_all(turn.context.input_ids())
 
 
+def test_a_history_as_the_template_writes_it_branches_where_earlier_reasoning_is_left_out() -> None:
+    episode = Episode("qwen3", TOOLS, as_template_writes=True)
+    turns = []
+    for appended, text in [
+        (
+            user("a"),
+            '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>',
+        ),
+        (result("found"), "<think>\nso\n</think>\n\nb"),  # same question: the template keeps the reasoning
+        (user("c"), "<think>\nwell\n</think>\n\nd"),  # another: it leaves all reasoning out
+        (user("e"), "f"),
+    ]:
+        turns.append(episode.turn([appended], Say(text=text)))
+        episode.messages[-1].pop("reasoning_content", None)  # as most agents do
+    assert [turn.context.parent for turn in turns] == [None, turns[0], None, None]
+    asked = [episode.chat.decode_all(turn.context.input_ids()) for turn in turns]
+    assert "hm" in asked[1]
+    assert not any(word in asked[2] for word in ("hm", "so", "think"))
+    assert "well" not in asked[3]
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    assert len(sample.branches) == 3
+    said = sum(len(turn.sampled.output_ids) for turn in turns)
+    assert sum(int(branch.loss_mask.sum()) for branch in sample.branches) == said
+
+
+def test_a_history_as_the_template_writes_it_keeps_the_tokens_where_their_text_is_the_same() -> None:
+    episode = Episode("llama3", as_template_writes=True)
+    first = episode.turn([user("a")], Say(ids=tuple(episode.chat.tokenize("qui") + episode.chat.tokenize("ck"))))
+    second = episode.turn([user("c")], Say(text="d"))
+    assert second.context.parent is first
+
+
+def test_a_history_as_the_template_writes_it_follows_a_template_that_changes_its_mind() -> None:
+    episode = Episode("wandering", TOOLS[:1], as_template_writes=True)
+    episode.turn([user("first")], Say(text="b"))
+    turn = episode.turn([user("second")], Say(text="d"))
+    assert turn.context.parent is None
+
+
 def test_tool_calls_stay_where_a_template_wants_them_for_their_results() -> None:
     episode = Episode("mistral", TOOLS)
     first = episode.turn([user("a")], Say(text="x"))

@@ -1,0 +1,124 @@
+"""Requests for chat completions as OpenAI has them: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import TrajectoryError
+from miles_async.trajectory.constraints import Constraint
+
+_MOST_CHOICES = 128  # OpenAI's limit of n
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a request. Sampling parameters are the run's: the trainer's log-probs assume them."""
+
+    messages: list[dict[str, Any]]
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = 1
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    response_format: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the answer."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def choices(self) -> int:
+        """Answers that are wanted."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def stops(self) -> list[str]:
+        """More strings that end the turn."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """What the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether an answer may have several calls."""
+        return self.parallel_tool_calls is not False
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What ``response_format`` and ``tool_choice`` make the model say. Raises TrajectoryError."""
+        schema, called = _schema(self.response_format), self._called_tools()
+        if schema is None and not called:
+            return None
+        if called:  # then an answer is nothing but calls
+            return Constraint(tools=called, parallel=self.parallel_calls)
+        return Constraint(schema=schema, tools=self.offered_tools, parallel=self.parallel_calls)
+
+    def _called_tools(self) -> list[dict[str, Any]]:
+        """The tools one of which must be called, by ``tool_choice``."""
+        match self.tool_choice:
+            case None | "auto" | "none":
+                return []
+            case "required":
+                called = self.tools or []
+            case {"type": "function", "function": {"name": name}}:
+                called = [tool for tool in self.tools or [] if _name(tool) == name]
+            case _:
+                raise TrajectoryError(
+                    f"tool_choice = {self.tool_choice}: expected auto, none, required, or a function and its name"
+                )
+        if not called:
+            raise TrajectoryError(f"tool_choice = {self.tool_choice}: no such tool is offered")
+        return called
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Raises TrajectoryError for what is no request, or asks for what there isn't."""
+    try:
+        request = msgspec.json.decode(body, type=ChatRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TrajectoryError(f"not a request for a chat completion: {error}") from error
+    problems = {
+        f"n = {request.n}: from 1 to {_MOST_CHOICES}": not 1 <= request.choices <= _MOST_CHOICES,
+        f"top_logprobs = {request.top_logprobs}: only the sampled token's is known": bool(request.top_logprobs),
+        f"max_tokens = {request.limit}: at least 1": request.limit is not None and request.limit < 1,
+        "tools: each needs a function with a name": not all(
+            isinstance(_name(tool), str) for tool in request.tools or []
+        ),
+    }
+    if unsupported := [problem for problem, found in problems.items() if found]:
+        raise TrajectoryError(f"not supported: {'; '.join(unsupported)}")
+    return request
+
+
+def _name(tool: Mapping[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _schema(response_format: Any) -> Mapping[str, Any] | None:
+    """The JSON Schema of the answer; None for free text."""
+    match response_format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+            return schema
+    raise TrajectoryError(
+        f"response_format = {response_format}: expected type text, json_object, or json_schema with a schema"
+    )

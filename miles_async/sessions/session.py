@@ -1,0 +1,75 @@
+"""One session: the trajectory that an agent makes, and what became of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from miles_async.clock import now
+from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedError, TrajectoryError
+from miles_async.sessions.chat_request import ChatRequest
+from miles_async.sessions.records import Ending
+from miles_async.trajectory.constraints import Constraint
+from miles_async.trajectory.taker import TurnTaker
+
+
+class Session:
+    """One trajectory that an agent makes."""
+
+    def __init__(self, session_id: str, taker: TurnTaker, *, may_constrain: bool) -> None:
+        self.session_id = session_id
+        self.taker = taker
+        self._may_constrain = may_constrain
+        self.ending: Ending = "open"
+        self.reason = ""
+        self.reward: float | None = None
+        self.requests = 0
+        self.cut = False
+        self.failure: str | None = None
+        self.waiting = False
+        self.last_used = now()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Around a request for a completion: counts it, and remembers what became of it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.requests += 1
+        self.cut, self.failure, self.waiting = False, None, True
+        try:
+            yield
+            self.waiting = False
+        except MilesAsyncError as error:
+            self.waiting = False
+            self.cut = isinstance(error, NoRoomError)
+            if not isinstance(error, RequestRejectedError):  # which is the agent's own fault
+                self.failure = str(error)
+            raise
+        finally:
+            self._tasks.discard(task)
+            self.last_used = now()
+
+    def idle_seconds(self) -> float:
+        """Since anybody used it; 0 while a request is under way."""
+        return 0.0 if self._tasks else now() - self.last_used
+
+    def end(self, ending: Ending, reason: str = "") -> None:
+        """No more turns; requests under way end, and nothing of theirs is kept."""
+        if self.ending == "open":
+            self.ending, self.reason = ending, reason
+        for task in self._tasks:
+            task.cancel()
+
+    def constraint(self, asked: ChatRequest) -> Constraint | None:
+        """What the request makes the model say. Raises TrajectoryError where this run cannot train on that."""
+        constraint = asked.constraint
+        if constraint is not None and not self._may_constrain:
+            raise TrajectoryError(
+                "response_format and tool_choice other than auto and none change what is sampled from, and this run "
+                "does not correct for that: add --use-rollout-logprobs or --use-tis"
+            )
+        return constraint

@@ -1,0 +1,121 @@
+"""What a turn is made to say: JSON of a schema, or calls of tools; as a grammar for the engine.
+
+SGLang samples among the tokens that the grammar allows, so the log-probs that it returns are those of the policy
+restricted to these tokens: of what sampled them, and not of the policy alone. docs/agents.md says what the loss makes
+of that.
+
+Source: XGrammar's structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html (0.2.7).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miles_async.errors import TrajectoryError
+
+GRAMMAR = "structural_tag"
+"""SGLang's sampling parameter."""
+
+Format = dict[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constraint:
+    """What a turn is made to say: any of what is given here."""
+
+    schema: Mapping[str, Any] | None = None  # a JSON text of this JSON Schema
+    tools: Tools = ()  # calls of these functions, one at least
+    parallel: bool = True  # several calls are allowed
+
+
+def grammar(constraint: Constraint, before: str, *, call_style: str | None, splits_reasoning: bool) -> str:
+    """The value of ``GRAMMAR``.
+
+    Args:
+        constraint: what it makes the turn say.
+        before: what the template wrote in front of the turn, which may begin the reasoning.
+        call_style: how calls are written, a name of ``CALL_STYLES``.
+        splits_reasoning: the turn may begin with reasoning, which is free.
+
+    Raises:
+        TrajectoryError: calls are wanted, and how they are written is not known here.
+    """
+    said: list[Format] = []
+    if constraint.schema is not None:
+        said.append({"type": "json_schema", "json_schema": constraint.schema})
+    if constraint.tools:
+        said.append(_calls(constraint.tools, constraint.parallel, call_style))
+    elements = [_one_of(said)]
+    if before.rstrip().endswith("<think>"):
+        elements.insert(0, _reasoning(begin=""))
+    elif splits_reasoning:
+        elements.insert(0, {"type": "optional", "content": _reasoning(begin="<think>")})
+    return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
+
+
+def _one_of(formats: list[Format]) -> Format:
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
+
+
+def _reasoning(begin: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>\n\n"}
+
+
+def _calls(tools: Tools, parallel: bool, style: str | None) -> Format:
+    if style is None or style not in CALL_STYLES:
+        raise TrajectoryError(
+            f"calls of tools can only be made with a --tool-call-parser of {', '.join(CALL_STYLES)}; found "
+            f"{style or 'none of these'}"
+        )
+    tag, separator = CALL_STYLES[style]
+    functions = [tool.get("function", {}) for tool in tools]
+    return {
+        "type": "tags_with_separator",
+        "tags": [tag(str(function.get("name")), function.get("parameters") or {}) for function in functions],
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def _qwen_call(name: str, parameters: Mapping[str, Any]) -> Format:
+    return {
+        "type": "tag",
+        "begin": f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ',
+        "content": {"type": "json_schema", "json_schema": _object(parameters)},
+        "end": "}\n</tool_call>",
+    }
+
+
+def _llama3_call(name: str, parameters: Mapping[str, Any]) -> Format:
+    return {
+        "type": "tag",
+        "begin": f'{{"name": {json.dumps(name)}, "parameters": ',
+        "content": {"type": "json_schema", "json_schema": _object(parameters)},
+        "end": "}",
+    }
+
+
+def _glm_call(name: str, parameters: Mapping[str, Any]) -> Format:
+    return {
+        "type": "tag",
+        "begin": f"<tool_call>{name}\n",
+        "content": {"type": "json_schema", "json_schema": _object(parameters), "style": "glm_xml"},
+        "end": "\n</tool_call>",
+    }
+
+
+def _object(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": "object", **parameters}
+
+
+CALL_STYLES: Mapping[str, tuple[Callable[[str, Mapping[str, Any]], Format], str]] = {
+    "qwen": (_qwen_call, "\n"),
+    "llama3": (_llama3_call, "; "),
+    "glm": (_glm_call, "\n"),
+}
+"""By the names of ``--tool-call-parser``: (how a call is written, what stands between two)."""

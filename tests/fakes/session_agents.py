@@ -1,0 +1,85 @@
+"""Agents of a session server in this process, with the openai client and a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import openai
+
+from miles_async.serialization import decode, encode
+from miles_async.sessions.records import Collected, OpenSession, SessionSettings
+from miles_async.sessions.server import SessionServer
+from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.replies import ReplyParser, parse_qwen
+from miles_async.trajectory.tree import Trajectory
+from tests.fakes.chat_formats import chat_format
+from tests.fakes.scripted_model import ScriptedModel
+
+CHAT = chat_format("qwen3")
+END = CHAT.tokenize("<|im_end|>")
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "17*4"}}\n</tool_call>'
+QUESTION = {"role": "user", "content": "17*4?"}
+
+
+def says(*texts: str) -> Callable[[int, list[int]], list[int]]:
+    return lambda call, input_ids: [*CHAT.tokenize(texts[min(call, len(texts) - 1)]), *END]
+
+
+def make_trajectory() -> Trajectory:
+    parser = ReplyParser(chat=CHAT, parse_calls=parse_qwen, splits_reasoning=True, call_style="qwen")
+    return Trajectory(Renderer(CHAT), parser)
+
+
+@dataclass
+class Agent:
+    """One session and a client in it."""
+
+    opened: OpenSession
+    client: openai.AsyncOpenAI
+    http: aiohttp.ClientSession
+
+    async def chat(self, *messages: Any, **options: Any) -> Any:
+        return await self.client.chat.completions.create(model="policy", messages=messages, **options)
+
+    async def post(self, path: str, body: Any = None, *, raw: Any = None) -> tuple[int, dict[str, Any]]:
+        """``raw``: the body as bytes, or pieces of it as they come."""
+        sent = {"json": body} if raw is None else {"data": raw}
+        async with self.http.post(f"{self.opened.url}/{path}", **sent) as response:
+            return response.status, await response.json()
+
+    async def status(self) -> dict[str, Any]:
+        async with self.http.get(self.opened.url) as response:
+            return await response.json()
+
+    async def collect(self) -> Collected:
+        async with self.http.post(f"{self.opened.url}/collect") as response:
+            assert response.status == 200, await response.text()
+            return decode(await response.read(), Collected)
+
+
+@asynccontextmanager
+async def agent_of(model: ScriptedModel, *, timeout: float = 60.0, **settings: Any) -> AsyncIterator[Agent]:
+    server = SessionServer(model, make_trajectory, session_timeout=timeout)
+    await server.start("127.0.0.1")
+    expiry = asyncio.ensure_future(server.expire())
+    async with aiohttp.ClientSession() as http:
+        body = SessionSettings(
+            **{
+                "routing_key": "7-1",
+                "sampling": {"temperature": 1.0},
+                "max_response": 500,
+                "max_total": 900,
+                **settings,
+            }
+        )
+        async with http.post(f"{server.url}/sessions", data=encode(body)) as response:
+            opened = decode(await response.read(), OpenSession)
+        async with openai.AsyncOpenAI(base_url=opened.base_url, api_key="none", max_retries=0) as client:
+            yield Agent(opened, client, http)
+    expiry.cancel()
+    await server.stop()
