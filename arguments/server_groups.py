@@ -141,5 +141,8 @@ def _external_problems(arguments: Arguments) -> Iterator[str]:
             f"external engines with --weight-transport {weights.weight_transport}: nothing of ours runs on their "
             "hosts, to see to files there; use distributed"
         )
-    if weights.verify_weights == "full":
-        yield "external engines with --verify-weights full: only servers that we start can say what they hold"
+    if weights.compares_digests:
+        yield (
+            f"external engines with --verify-weights {weights.verify_weights}: only servers that we start can say what "
+            "they hold; use canary"
+        )

@@ -52,16 +52,25 @@ class WeightsArguments:
         "--weight-transport disk, a place that every engine's node sees",
     )
     verify_weights: str = flag(
-        "canary",
-        "after each publication, on every engine: canary compares log-probs of a fixed sequence with the trainer's; "
-        "full also compares digests of all weights, element by element",
-        choices=("off", "canary", "full"),
+        "full",
+        "what is compared after each publication, on every engine: full compares digests of every tensor that it holds "
+        "with those of what was sent, and log-probs of a text (the canary) with the trainer's; sample compares one of "
+        "--verify-weights-shares of the tensors each time; canary compares log-probs alone",
+        choices=("full", "sample", "canary", "off"),
+    )
+    verify_weights_shares: int = flag(
+        8, "with --verify-weights sample: publications in which every tensor is compared once", metavar="N"
     )
     verify_weights_skip: tuple[str, ...] = flag(
-        (), "with --verify-weights full: do not compare tensors whose names contain one of these", metavar="PART"
+        (),
+        "with --verify-weights full or sample: do not compare tensors whose names contain one of these, as sent or as "
+        "the engine's model has them",
+        metavar="PART",
     )
     canary_tolerance: float | None = flag(
-        None, "largest log-prob difference the canary accepts (default: 1e-3 in fp32, 0.15 in bf16)"
+        None,
+        "largest mean difference of log-probs that the canary accepts; at the 90 % quantile it accepts four times as "
+        "much (default: 1e-3 in fp32, 0.25 in bf16)",
     )
     publication_timeout: float = flag(
         300.0, "seconds one publication may take (rolling: of one portion of the engines)", metavar="SECONDS"
@@ -69,6 +78,11 @@ class WeightsArguments:
     debug_publication_lag: int = flag(
         0, "debug: send the weights of this many versions ago, to study staleness", metavar="VERSIONS"
     )
+
+    @property
+    def compares_digests(self) -> bool:
+        """Whether engines are asked what they hold."""
+        return self.verify_weights in ("full", "sample")
 
     @property
     def step_timeout(self) -> float:

@@ -17,7 +17,7 @@ from miles_async.types import (
     FleetMembers,
     Generation,
     Group,
-    HeldPart,
+    HeldWeights,
     Incarnation,
     Observation,
     PreparedBatch,
@@ -25,6 +25,7 @@ from miles_async.types import (
     Sample,
     StagedWeights,
     TensorMeta,
+    TensorShare,
     TrainShard,
 )
 
@@ -312,8 +313,10 @@ class EngineFleet(Protocol):
         self, engines: Sequence[Incarnation], tokens: Sequence[int]
     ) -> Mapping[Incarnation, CanaryScore | Exception]: ...
 
-    async def held_weights(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, HeldWeights | Exception]:
-        """Digests of everything they hold, while they are paused."""
+    async def held_weights(
+        self, engines: Sequence[Incarnation], share: TensorShare
+    ) -> Mapping[Incarnation, HeldWeights | Exception]:
+        """What they hold, while they are paused, with digests of a share of it."""
         ...
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
@@ -380,8 +383,6 @@ class EngineFleet(Protocol):
 
 
 EngineErrors = Mapping[Incarnation, Exception | None]
-HeldWeights = Mapping[str, Sequence[HeldPart]]
-"""HF name → where its parts are, over all ranks of an engine."""
 
 
 class WeightTransport(Protocol):

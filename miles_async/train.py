@@ -63,7 +63,7 @@ from miles_async.trainer.group import TrainerGroup
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
-from miles_async.weights.verify import default_tolerance
+from miles_async.weights.verify import canary_tolerance
 
 log = structlog.get_logger(__name__)
 
@@ -160,6 +160,8 @@ class Run:
         self._manager = rollout.manager
         self._summary.record_stage("start", time.monotonic() - self._started)
         tracker = self._tracker()
+        if arguments.weights.verify_weights != "off":
+            trainer.canary_tokens = await rollout.part("canary").tokens()
         publisher = self._publisher(trainer, rollout)
         controller = Controller(
             rollout=manager,
@@ -205,7 +207,7 @@ class Run:
                 fleet,
                 choose_transport(arguments.weights, trainer, fleet, self._device, name=part),
                 arguments.weights,
-                tolerance=arguments.weights.canary_tolerance or default_tolerance(arguments.model.bf16),
+                tolerance=canary_tolerance(arguments.weights.canary_tolerance, bf16=arguments.model.bf16),
                 engines_timeout=engines_timeout,
             )
 

@@ -10,6 +10,7 @@ predict ``tokens[i]`` are those at position ``i - 1``; the trainer does that shi
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -204,6 +205,7 @@ class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
     delta: WeightDelta | None = None
     canary_tokens: tuple[int, ...] = ()
     canary_logprobs: tuple[float, ...] = ()  # of canary_tokens[1:], by the trainer, with these weights
+    previous_canary_logprobs: tuple[float, ...] = ()  # with those it staged before; empty if these are the first
     prepare_seconds: float = 0.0
 
 
@@ -264,7 +266,25 @@ class HeldPart(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str  # in which it is held
-    digest: str
+    digest: str  # of these elements in their places, see ``tensor_digest``; "" where nobody asked for it
+
+
+class TensorShare(msgspec.Struct, frozen=True):
+    """Every ``of``-th tensor, by its name: each is in exactly one of the shares 0 .. ``of`` - 1."""
+
+    index: int = 0
+    of: int = 1
+
+    def includes(self, name: str) -> bool:
+        return zlib.crc32(name.encode()) % self.of == self.index
+
+
+class HeldWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says that its model holds, over all its ranks; or one of them."""
+
+    parts: Mapping[str, tuple[HeldPart, ...]]  # by name of the tensor that its loader was given
+    replaced: tuple[str, ...] = ()  # tensors that were loaded into memory that something else replaced since
+    unfilled: Mapping[str, int] = {}  # parameters of the model → elements that no tensor was copied to, other than 0
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,6 +297,9 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     prepare_seconds: float
     pause_seconds: float
     step_seconds: Mapping[str, float]  # of the pause, by step: "flush_cache", "send", ...
-    canary_difference: float  # largest over engines, 0 when not verified
+    canary_difference: float  # mean over tokens, largest over engines; 0 when not verified
+    canary_undecided: tuple[str, ...] = ()  # engines whose canary fits this version and the one before alike
+    compared_tensors: int = 0  # whose elements were compared; least over engines
+    incomparable_tensors: int = 0  # that can't be compared, or shall not; most over engines
     total_bytes: int = 0  # of the weights
     sent_fraction: float = 1.0  # of these bytes, what each engine was sent; mean over engines

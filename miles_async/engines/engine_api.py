@@ -5,6 +5,7 @@ canary.
 from __future__ import annotations
 
 import asyncio
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,8 +15,7 @@ import msgspec
 from miles_async.engines.http import Http
 from miles_async.engines.names import HELD_WEIGHTS_ACTION
 from miles_async.errors import EngineError
-from miles_async.protocols import HeldWeights
-from miles_async.types import CanaryScore, EngineLoad, HeldPart, TensorMeta
+from miles_async.types import CanaryScore, EngineLoad, HeldPart, HeldWeights, TensorMeta, TensorShare
 
 Answer = TypeVar("Answer")
 
@@ -78,7 +78,7 @@ class _ScoreReply(msgspec.Struct):
 
 
 class _RankCheck(msgspec.Struct):
-    checksums: dict[str, str]  # HF name → JSON list of HeldPart, see held_weights.py
+    checksums: dict[str, str]  # HELD_WEIGHTS_ACTION → JSON of HeldWeights, see held_weights.py
 
 
 class _CheckReply(msgspec.Struct):
@@ -91,6 +91,18 @@ def decode(body: bytes, kind: type[Answer], source: str) -> Answer:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
         raise EngineError(f"{source}: unexpected answer ({error}): {body[:_ERROR_TEXT]!r}") from error
+
+
+def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
+    parts: dict[str, tuple[HeldPart, ...]] = {}
+    for rank in ranks:
+        for name, some in rank.parts.items():
+            parts[name] = (*parts.get(name, ()), *some)
+    return HeldWeights(
+        parts=parts,
+        replaced=tuple(dict.fromkeys(name for rank in ranks for name in rank.replaced)),
+        unfilled=ChainMap(*(dict(rank.unfilled) for rank in ranks)),
+    )
 
 
 class EngineApi:
@@ -213,21 +225,24 @@ class EngineApi:
         """Every safetensors file of ``directory``, on the engine's host, and no other. Stands by itself: no begin and
         end. A file that can't be read ends the server.
         """
-        body = {"model_path": directory, "flush_cache": flush_cache, "weight_version": str(version)}
+        body = {
+            "model_path": directory,
+            "load_format": "safetensors",  # not what the server was started with, which reads no files
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
         await self._post(url, "/update_weights_from_disk", body, timeout)
 
-    async def held_weights(self, url: str, timeout: float) -> HeldWeights:
-        """Takes a server that was started with ``held_weights.ENABLE``."""
-        reply = decode(
-            await self._post(url, "/weights_checker", {"action": HELD_WEIGHTS_ACTION, "selector": "target"}, timeout),
-            _CheckReply,
-            f"{url}/weights_checker",
-        )
-        held: dict[str, list[HeldPart]] = {}
-        for rank in reply.ranks:
-            for name, parts in rank.checksums.items():
-                held.setdefault(name, []).extend(decode(parts.encode(), list[HeldPart], f"{url}/weights_checker"))
-        return held
+    async def held_weights(self, url: str, share: TensorShare, timeout: float) -> HeldWeights:
+        """Takes a server that was started with HELD_WEIGHTS_VARIABLE."""
+        source = f"{url}/weights_checker"
+        action = f"{HELD_WEIGHTS_ACTION} {msgspec.json.encode(share).decode()}"
+        body = {"action": action, "selector": "target"}
+        reply = decode(await self._post(url, "/weights_checker", body, timeout), _CheckReply, source)
+        ranks = [
+            decode(rank.checksums.get(HELD_WEIGHTS_ACTION, "").encode(), HeldWeights, source) for rank in reply.ranks
+        ]
+        return _over_ranks(ranks)
 
     async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
         """Log-probs of tokens[1:] given their prefix, at temperature 1 whatever the rollout's is.

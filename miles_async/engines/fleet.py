@@ -22,8 +22,8 @@ from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineSta
 from miles_async.engines.supervisor import EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
-from miles_async.protocols import EngineErrors, HeldWeights
-from miles_async.types import CanaryScore, FleetMembers, Incarnation, TensorMeta
+from miles_async.protocols import EngineErrors
+from miles_async.types import CanaryScore, FleetMembers, HeldWeights, Incarnation, TensorMeta, TensorShare
 
 log = structlog.get_logger(__name__)
 
@@ -189,8 +189,10 @@ class Fleet:
         """Not while paused: a paused SGLang answers no generation request."""
         return await self._ask(engines, lambda _, url: self._api.score(url, tokens, self._step_timeout))
 
-    async def held_weights(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, HeldWeights | Exception]:
-        return await self._ask(engines, lambda _, url: self._api.held_weights(url, self._step_timeout))
+    async def held_weights(
+        self, engines: Sequence[Incarnation], share: TensorShare
+    ) -> Mapping[Incarnation, HeldWeights | Exception]:
+        return await self._ask(engines, lambda _, url: self._api.held_weights(url, share, self._step_timeout))
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
         """Requests may go out to these engines, under ``version``."""

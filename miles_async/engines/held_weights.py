@@ -1,111 +1,91 @@
 """In the server's process: what a model holds of each tensor that its loader was given, as digests.
 
-SGLang fuses, splits and shards tensors, each model in its own way, so what it holds has other names and shapes than
-what was sent. Its loaders end in ``parameter.copy_(part of the tensor)``. While one runs, those copies are noted: which
-elements of which tensor went to which memory. A digest is then taken of that memory, whatever has happened to it since,
-with each element's place in the tensor as it was sent (``tensor_digest``).
+Where the elements of each tensor went is noted while a loader runs (``loader_watch.py``). A digest is then taken of
+that memory, whatever has happened to it since, with each element's place in the tensor as it was sent
+(``tensor_digest``). Of what the model has beyond that:
 
-For the unquantized models of SGLang 0.5.23, through its own hooks. A tensor that a loader casts, moves or combines
-with others before it copies, or copies in another thread, is not noted: it counts as not held. So do parameters that
-are replaced after loading.
+- A parameter that was there when the model was made has to be filled by what is sent: each of its elements was copied
+  from a tensor, or is zero (the padding of a vocabulary). Two kinds of memory are exempt, since no checkpoint has them:
+  buffers, and parameters that come later. They are computed, from the configuration or from what was loaded.
+- A tensor whose memory was replaced after it was loaded (quantized, reordered for a kernel) can't be compared. It is
+  reported as such.
+
+For SGLang 0.5.23, through its own hooks. A tensor that a loader casts, moves or computes with before it copies it
+counts as not held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from miles_async.engines.loader_watch import Copied, LoaderWatch
 from miles_async.engines.names import HELD_WEIGHTS_ACTION
-from miles_async.tensor_digest import BLOCK, MULTIPLIERS, to_text
-from miles_async.types import HeldPart
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PART = 64 * BLOCK  # elements at a time: 8 bytes each for their place and their product
+from miles_async.engines.region_digest import region_digest
+from miles_async.tensor_digest import to_text
+from miles_async.types import HeldPart, HeldWeights, TensorShare
 
 
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """Some elements of a tensor, and the memory they were copied to. It keeps no memory alive: a quantization replaces
-    what was loaded, to have room.
-    """
-
-    storage: StorageWeakRef
-    dtype: torch.dtype
-    layout: tuple[int, tuple[int, ...], tuple[int, ...]]  # of the memory in its storage: offset, shape, strides
-    offset: int  # place of the first element
-    strides: tuple[int, ...]  # from place to place, by dimension of the memory
-
-    def held(self, live: Mapping[int, UntypedStorage]) -> HeldPart | None:
-        """What the memory holds now; None if it is in none of the ``live`` storages, which are named by ``_cdata``."""
-        storage = live.get(self.storage.cdata)
-        if storage is None or storage.nbytes() < self._end():
-            return None
-        memory = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
-        return HeldPart(
-            offset=self.offset,
-            shape=tuple(memory.shape),
-            strides=self.strides,
-            dtype=str(memory.dtype).removeprefix("torch."),
-            digest=region_digest(memory, self.offset, self.strides),
-        )
-
-    def _end(self) -> int:
-        """Bytes that a storage with this memory has at least."""
-        first, shape, strides = self.layout
-        last = first + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
-        return (last + 1) * self.dtype.itemsize
-
-
-class HeldWeights:
-    """What one model holds."""
+class WatchedModel:
+    """A model of which every load is watched."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._noted: dict[str, list[_Noted]] = {}
-        self._name = ""
-        self._tensor: Tensor | None = None  # that the loader has at the moment
+        self._watch = LoaderWatch()
+        self._to_fill = {name for name, _ in model.named_parameters()}
+        self._filled: set[str] = set()  # parameters that some tensor was ever copied to
         model.load_weights = partial(self._load, model.load_weights)  # type: ignore[assignment,arg-type]
 
-    def digests(self) -> dict[str, str]:
-        """Name of each tensor that was ever loaded → JSON list of HeldPart."""
-        storages = [memory.untyped_storage() for memory in _memory_of(self._model)]
+    def held(self, share: TensorShare) -> HeldWeights:
+        """What it holds now, with digests of the tensors of ``share``."""
+        storages = [memory.untyped_storage() for memory in (*self._model.parameters(), *self._model.buffers())]
         live = {storage._cdata: storage for storage in storages}
-        held = {name: [part.held(live) for part in parts] for name, parts in self._noted.items()}
-        encoder = msgspec.json.Encoder()
-        return {
-            name: encoder.encode([part for part in parts if part is not None]).decode() for name, parts in held.items()
+        memories: dict[str, list[tuple[Copied, Tensor]]] = {}
+        replaced = []
+        for name, copies in self._watch.copies.items():
+            memories[name] = [(copied, memory) for copied in copies if (memory := copied.memory(live)) is not None]
+            if len(memories[name]) < len(copies):
+                replaced.append(name)
+                memories[name] = []
+        digests = iter(_digests(pair for name in memories if share.includes(name) for pair in memories[name]))
+        parts = {
+            name: tuple(_part(*pair, next(digests) if share.includes(name) else "") for pair in pairs)
+            for name, pairs in memories.items()
         }
+        return HeldWeights(parts=parts, replaced=tuple(replaced), unfilled=self._unfilled(live))
 
-    def _load(self, load: Callable[..., Any], weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        with _after_copies(self._note):
-            result = load(self._announced(weights), *args, **kwargs)
-        self._tensor = None
+    def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = self._watch.load(load, *args, **kwargs)
+        into = {copied.storage.cdata for copies in self._watch.copies.values() for copied in copies}
+        self._filled |= {name for name, parameter in self._parameters() if _storage(parameter) in into}
         return result
 
-    def _announced(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            self._name, self._tensor = name, tensor
-            self._noted[name] = []
-            yield name, tensor
+    def _unfilled(self, live: Mapping[int, UntypedStorage]) -> dict[str, int]:
+        """Parameters with elements other than zero that no tensor was copied to, and how many."""
+        copies: defaultdict[int, dict[Any, Copied]] = defaultdict(dict)
+        for copied in (copied for some in self._watch.copies.values() for copied in some):
+            copies[copied.storage.cdata][copied.layout] = copied
+        result = {}
+        for name, parameter in self._parameters():
+            here = copies[_storage(parameter)]
+            if not here and name in self._filled:
+                continue  # replaced
+            regions = [memory for copied in here.values() if (memory := copied.memory(live)) is not None]
+            if sum(memory.numel() for memory in regions) == parameter.numel():
+                continue
+            left = int(parameter.count_nonzero()) - sum(int(memory.count_nonzero()) for memory in regions)
+            if left:
+                result[name] = left
+        return result
 
-    def _note(self, memory: Tensor, source: Tensor) -> None:
-        whole = self._tensor
-        if whole is None or not whole.is_contiguous() or source.dtype != whole.dtype or source.shape != memory.shape:
-            return
-        offset = source.data_ptr() - whole.data_ptr()
-        if source.device == whole.device and 0 <= offset < max(whole.nbytes, 1):
-            storage = StorageWeakRef(memory.untyped_storage())
-            layout = memory.storage_offset(), tuple(memory.shape), memory.stride()
-            noted = _Noted(storage, memory.dtype, layout, offset // whole.itemsize, source.stride())
-            self._noted[self._name].append(noted)
+    def _parameters(self) -> list[tuple[str, Tensor]]:
+        return [(name, parameter) for name, parameter in self._model.named_parameters() if name in self._to_fill]
 
 
 def register() -> None:
@@ -116,54 +96,35 @@ def register() -> None:
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _answer, HookType.AROUND)
 
 
-def region_digest(memory: Tensor, offset: int, strides: tuple[int, ...]) -> str:
-    """``memory``'s share of the digest of a tensor, of which it holds the elements at offset + Σ index · stride."""
-    if memory.ndim == 0:
-        memory, strides = memory.reshape(1), (1,)
-    table = torch.from_numpy(MULTIPLIERS).to(memory.device)
-    rows = max(1, _PART // max(1, memory[:1].numel()))
-    total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for first in range(0, len(memory), rows):
-        values = memory[first : first + rows].contiguous().view(_INTEGERS[memory.itemsize])
-        places = torch.full((), offset + first * strides[0], dtype=torch.int64, device=memory.device)
-        for dimension, (length, stride) in enumerate(zip(values.shape, strides, strict=True)):
-            along = torch.arange(length, device=memory.device) * stride
-            places = places + along.reshape(-1, *[1] * (values.ndim - 1 - dimension))
-        total += (values * table[places % BLOCK] * (2 * (places // BLOCK) + 1)).sum()
-    return to_text(int(total))
+def _digests(memories: Iterable[tuple[Copied, Tensor]]) -> list[str]:
+    """All are computed on the device before the first is waited for."""
+    sums = [
+        region_digest(memory, copied.origin.offset, copied.origin.strides, copied.origin.row_length)
+        for copied, memory in memories
+    ]
+    return [to_text(value) for value in torch.stack(sums).tolist()] if sums else []
+
+
+def _part(copied: Copied, memory: Tensor, digest: str) -> HeldPart:
+    dtype = str(memory.dtype).removeprefix("torch.")
+    return HeldPart(copied.origin.offset, tuple(memory.shape), copied.origin.strides, dtype, digest)
+
+
+def _storage(parameter: Tensor) -> int:
+    return int(parameter.untyped_storage()._cdata)
 
 
 def _follow(model: Any, *args: Any, **kwargs: Any) -> None:
-    model.held_weights = HeldWeights(model)
+    model.watched = WatchedModel(model)
 
 
 def _answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, role: str, **kwargs: Any) -> Any:
-    if action != HELD_WEIGHTS_ACTION:
+    name, _, share = action.partition(" ")
+    if name != HELD_WEIGHTS_ACTION:
         return handle(checker, action, *args, role=role, **kwargs)
+    held = checker._get_model().watched.held(msgspec.json.decode(share, type=TensorShare))
     return {
-        "checksums": checker._get_model().held_weights.digests(),
+        "checksums": {HELD_WEIGHTS_ACTION: msgspec.json.encode(held).decode()},  # SGLang passes on a dict of texts
         "per_gpu_checksum": "",  # SGLang fills it in
         "parallelism_info": checker._parallelism_info(role=role).model_dump(),
     }
-
-
-def _memory_of(model: torch.nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-@contextmanager
-def _after_copies(note: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Call ``note(destination, source)`` after every ``destination.copy_(source)``."""
-    copy = Tensor.copy_
-
-    def noting(destination: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result = copy(destination, source, *args, **kwargs)
-        note(destination, source)
-        return result
-
-    Tensor.copy_ = noting  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        Tensor.copy_ = copy  # type: ignore[method-assign]

@@ -56,7 +56,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout: float = 600.0  # seconds
     single_node: bool = True  # then addresses are 127.0.0.1
     log_dir: str = "logs"
-    held_weights: bool = False  # it can say what its model holds (--verify-weights full)
+    held_weights: bool = False  # it can say what its model holds (--verify-weights full, sample)
+    dummy_weights: bool = False  # it starts with random weights, which a publication replaces
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
     sglang_extra: tuple[str, ...] = ()  # SGLang's own arguments, last: they win
 
@@ -181,6 +182,8 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
         "--sleep-on-idle",  # else each scheduler spins on a core
         "--log-level=warning",
     ]
+    if spec.dummy_weights:
+        command.append("--load-format=dummy")
     if spec.device == "cpu":
         command += _CPU_FLAGS
     return [*command, *spec.sglang_extra]

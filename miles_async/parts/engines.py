@@ -138,7 +138,8 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         start_timeout=arguments.engines.engine_start_timeout,
         single_node=arguments.cluster.ray_address is None,
         log_dir=str(log_dir),
-        held_weights=arguments.weights.verify_weights == "full",
+        held_weights=arguments.weights.compares_digests,
+        dummy_weights=group.role != "frozen",
         grammars=arguments.sessions.runs_agent,
         sglang_extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
     )

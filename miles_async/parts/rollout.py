@@ -17,6 +17,7 @@ from miles_async.engines.addresses import node_host
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
 from miles_async.observability.logs import configure_logging
+from miles_async.parts.canary import Canary
 from miles_async.parts.decisions import make_batches, make_pool
 from miles_async.parts.engines import RunEngines
 from miles_async.parts.episode import Episodes, resolve_run_reward, run_services
@@ -68,10 +69,13 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
         put=ray.put,
         writers=(ledger, schedule) if schedule else (ledger,),
     )
+    assert arguments.model.hf_checkpoint is not None
+    canary = Canary(source, arguments.model.hf_checkpoint, arguments.optimizer.max_tokens_per_gpu)
     await engines.start()  # last: until here there is nothing to clean up
     evaluation = engines.evaluation
     return {
         "manager": manager,
+        "canary": canary,
         "fleet": engines.train.fleet,
         "evaluation_fleet": evaluation.fleet if evaluation else None,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,6 @@ from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
 from miles_async.weights.delta import Encoding
 from miles_async.weights.transports.choice import group_backend
-from miles_async.weights.verify import canary_tokens
 
 SHARED_OUT = ("distributed", "object_store")  # transports for which each pipeline stage has a sender
 
@@ -26,14 +24,12 @@ SHARED_OUT = ("distributed", "object_store")  # transports for which each pipeli
 def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment: dict[str, str]) -> TrainerGroup:
     """The trainer of this run, not started."""
     weights = arguments.weights
-    verify = weights.verify_weights != "off"
     return TrainerGroup(
         world_size=arguments.cluster.trainer_world_size,
         resources=RankResources.for_device(device, environment),
         backend=partial(make_backend, arguments, device),
         sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device),
         senders=arguments.model.pipeline_model_parallel_size if weights.weight_transport in SHARED_OUT else 1,
-        canary_tokens=canary_tokens(_vocabulary_size(arguments)) if verify else (),
         single_node=arguments.cluster.ray_address is None,
         log_directory=run_dir / "logs",
     )
@@ -74,7 +70,7 @@ def make_sender(
         sender=sender,
         senders=senders,
         keep=KEPT_VERSIONS + weights.debug_publication_lag,
-        digests=weights.verify_weights == "full" or weights.weight_transport != "distributed",
+        digests=weights.compares_digests or weights.weight_transport != "distributed",
         delta=None if weights.weight_delta == "off" else cast(Encoding, weights.weight_delta),
     )
     if weights.weight_transport == "distributed":
@@ -100,9 +96,3 @@ def make_sender(
 
         return IpcSender(options, device=torch.device(device))
     return Staging(options)
-
-
-def _vocabulary_size(arguments: Arguments) -> int:
-    assert arguments.model.hf_checkpoint is not None
-    config = json.loads((arguments.model.hf_checkpoint / "config.json").read_text())
-    return int(config.get("text_config", config)["vocab_size"])

@@ -133,6 +133,11 @@ class FilePromptSource:
         if not usable:
             raise self._all_too_long()
 
+    def texts(self) -> Iterator[Sequence[int]]:
+        """Token ids of every prompt in file order, of any length. Nothing is counted, and the cursor stays."""
+        for index in range(len(self._rows)):
+            yield self._encode(read_row(self._rows.read(index), self._arguments, self._rows.location(index)).content)
+
     def state(self) -> dict[str, Any]:
         """The cursor, and the identity of what it points into."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}

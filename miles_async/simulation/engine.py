@@ -17,10 +17,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from miles_async.engines.names import HELD_WEIGHTS_ACTION
 from miles_async.simulation.distributions import Distribution
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Response
+from miles_async.types import HeldPart, HeldWeights
 
+TENSORS = ("t0", "t1")  # of all weights
 PROMPT_TOKEN = 0
 OUTPUT_LOGPROB = -0.5
 _OK = msgspec.json.encode({"success": True, "message": "ok"})
@@ -29,6 +32,17 @@ _OK = msgspec.json.encode({"success": True, "message": "ok"})
 def canary_logprobs(version: int, tokens: int) -> tuple[float, ...]:
     """What weights of ``version`` make of a canary: different for neighbouring versions."""
     return (-1.0 - 0.5 * (version % 7),) * (tokens - 1)
+
+
+def simulated_digest(version: int) -> str:
+    """Digest of each tensor of ``version``."""
+    return f"{version:016x}"
+
+
+def held_weights(version: int) -> HeldWeights:
+    """What an engine that holds ``version`` says of the tensors of SimulatedTrainer."""
+    part = HeldPart(offset=0, shape=(1,), strides=(1,), dtype="float32", digest=simulated_digest(version))
+    return HeldWeights(parts={name: (part,) for name in TENSORS})
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +161,8 @@ class SimulatedEngine:
             return await self._make_progress()
         if path == "/v1/loads":
             return Response(msgspec.json.encode({"loads": [self._scheduler_load()]}))
+        if path == "/weights_checker":
+            return self._check_weights()
         handler = _HANDLERS.get(path)
         if handler is not None:
             handler(self, msgspec.json.decode(body))
@@ -200,6 +216,10 @@ class SimulatedEngine:
             budget=body["sampling_params"]["max_new_tokens"],
             answer=asyncio.get_running_loop().create_future(),
         )
+
+    def _check_weights(self) -> Response:
+        held = msgspec.json.encode(held_weights(int(self.weight_version) + self.corrupt)).decode()
+        return Response(msgspec.json.encode({"ranks": [{"checksums": {HELD_WEIGHTS_ACTION: held}}]}))
 
     async def _score(self, tokens: list[int]) -> Response:
         while self._paused is not None:

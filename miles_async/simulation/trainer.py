@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.errors import TrainerError
-from miles_async.simulation.engine import canary_logprobs
+from miles_async.simulation.engine import TENSORS, canary_logprobs, simulated_digest
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.types import StagedWeights, TensorMeta, TrainShard
 
 CANARY = (1, 2, 3)
-BUCKETS = 2
 
 
 class SimulatedTrainer:
@@ -48,11 +47,12 @@ class SimulatedTrainer:
         self._log.add("stage", version=version)
         await asyncio.sleep(self._settings.stage_seconds)
         self.busy_seconds += self._settings.stage_seconds
+        digest = simulated_digest(version)
         return StagedWeights(
             version=version,
             directory="",
-            buckets={index: (TensorMeta(f"t{index}", "float32", (1,)),) for index in range(BUCKETS)},
-            total_bytes=4 * BUCKETS,
+            buckets={index: (TensorMeta(name, "float32", (1,), digest),) for index, name in enumerate(TENSORS)},
+            total_bytes=4 * len(TENSORS),
             canary_tokens=CANARY,
             canary_logprobs=canary_logprobs(version, len(CANARY)),
             prepare_seconds=self._settings.stage_seconds,
@@ -66,7 +66,7 @@ class SimulatedTrainer:
             _, version, index = arguments
             if index == 0:  # sent again from the start if an engine was lost
                 self._publish_seconds[version] = self._settings.publish_seconds.draw(self._publish_times)
-            await asyncio.sleep(self._publish_seconds[version] / BUCKETS)
+            await asyncio.sleep(self._publish_seconds[version] / len(TENSORS))
         return None
 
     async def save(self, directory: Path) -> None:

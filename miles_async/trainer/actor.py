@@ -56,6 +56,7 @@ class TrainerActor:
         self._store: dist.Store | None = None
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
+        self._canary: tuple[float, ...] = ()  # log-probs of it with the weights that were staged last
 
     def listen(self) -> tuple[str, int]:
         """Rank 0: the rendezvous of all ranks, on a port of the system's choice that is held from now on."""
@@ -107,13 +108,15 @@ class TrainerActor:
         for _ in tensors:  # the export is collective: every rank iterates to its end
             pass
         # Engines score prompts at temperature 1, whatever they sample at.
-        canary = backend.logprobs([canary_tokens], temperature=1.0)[0] if canary_tokens else []
+        canary = tuple(backend.logprobs([canary_tokens], temperature=1.0)[0]) if canary_tokens else ()
+        before, self._canary = self._canary, canary
         if staged is None:
             return None
         return msgspec.structs.replace(
             staged,
             canary_tokens=tuple(canary_tokens),
-            canary_logprobs=tuple(canary),
+            canary_logprobs=canary,
+            previous_canary_logprobs=before,
             prepare_seconds=time.perf_counter() - started,
         )
 
@@ -125,6 +128,7 @@ class TrainerActor:
 
     def load(self, directory: Path) -> None:
         self._ready.load(directory)
+        self._canary = ()
 
     # ------------------------------------------------------------------------------------ weights thread
     @ray.method(concurrency_group=WEIGHTS_THREAD)

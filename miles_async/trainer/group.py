@@ -44,7 +44,7 @@ class TrainerGroup:
         backend: BackendFactory,
         sender: SenderFactory,
         senders: int = 1,
-        canary_tokens: Sequence[int],
+        canary_tokens: Sequence[int] = (),
         single_node: bool = True,
         log_directory: Path | None = None,
         start_timeout: float = 600.0,
@@ -52,13 +52,14 @@ class TrainerGroup:
     ) -> None:
         """The callables run in the actors and must be picklable. ``senders``: as many pipeline stages send weights.
 
-        ``canary_tokens`` may be empty. Timeouts in seconds: of :meth:`start`, and of any other call on all ranks.
+        ``canary_tokens``: what staging scores, nothing if empty; may be set later. Timeouts in seconds: of
+        :meth:`start`, and of any other call on all ranks.
         """
         self._world_size = world_size
         self._placement = Placement(resources, world_size)
         self._threads = resources.threads
         self._backend, self._sender, self._senders = backend, sender, senders
-        self._canary_tokens = tuple(canary_tokens)
+        self.canary_tokens = tuple(canary_tokens)
         self._single_node = single_node
         self._log_directory = log_directory
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
@@ -106,7 +107,7 @@ class TrainerGroup:
         return results[0]
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        results = await self._on_all(lambda actor, _: actor.stage_weights.remote(version, self._canary_tokens))
+        results = await self._on_all(lambda actor, _: actor.stage_weights.remote(version, self.canary_tokens))
         return united([staged for staged in results if staged is not None])
 
     async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:

@@ -52,14 +52,15 @@ def change_bucket(
     data = Path(source).read_bytes() if isinstance(source, str) else source.data
     shutil.copyfile(old, new)
     contents = _tensors(new)
-    expected = {tensor.name: tensor.digest for tensor in tensors}
+    expected = {tensor.name: tensor for tensor in tensors}
     for changed in msgspec.msgpack.decode(data, type=list[ChangedTensor]):
         content = contents[changed.name]
         content[:] = decode(changed, content)
-        if (found := digest(content, changed.itemsize)) != expected[changed.name]:
+        meta = expected[changed.name]
+        if (found := digest(content, changed.itemsize, meta.shape)) != meta.digest:
             raise EngineError(
                 f"{changed.name} of version {version}, made from version {base} and what changed: expected digest "
-                f"{expected[changed.name]}, found {found}"
+                f"{meta.digest}, found {found}"
             )
     ahead = _partial(directory, version) / CHANGED
     ahead.mkdir(exist_ok=True)

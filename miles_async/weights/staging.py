@@ -125,7 +125,7 @@ class Staging:
 
     def _describe(self, name: str, tensor: Tensor) -> TensorMeta:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        found = digest(_raw(tensor), tensor.itemsize) if self._options.digests else ""
+        found = digest(_raw(tensor), tensor.itemsize, tensor.shape) if self._options.digests else ""
         return TensorMeta(name, dtype, tuple(tensor.shape), found)
 
 

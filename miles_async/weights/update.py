@@ -30,8 +30,8 @@ from arguments.weights import WeightsArguments
 from miles_async.clock import Stopwatch, now
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineFleet, WeightTransport
-from miles_async.types import FleetMembers, Incarnation, Publication, StagedWeights
-from miles_async.weights.verify import digest_disagreement, disagreement, max_difference
+from miles_async.types import FleetMembers, Incarnation, Publication, StagedWeights, TensorShare
+from miles_async.weights.verify import EVERYTHING, SHOWN, compare_digests, judge_canary
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +72,7 @@ class FleetUpdater:
         self._tolerance = tolerance
         self._engines_timeout = engines_timeout
         self._poll_seconds = poll_seconds
+        self._told: set[tuple[str, ...]] = set()  # tensors that can't be compared, which somebody was told of
         self._last_loss = "no engine was lost"  # for the message when none is left
 
     async def publish(self, version: int, staged: StagedWeights) -> Publication:
@@ -166,8 +167,8 @@ class FleetUpdater:
             await update.each("flush_cache", fleet.flush_cache, only=joining if mode == "in_place" else None)
             self.state = PublicationState.DELIVERING
             await self._deliver(staged, update)
-            if self._arguments.verify_weights == "full":
-                await self._compare_digests(staged, update)
+            if self._arguments.compares_digests:
+                await self._compare_digests(staged, update, joining)
         finally:
             await update.each("continue", fleet.resume)
         if self._arguments.verify_weights != "off":
@@ -197,23 +198,59 @@ class FleetUpdater:
         for engine in update.present:
             await update.each("send", deliver, only=(engine,))
 
-    async def _compare_digests(self, staged: StagedWeights, update: _Update) -> None:
+    async def _compare_digests(self, staged: StagedWeights, update: _Update, joining: Collection[Incarnation]) -> None:
         """Fence every engine that holds anything else than was staged. While paused: nobody gets a token of it."""
         self.state = PublicationState.VERIFYING
-        held = await update.each("digests", self._fleet.held_weights)
-        for engine, parts in held.items():
-            if reason := digest_disagreement(staged, parts, skip=self._arguments.verify_weights_skip):
-                await update.lose(engine, reason)
+        serving = [engine for engine in update.present if engine not in joining]
+        # Who joins has nothing that was compared before.
+        for engines, share in ((serving, self._share(staged.version)), (joining, EVERYTHING)):
+            held = await update.each("digests", partial(self._fleet.held_weights, share=share), only=engines)
+            for engine, weights in held.items():
+                found = compare_digests(staged, weights, share=share, skip=self._arguments.verify_weights_skip)
+                if found.problem:
+                    await update.lose(engine, found.problem)
+                    continue
+                update.compared_tensors.append(found.compared)
+                update.incomparable_tensors.append(len(found.incomparable))
+                self._tell_incomparable(engine, found.incomparable)
+
+    def _share(self, version: int) -> TensorShare:
+        if self._arguments.verify_weights == "full":
+            return EVERYTHING
+        shares = self._arguments.verify_weights_shares
+        return TensorShare(version % shares, shares)
+
+    def _tell_incomparable(self, engine: Incarnation, names: tuple[str, ...]) -> None:
+        """Once per list: it is the same at every publication."""
+        if names and names not in self._told:
+            self._told.add(names)
+            log.warning(
+                "tensors that can't be compared: skipped, or the engine keeps them in another form (quantized, "
+                "reordered for a kernel); only the canary says something about them",
+                engine=str(engine),
+                tensors=len(names),
+                first=names[:SHOWN],
+            )
 
     async def _compare_scores(self, staged: StagedWeights, update: _Update) -> None:
         """Fence every engine whose canary disagrees."""
         self.state = PublicationState.VERIFYING
         scores = await update.each("canary", lambda present: self._fleet.score(present, staged.canary_tokens))
         for engine, score in scores.items():
-            if reason := disagreement(staged, score, self._tolerance):
-                await update.lose(engine, reason)
-            else:
-                update.canary_difference = max(update.canary_difference, max_difference(staged, score))
+            verdict = judge_canary(staged, score, self._tolerance)
+            if verdict.problem:
+                await update.lose(engine, verdict.problem)
+                continue
+            update.canary_difference = max(update.canary_difference, verdict.difference)
+            if staged.previous_canary_logprobs and not verdict.tells_versions_apart:
+                update.canary_undecided.append(engine)
+        if update.canary_undecided and self._arguments.verify_weights == "canary":
+            log.warning(
+                "the canary could not distinguish this version from the one before: an engine that kept the old "
+                "weights would pass, too (--verify-weights full or sample compares all elements)",
+                version=staged.version,
+                engines=len(update.canary_undecided),
+            )
 
 
 class _Update:
@@ -227,6 +264,9 @@ class _Update:
         self.prepare_seconds = 0.0
         self.pause_seconds = 0.0
         self.canary_difference = 0.0
+        self.canary_undecided: list[Incarnation] = []
+        self.compared_tensors: list[int] = []  # by each engine that passed
+        self.incomparable_tensors: list[int] = []
         self.sent_fraction = 0.0
         self._fleet = fleet
 
@@ -279,6 +319,9 @@ def _summary(version: int, staged: StagedWeights, updates: Sequence[_Update]) ->
         pause_seconds=_mean([update.pause_seconds for update in updates], present),
         step_seconds=steps,
         canary_difference=max(update.canary_difference for update in updates),
+        canary_undecided=tuple(str(engine) for update in updates for engine in update.canary_undecided),
+        compared_tensors=min((count for update in updates for count in update.compared_tensors), default=0),
+        incomparable_tensors=max((count for update in updates for count in update.incomparable_tensors), default=0),
         total_bytes=staged.total_bytes,
         sent_fraction=_mean([update.sent_fraction for update in updates], present),
     )

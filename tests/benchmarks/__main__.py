@@ -11,6 +11,7 @@ import time
 
 from tests.benchmarks import (
     buffer_cost,
+    digests,
     ledger_store,
     loop_lag,
     publication,
@@ -27,6 +28,7 @@ PARTS = {
     "routers": simulated_scale.routers,
     "cpu": simulated_scale.cpu,
     "buffer_cost": buffer_cost.rows,
+    "digests": digests.rows,
     "ledger_store": ledger_store.rows,
     "loop_lag": loop_lag.rows,
     "publication": publication.rows,

@@ -197,7 +197,7 @@ async def measure(mode: str, seconds: float, urls: Sequence[str], turns: Turns) 
             rollout_concurrency_per_engine=IN_FLIGHT // ENGINES,
         ),
         staleness=StalenessArguments(max_weight_staleness=4, max_rollout_lead=3),
-        weights=WeightsArguments(pause_generation_mode=mode),
+        weights=WeightsArguments(pause_generation_mode=mode, verify_weights="canary"),
         engines=EnginesArguments(),
         num_engines=ENGINES,
         train_seconds=Fixed(1.0),  # less than the engines need: they are never without work

@@ -388,7 +388,9 @@ async def measure_delta(size: str) -> Row:
 
 
 async def publish(trainer: Trainer, fleet: Fleet, transport: str, version: int, delta: str = "off") -> Publication:
-    arguments = WeightsArguments(weight_transport=transport, weight_delta=delta)
+    arguments = WeightsArguments(  # what digests take is another benchmark, digests.py
+        weight_transport=transport, weight_delta=delta, verify_weights="canary"
+    )
     chosen = choose_transport(arguments, trainer, fleet, "cpu")  # type: ignore[arg-type]
     updater = FleetUpdater(fleet, chosen, arguments, tolerance=1e-3)  # type: ignore[arg-type]
     publisher = WeightPublisher(trainer, updater, arguments)  # type: ignore[arg-type]

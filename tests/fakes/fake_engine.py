@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
+
+from miles_async.types import HeldWeights
 
 KV_TOKENS = 16_384  # that fit into the cache
 
@@ -43,7 +46,7 @@ class FakeEngine:
     calls: list[str] = field(default_factory=list)  # paths of everything else, in order
     aborted_ids: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)  # names of the files of the last update from disk
-    held: list[dict[str, str]] = field(default_factory=list)  # by rank: HF name → JSON list of HeldPart
+    held: list[HeldWeights] = field(default_factory=list)  # by rank
 
     def __post_init__(self) -> None:
         self.url = ""
@@ -289,8 +292,9 @@ class FakeEngine:
         return _outcome(None)
 
     async def _check_weights(self, request: web.Request) -> web.Response:
-        assert (await request.json())["action"] == "held_weights"
-        return web.json_response({"success": True, "ranks": [{"checksums": checksums} for checksums in self.held]})
+        assert (await request.json())["action"].startswith("held_weights ")
+        ranks = [{"checksums": {"held_weights": msgspec.json.encode(held).decode()}} for held in self.held]
+        return web.json_response({"success": True, "ranks": ranks})
 
 
 def _files_in(directory: str) -> Iterable[Path]:

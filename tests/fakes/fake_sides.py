@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.errors import EngineError
-from miles_async.protocols import HeldWeights
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
     FleetMembers,
     HeldPart,
+    HeldWeights,
     Incarnation,
     PreparedBatch,
     StagedWeights,
     TensorMeta,
+    TensorShare,
 )
 
 CANARY = (1, 2, 3)
@@ -93,6 +94,7 @@ class FakeFleet:
         self.logprobs: dict[str, tuple[float, ...]] = {}
         self.groups: dict[str, set[str]] = {}  # process groups, by name
         self.held: dict[str, HeldWeights] = {}  # by engine, where it isn't what was staged
+        self.shares: list[TensorShare] = []  # of which digests were asked for
         self.versions: dict[str, int] = {}
         self.paused: set[str] = set()
         self.sessions: set[str] = set()  # engines between begin and end of an update
@@ -227,10 +229,18 @@ class FakeFleet:
             for engine in engines
         }
 
-    async def held_weights(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, HeldWeights | Exception]:
-        self.events.append("digests")
+    async def held_weights(
+        self, engines: Sequence[Incarnation], share: TensorShare
+    ) -> Mapping[Incarnation, HeldWeights | Exception]:
+        self.shares.append(share)
+        errors = self._result("digests", engines)
+        return {engine: error or self._held(engine.engine) for engine, error in errors.items()}
+
+    def _held(self, engine: str) -> HeldWeights:
         part = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
-        return {engine: self.held.get(engine.engine, {"t0": [part], "t1": [part]}) for engine in engines}
+        return self.held.get(engine) or HeldWeights(
+            parts=dict.fromkeys(self.complete.get(engine, ("t0", "t1")), (part,))
+        )
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> Mapping[Incarnation, Exception | None]:
         result = self._result(f"admit {version}", engines)

@@ -51,9 +51,10 @@ Corrupt = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
 class Trainer:
     """One rank that trains ``model`` on random sequences."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **options: Any) -> None:
+        """``options``: of ``make_backend``."""
         self.version = -1
-        self._backend = make_backend(0, 1, dist.HashStore(), model, Layout())
+        self._backend = make_backend(0, 1, dist.HashStore(), model, Layout(), **options)
 
     def train(self) -> None:
         """On to the next version."""
@@ -92,6 +93,7 @@ class _TrainerSide(FakeTrainer):
         self._trainer = trainer
         self._senders = senders
         self._corrupt = corrupt
+        self._scores: tuple[float, ...] = ()  # of the version before
 
     async def stage_weights(self, version: int) -> StagedWeights:
         before = self._trainer.weights()
@@ -102,8 +104,13 @@ class _TrainerSide(FakeTrainer):
         if self._corrupt is not None:
             for staged in shares:
                 self._corrupt_files(staged, before)
-        scores = tuple(self._trainer.logprobs(CANARY))
-        return msgspec.structs.replace(united(shares), canary_tokens=CANARY, canary_logprobs=scores)
+        previous, self._scores = self._scores, tuple(self._trainer.logprobs(CANARY))
+        return msgspec.structs.replace(
+            united(shares),
+            canary_tokens=CANARY,
+            canary_logprobs=self._scores,
+            previous_canary_logprobs=previous,
+        )
 
     def _corrupt_files(self, staged: StagedWeights, before: dict[str, torch.Tensor]) -> None:
         """What every transport sends from then on; the manifest says what should have been sent."""

@@ -13,12 +13,12 @@ from tests.integration.tiny_models import VOCAB, save_tiny
 MAX_LENGTH = 512
 
 
-def save_served(family: str, directory: Path, *, seed: int) -> Path:
+def save_served(family: str, directory: Path, *, seed: int, dtype: str = "float32") -> Path:
     """A model of ``tiny_models.FAMILIES`` with a tokenizer of the words t0 .. t63."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    save_tiny(family, directory, seed=seed, max_position_embeddings=MAX_LENGTH)
+    save_tiny(family, directory, seed=seed, dtype=dtype, max_position_embeddings=MAX_LENGTH)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2", pad_token="t0").save_pretrained(directory)
@@ -38,3 +38,11 @@ def _logprobs(model: Path, tokens: tuple[int, ...], temperature: float) -> np.nd
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([tokens])).logits
     return torch.log_softmax(logits[0, :-1] / temperature, -1)[range(len(tokens) - 1), list(tokens[1:])].numpy()
+
+
+def declare_plugin(directory: Path, register: str) -> None:
+    """What SGLang finds there if it is on its path: an installed distribution with an entry point of its plugins."""
+    information = directory / "plugin-0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 0\n")
+    (information / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nplugin = {register}\n")

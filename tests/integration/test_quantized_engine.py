@@ -27,9 +27,10 @@ from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
+from miles_async.types import TensorShare
 from tests.fakes.fake_engine import FakeRouter
 from tests.integration.publishing import CANARY, TRANSPORTS, Trainer, publishing
-from tests.integration.served_models import reference_logprobs, save_served
+from tests.integration.served_models import declare_plugin, reference_logprobs, save_served
 
 pytestmark = [
     pytest.mark.integration,
@@ -40,6 +41,7 @@ pytestmark = [
 
 ENGINE = "engine-0"
 LINEAR = "_proj."  # in the names of all linear layers, and of nothing else
+LINEAR_LAYERS = 14  # seven in each of two layers
 AGREES = 1e-4  # log-probs of the same weights
 DIFFERS = 5e-3  # and of those before rounding: 0.015 and 0.02 here
 TOLERANCE = 0.1  # of the canary: the trainer does not round
@@ -68,15 +70,6 @@ def write(directory: Path, weights: dict[str, torch.Tensor], *, like: Path) -> P
 def rounded_copy(model: Path) -> Path:
     weights = {name: rounded(weight) if LINEAR in name else weight for name, weight in read(model).items()}
     return write(model.with_name(f"{model.name}-rounded"), weights, like=model)
-
-
-def declare_plugin(directory: Path) -> None:
-    """What SGLang finds there if it is on its path: an installed distribution with an entry point of its plugins."""
-    information = directory / "rounded_engine-0.dist-info"
-    information.mkdir(parents=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: rounded_engine\nVersion: 0\n")
-    entry_points = "[sglang.srt.plugins]\nrounded = tests.integration.rounded_engine:register\n"
-    (information / "entry_points.txt").write_text(entry_points)
 
 
 @dataclass
@@ -117,13 +110,14 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         start_timeout=200,
         log_dir=str(folder / "logs"),
         held_weights=True,
+        dummy_weights=True,
         sglang_extra=("--quantization=rounded",),
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(registry, router, http, [EngineGroup(engines=1, launch=LocalServers(spec))])
     await router.start()
-    declare_plugin(folder / "plugins")
+    declare_plugin(folder / "plugins", "tests.integration.rounded_engine:register")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(folder / "plugins"), prepend=os.pathsep)
         await supervisor.start()
@@ -132,10 +126,6 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         trainer.close()
         await supervisor.stop()
     await http.close()
-
-
-async def test_the_engine_rounds_what_it_loads_at_its_start(server: Server) -> None:
-    await server.expect_rounded(server.models[0])
 
 
 async def test_the_engine_rounds_what_it_is_told_to_load(server: Server) -> None:
@@ -161,15 +151,18 @@ async def test_what_an_update_leaves_out_stays_as_it_was(server: Server) -> None
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_the_engine_rounds_what_is_published(server: Server, transport: str, tmp_path: Path) -> None:
     # covers: C8, M16
-    options = {"tolerance": TOLERANCE, "verify_weights_skip": (LINEAR,)} | TRANSPORTS[transport]
+    options = {"tolerance": TOLERANCE, "verify_weights": "full"} | TRANSPORTS[transport]
     async with publishing(server.trainer, server.fleet, server.directory / "staged", **options) as published:
         for version in ("first", "second"):  # the second may come as a delta
             publication = await published.next()
-            assert DIFFERS < publication.canary_difference < TOLERANCE
+            assert 0 < publication.canary_difference < TOLERANCE
+            assert publication.compared_tensors > 0
+            assert publication.incomparable_tensors == LINEAR_LAYERS
             trained = write(tmp_path / version, server.trainer.weights(), like=server.models[0])
             await server.expect_rounded(trained)
 
 
-async def test_what_is_rounded_counts_as_not_held(server: Server) -> None:
-    held = await server.api.held_weights(server.url, SECONDS)
-    assert {name for name, parts in held.items() if not parts} == {name for name in held if LINEAR in name} != set()
+async def test_what_is_rounded_is_reported_as_held_in_another_form(server: Server) -> None:
+    held = await server.api.held_weights(server.url, TensorShare(), SECONDS)
+    assert set(held.replaced) == {name for name in held.parts if LINEAR in name} != set()
+    assert held.unfilled == {}

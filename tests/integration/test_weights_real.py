@@ -111,6 +111,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         start_timeout=200,
         log_dir=str(folder / "logs"),
         held_weights=True,
+        dummy_weights=True,
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)

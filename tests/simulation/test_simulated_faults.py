@@ -69,10 +69,12 @@ def test_an_engine_that_fails_while_weights_are_sent_costs_the_others_at_most_a_
     assert max(record.pause_seconds for _, record in result.publications) < 300
 
 
-def test_an_engine_with_wrong_weights_is_caught_by_the_canary() -> None:
+@pytest.mark.parametrize("verification", ["full", "canary"])
+def test_an_engine_with_wrong_weights_is_caught(verification: str) -> None:
     # covers: C8
     corrupt = CallFault(engine=1, path="/update_weights_from_distributed", call=5, action="corrupt")
-    result = simulate(settings(faults=Faults(calls=(corrupt,))))
+    weights = WeightsArguments(verify_weights=verification)
+    result = simulate(settings(weights=weights, faults=Faults(calls=(corrupt,))))
     assert [record.fenced for _, record in result.publications if record.fenced] == [("engine-1",)]
     assert len(result.steps) == 30
 

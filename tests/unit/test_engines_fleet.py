@@ -16,7 +16,7 @@ from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError
-from miles_async.types import Incarnation, TensorMeta
+from miles_async.types import HeldPart, HeldWeights, Incarnation, TensorMeta, TensorShare
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
 E0, E1 = Incarnation("engine-0", 0), Incarnation("engine-1", 0)
@@ -219,23 +219,19 @@ async def test_functions_run_on_the_hosts_of_engines() -> None:
 
 
 async def test_what_an_engine_holds_is_told_over_all_its_ranks() -> None:
+    # covers: C8
+    parts = [HeldPart(offset, (2, 4), (4, 1), "float32", digest) for offset, digest in ((0, "aa"), (8, "bb"))]
+    norm = HeldPart(0, (4,), (1,), "float32", "cc")
     async with started(1) as setup:
         setup.servers[0][0].engine.held = [
-            {"w": '[[0,[2,4],[4,1],"float32","aa"]]', "norm": '[[0,[4],[1],"float32","cc"]]'},
-            {"w": '[[8,[2,4],[4,1],"float32","bb"]]', "norm": '[[0,[4],[1],"float32","cc"]]'},
+            HeldWeights(parts={"w": (part,), "norm": (norm,)}, replaced=("q",), unfilled={f"bias-{rank}": 3})
+            for rank, part in enumerate(parts)
         ]
-        held = (await setup.fleet.held_weights((E0,)))[E0]
-        assert not isinstance(held, Exception)
-        first, second = held["w"]
-        assert (first.offset, first.shape, first.strides, first.dtype, first.digest) == (
-            0,
-            (2, 4),
-            (4, 1),
-            "float32",
-            "aa",
-        )
-        assert (second.offset, second.digest) == (8, "bb")
-        assert len(held["norm"]) == 2
+        held = (await setup.fleet.held_weights((E0,), TensorShare()))[E0]
+    assert isinstance(held, HeldWeights)
+    assert held.parts == {"w": tuple(parts), "norm": (norm, norm)}
+    assert held.replaced == ("q",)
+    assert dict(held.unfilled) == {"bias-0": 3, "bias-1": 3}
 
 
 async def test_a_failing_engine_is_an_entry_not_an_exception() -> None:
@@ -352,7 +348,7 @@ async def test_no_step_of_an_update_reaches_the_next_start_of_an_engine() -> Non
             fleet.receive_handles((E0, E1), "handles", 1, True),
             fleet.load_files({E0: "/nowhere"}, 1, True),
             fleet.end_update((E0, E1)),
-            fleet.held_weights((E0, E1)),
+            fleet.held_weights((E0, E1), TensorShare()),
             fleet.resume((E0, E1)),
             fleet.score((E0, E1), [5, 6]),
             fleet.admit((E0, E1), 1),

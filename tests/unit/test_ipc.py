@@ -108,8 +108,8 @@ async def test_buckets_are_shared_one_at_a_time_and_released() -> None:
     transport = choose_transport(arguments, trainer, fleet, "cuda")
     staged = await trainer.stage_weights(4)
     fleet.faults["open bucket 1"] = {"engine-1"}
-    errors = await transport.deliver(staged, ("engine-0", "engine-1"))
-    assert [engine for engine, error in errors.items() if error] == ["engine-1"]
+    errors = await transport.deliver(staged, (await fleet.members()).joining)
+    assert [str(engine) for engine, error in errors.items() if error] == ["engine-1"]
     assert fleet.events[1:] == [
         "begin", "share_bucket 4 0", "open bucket 0", "share_bucket 4 1", "open bucket 1", "release", "end",
     ]  # fmt: skip

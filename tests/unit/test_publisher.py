@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from arguments import WeightsArguments
 from miles_async.errors import EngineError, PublicationError
-from miles_async.types import HeldPart
+from miles_async.types import HeldPart, HeldWeights, StagedWeights, TensorShare
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
@@ -35,7 +37,7 @@ async def test_order_of_a_publication() -> None:
     publication = await make(fleet).publish(0)
     assert fleet.events == [
         "stage 0", "probe", "open 2", "connect", "pause retract", "flush", "begin",
-        "send 0/0", "receive t0", "load 0/1", "send 0/1", "receive t1", "end", "resume", "score", "admit 0",
+        "send 0/0", "receive t0", "load 0/1", "send 0/1", "receive t1", "end", "digests", "resume", "score", "admit 0",
     ]  # fmt: skip
     assert publication.engines == ("engine-0",)
     assert publication.fenced == ()
@@ -50,7 +52,7 @@ async def test_senders_take_turns_each_in_a_group_of_its_own() -> None:
     assert fleet.events[2:] == [
         "open 2 by 0", "connect", "open 2 by 1", "connect", "pause retract", "flush", "begin",
         "send 0/0 by 0", "receive t0", "load 0/1 by 1", "send 0/1 by 1", "receive t1", "end",
-        "resume", "score", "admit 0",
+        "digests", "resume", "score", "admit 0",
     ]  # fmt: skip
     assert len(fleet.groups) == 2
     await publisher.close()
@@ -120,7 +122,19 @@ async def test_group_is_kept_while_engines_stay_the_same() -> None:
 
 @pytest.mark.parametrize(
     "step",
-    ["probe", "connect", "pause retract", "flush", "begin", "receive t0", "receive t1", "end", "resume", "admit 3"],
+    [
+        "probe",
+        "connect",
+        "pause retract",
+        "flush",
+        "begin",
+        "receive t0",
+        "receive t1",
+        "end",
+        "digests",
+        "resume",
+        "admit 3",
+    ],
 )
 @pytest.mark.parametrize("senders", [1, 2])
 async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str, senders: int) -> None:
@@ -249,8 +263,8 @@ async def test_order_of_a_publication_by_files() -> None:
     fleet = FakeFleet([])
     publication = await make(fleet, weight_transport="disk").publish(0)
     assert fleet.events == [
-        "stage 0", "probe", "host expect_staged", "pause retract", "flush", "load ['staged/0']", "resume", "score",
-        "admit 0",
+        "stage 0", "probe", "host expect_staged", "pause retract", "flush", "load ['staged/0']", "digests",
+        "resume", "score", "admit 0",
     ]  # fmt: skip
     assert publication.engines == ("engine-0",)
     assert (publication.total_bytes, publication.sent_fraction) == (16, 1.0)
@@ -283,18 +297,65 @@ async def test_engine_that_holds_something_else_is_fenced_and_nothing_is_committ
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     wrong = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest="ff")
-    fleet.held["engine-0"] = {"t0": [wrong], "t1": [wrong]}
+    fleet.held["engine-0"] = HeldWeights(parts={"t0": (wrong,), "t1": (wrong,)})
     publisher = make(fleet, weight_transport=transport, verify_weights="full")
     publication = await publisher.publish(1)
     assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
     assert fleet.serving == ["engine-1"]
-    assert "t0 has other elements than were sent (and 1 of 2 more tensors)" in publisher._engines._last_loss
+    assert "t0 has other elements than were sent (and 1 more)" in publisher._engines._last_loss
 
 
 async def test_tensors_that_are_skipped_may_differ() -> None:
     # covers: M17
     fleet = FakeFleet([])
     right = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
-    fleet.held["engine-0"] = {"t1": [right]}
+    fleet.held["engine-0"] = HeldWeights(parts={"t1": (right,)})
     publication = await make(fleet, verify_weights="full", verify_weights_skip=("t0", "rotary")).publish(1)
     assert publication.engines == ("engine-0",)
+
+
+async def test_a_sample_visits_every_tensor_and_who_joins_is_compared_whole() -> None:
+    # covers: C8
+    fleet = FakeFleet([])
+    publisher = make(fleet, verify_weights="sample", verify_weights_shares=3)
+    counts = []
+    for version in range(3):
+        if version == 2:
+            fleet.joining.append("engine-1")
+        counts.append((await publisher.publish(version)).compared_tensors)
+    first, *_ = fleet.shares
+    assert first == TensorShare(), "it joined"
+    assert fleet.shares[1:] == [TensorShare(1, 3), TensorShare(2, 3), TensorShare()]
+    expected = [sum(share.includes(name) for name in ("t0", "t1")) for share in (TensorShare(1, 3), TensorShare(2, 3))]
+    assert counts == [2, *expected]
+
+
+async def test_what_was_not_compared_is_told_once_and_counted() -> None:
+    # covers: M16
+    fleet = FakeFleet([])
+    right = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
+    fleet.held["engine-0"] = HeldWeights(parts={"t0": (), "t1": (right,)}, replaced=("t0",))
+    publisher = make(fleet)
+    with capture_logs() as logs:
+        publications = [await publisher.publish(version) for version in range(2)]
+    assert [(p.compared_tensors, p.incomparable_tensors) for p in publications] == [(1, 1)] * 2
+    assert [log["first"] for log in logs if "can't be compared" in log["event"]] == [("t0",)]
+
+
+@pytest.mark.parametrize("mode", ["canary", "full"])
+async def test_a_canary_that_tells_no_versions_apart_says_so(mode: str) -> None:
+    # covers: C8
+    fleet = FakeFleet([])
+    publisher = make(fleet, verify_weights=mode)
+    stage = publisher._trainer.stage_weights
+
+    async def with_previous(version: int) -> StagedWeights:
+        staged = await stage(version)
+        return msgspec.structs.replace(staged, previous_canary_logprobs=staged.canary_logprobs)
+
+    publisher._trainer.stage_weights = with_previous  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        publication = await publisher.publish(4)
+    assert publication.canary_undecided == ("engine-0",)
+    told = [log for log in logs if "could not distinguish this version" in log["event"]]
+    assert len(told) == (mode == "canary"), "digests have told them apart"

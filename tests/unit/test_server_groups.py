@@ -12,6 +12,7 @@ from arguments import Arguments, EnginesArguments, EvaluationArguments, Sessions
 from arguments.server_groups import ServerGroup, check_server_groups, of_role, read_server_groups, server_groups
 from miles_async.errors import ConfigurationError
 
+CANARY = WeightsArguments(verify_weights="canary")
 FLEET = """
 [groups.small]
 engines = 6
@@ -51,7 +52,8 @@ def test_a_fleet_of_all_kinds(tmp_path: Path) -> None:
 def test_without_a_file_there_is_one_group_by_flags() -> None:
     arguments = replace(Arguments(), cluster=replace(Arguments().cluster, rollout_num_gpus=4))
     assert server_groups(arguments) == (ServerGroup(name="engine", engines=4),)
-    external = replace(arguments, engines=EnginesArguments(rollout_external=("a:30000", "b:30000")))
+    engines = EnginesArguments(rollout_external=("a:30000", "b:30000"))
+    external = replace(arguments, engines=engines, weights=CANARY)
     assert [group.num_engines for group in server_groups(external)] == [2]
     assert list(check_server_groups(external)) == []
 
@@ -86,8 +88,12 @@ def test_a_file_that_is_absent(tmp_path: Path) -> None:
         ("[groups.A-b]\n", {}, "group 'A-b': expected a name of small letters"),
         ("[groups.a]\nengines = 0", {}, "group a: expected at least one engine"),
         ('[groups.a]\nmodel = "m"', {}, 'model and port are for groups with role = "frozen", not train'),
-        ('[groups.a]\nexternal = ["a"]', {}, "expected external engines as host:port, found 'a'"),
-        ('[groups.a]\nexternal = ["a:1"]\nsglang = { x = 1 }', {}, "external engines are up already"),
+        ('[groups.a]\nexternal = ["a"]', {"weights": CANARY}, "expected external engines as host:port, found 'a'"),
+        (
+            '[groups.a]\nexternal = ["a:1"]\nsglang = { x = 1 }',
+            {"weights": CANARY},
+            "external engines are up already",
+        ),
         (
             '[groups.a]\n[groups.b]\nrole = "evaluation"',
             {"evaluation": EvaluationArguments()},
@@ -100,13 +106,18 @@ def test_a_file_that_is_absent(tmp_path: Path) -> None:
         ),
         (
             '[groups.a]\nexternal = ["a:1"]',
-            {"weights": WeightsArguments(weight_transport="object_store")},
+            {"weights": replace(CANARY, weight_transport="object_store")},
             "nothing of ours runs on their hosts",
         ),
         (
             '[groups.a]\nexternal = ["a:1"]',
-            {"weights": WeightsArguments(verify_weights="full")},
-            "external engines with --verify-weights full",
+            {},
+            "external engines with --verify-weights full: only servers that we start",
+        ),
+        (
+            '[groups.a]\nexternal = ["a:1"]',
+            {"weights": WeightsArguments(verify_weights="sample")},
+            "external engines with --verify-weights sample",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_files_hold_what_was_exported(staging: Staging) -> None:
         for meta in bucket:
             tensor = found[meta.name]
             assert (meta.dtype, meta.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape))
-            assert meta.digest == digest(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.itemsize)
+            assert meta.digest == digest(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.itemsize, tensor.shape)
     manifest = (Path(staged.directory) / "manifest.json").read_bytes()
     assert msgspec.json.decode(manifest, type=StagedWeights) == staged
 
