@@ -62,6 +62,12 @@ class RewardArguments:
     )
     rm_code_timeout: float = flag(10.0, "seconds a program may take for one test", metavar="SECONDS")
     rm_code_memory: int = flag(1024, "MiB of address space a program may have", metavar="MIB")
+    reward_sandbox: str = flag(
+        "auto",
+        "what confines programs that code runs: auto (seccomp, and Landlock where the kernel has it), strict (both, or "
+        "the run doesn't start), off (nothing but limits of time and memory)",
+        choices=("auto", "strict", "off"),
+    )
     group_filter: tuple[str, ...] = flag(
         (),
         "groups that are replaced instead of trained: zero_variance (all rewards equal), aborted, max_length:TOKENS (a "

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 OPEN_AFTER = 3  # failures in a row, without an answer in between
 MAX_OVERDUE = 3  # deadlines that one call may miss while nobody else is answered
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0  # seconds
 _FILES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 

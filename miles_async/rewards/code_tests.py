@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
+import time
 from typing import Any
 
 import msgspec
+import structlog
 
 from miles_async.errors import ConfigurationError, RewardError
-from miles_async.rewards import sandbox
+from miles_async.rewards import confinement
 from miles_async.rewards.answers import answer_part
-from miles_async.rewards.programs import run_program
+from miles_async.rewards.programs import Limits, run_program, run_statements
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
+log = structlog.get_logger(__name__)
+
+_END_SECONDS = 5.0  # for a worker to end a program whose time is over
 _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -26,27 +30,45 @@ class CodeReward:
     the program reads and prints, or a list of statements such as ``"assert double(2) == 4"``, run after it.
     """
 
-    def __init__(self, workers: WorkerPool, *, seconds: float, memory_mib: int) -> None:
-        """``seconds``, ``memory_mib``: that a program may take for one test."""
+    def __init__(self, workers: WorkerPool, limits: Limits, timeout: float) -> None:
+        """``limits``: of one test. ``timeout``: seconds for all tests of a sample; what needs more is wrong."""
         self._workers = workers
-        self._limits = (seconds, memory_mib << 20)
+        self._limits = (limits.seconds, limits.memory_bytes, limits.level)
+        self._timeout = timeout
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
         tests = tests_of(prompt)
         blocks = _FENCED.findall(answer_part(sample.text))
         if not blocks:
             return 0.0
-        if isinstance(tests, list):
-            return float(await self._workers.call(runs_through, blocks[-1], tests, *self._limits))
-        return float(await self._workers.call(prints, blocks[-1], tests.inputs, tests.outputs, *self._limits))
+        check, cases = (runs_through, (tests,)) if isinstance(tests, list) else (prints, (tests.inputs, tests.outputs))
+        arguments = (blocks[-1], *cases, *self._limits, self._timeout)
+        return float(await self._workers.call(check, *arguments, more_seconds=_END_SECONDS))
 
 
-def require_sandbox() -> None:
-    """Raises ConfigurationError if programs cannot be confined on this machine."""
-    if (machine := os.uname().machine) not in sandbox.ARCHITECTURES:
+def sandbox_level(wanted: str) -> str:
+    """What confines programs on this machine (``sandbox.LEVELS``), by ``--reward-sandbox``. Told to the log.
+
+    Raises ConfigurationError if it cannot be had.
+    """
+    if wanted == "off":
+        log.warning("programs are not confined (--reward-sandbox off): they can do whatever the user can")
+        return "off"
+    if (machine := os.uname().machine) not in confinement.ARCHITECTURES:
         raise ConfigurationError(
-            f"--rm-type code: programs can be confined on {' and '.join(sandbox.ARCHITECTURES)}; this is {machine}"
+            f"--reward-sandbox {wanted}: programs can be confined on {' and '.join(confinement.ARCHITECTURES)}; this "
+            f"is {machine} (off runs them as they are)"
         )
+    if version := confinement.landlock_version():
+        log.info("programs are confined by seccomp and Landlock: they read Python's libraries only", landlock=version)
+        return "landlock"
+    if wanted == "strict":
+        raise ConfigurationError(
+            "--reward-sandbox strict: expected a kernel with Landlock (Linux 5.13 and later, not forbidden by the "
+            "container), found none; auto does without, and lets programs read what the user may read"
+        )
+    log.warning("programs are confined by seccomp alone: this kernel has no Landlock, they read what the user may read")
+    return "seccomp"
 
 
 class Tests(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,20 +97,27 @@ def tests_of(prompt: Prompt) -> Tests | list[str]:
     return tests
 
 
-def prints(program: str, inputs: list[str], outputs: list[str], seconds: float, memory_bytes: int) -> bool:
+def prints(
+    program: str, inputs: list[str], outputs: list[str], seconds: float, memory_bytes: int, level: str, timeout: float
+) -> bool:
     """In the worker: whether every output is as expected, but for the white space between words."""
+    deadline = time.monotonic() + timeout
     for text, expected in zip(inputs, outputs, strict=True):
-        output = run_program(program, text, seconds, memory_bytes)
+        left = min(seconds, deadline - time.monotonic())
+        if left <= 0:
+            return False
+        output = run_program(program, text, Limits(seconds=left, memory_bytes=memory_bytes, level=level))
         if output is None or _words(output) != _words(expected):
             return False
     return True
 
 
-def runs_through(program: str, statements: list[str], seconds: float, memory_bytes: int) -> bool:
-    """In the worker: whether no statement fails. That the end is reached is printed: leaving early is no way out."""
-    reached = uuid.uuid4().hex
-    output = run_program("\n".join([program, *statements, f"print({reached!r})"]), "", seconds, memory_bytes)
-    return output is not None and output.rstrip().endswith(reached)
+def runs_through(
+    program: str, statements: list[str], seconds: float, memory_bytes: int, level: str, timeout: float
+) -> bool:
+    """In the worker: whether no statement fails. They call the program from another process (``remote_objects.py``)."""
+    limits = Limits(seconds=min(seconds, timeout), memory_bytes=memory_bytes, level=level)
+    return run_statements(program, "\n".join(statements), limits)
 
 
 def _words(output: str) -> list[list[str]]:

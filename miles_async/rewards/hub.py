@@ -8,7 +8,7 @@ from arguments.rewards import RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.hooks import load_object
 from miles_async.protocols import Reward
-from miles_async.rewards.code_tests import CodeReward, require_sandbox
+from miles_async.rewards.code_tests import CodeReward, sandbox_level
 from miles_async.rewards.exact_match import exact_match
 from miles_async.rewards.f1 import f1
 from miles_async.rewards.format_match import FormatReward
@@ -16,6 +16,7 @@ from miles_async.rewards.guard import GuardedReward
 from miles_async.rewards.judge import JudgeReward
 from miles_async.rewards.math_answer import MathReward
 from miles_async.rewards.multiple_choice import multiple_choice
+from miles_async.rewards.programs import Limits
 from miles_async.rewards.reasoning_gym_task import ReasoningGymReward, require_reasoning_gym
 from miles_async.rewards.remote import RemoteReward
 from miles_async.rewards.workers import WorkerPool
@@ -36,8 +37,8 @@ class RewardHub:
         named = {name for name, _ in self._parts}
         if "reasoning_gym" in named:
             require_reasoning_gym()
-        if "code" in named:
-            require_sandbox()
+        level = sandbox_level(arguments.reward_sandbox) if "code" in named else "landlock"
+        limits = Limits(seconds=arguments.rm_code_timeout, memory_bytes=arguments.rm_code_memory << 20, level=level)
         self._workers = workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
         self._remote = RemoteReward(arguments.rm_url, arguments.reward_timeout)
         self._judge = JudgeReward(
@@ -52,7 +53,7 @@ class RewardHub:
             "math": MathReward(workers),
             "f1": f1,
             "multiple_choice": multiple_choice,
-            "code": CodeReward(workers, seconds=arguments.rm_code_timeout, memory_mib=arguments.rm_code_memory),
+            "code": CodeReward(workers, limits, arguments.reward_timeout),
             "format": FormatReward(workers, arguments.rm_format),
             "reasoning_gym": ReasoningGymReward(workers),
             "remote_rm": self._remote,

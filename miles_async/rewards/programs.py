@@ -1,4 +1,4 @@
-"""Runs a program on one input, in the sandbox of ``sandbox.py``. Waits for it: to be called in a worker process."""
+"""Runs programs that nobody has read, in the sandbox of ``sandbox.py``. Waits for them: call it in a worker process."""
 
 from __future__ import annotations
 
@@ -8,53 +8,120 @@ import select
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from miles_async.rewards import sandbox
 
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # and nothing of ours, which has keys in it
+_ROOT = str(Path(__file__).resolve().parents[2])  # where this package is imported from; the program can't
+_START = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from miles_async.rewards.sandbox import main; "
+    "del sys.path[0]; main()"
+)
 
 
-def run_program(source: str, text: str, seconds: float, memory_bytes: int) -> str | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one program may take, and what confines it."""
+
+    seconds: float
+    memory_bytes: int  # of address space
+    level: str = "landlock"  # one of sandbox.LEVELS
+
+
+def run_program(source: str, text: str, limits: Limits) -> str | None:
     """What the program prints when it reads ``text``; None if it fails, takes too long or prints too much.
 
     Raises RuntimeError when the sandbox cannot be set up.
     """
+    with _started("program", source, text, limits) as process:
+        ended = _ends(process, limits.seconds)
+        output = process.end()
+    return output if ended and process.status == 0 else None
+
+
+def run_statements(source: str, statements: str, limits: Limits) -> bool:
+    """Whether no statement fails that is executed after the program, in another process than the program's.
+
+    Raises RuntimeError when the sandbox cannot be set up.
+    """
+    with ExitStack() as stack:
+        with ExitStack() as pipes:  # closed here as soon as both have them: a half that dies is the end of its pipes
+            requests, answers = os.pipe(), os.pipe()
+            for end in (*requests, *answers):
+                pipes.callback(os.close, end)
+            served = stack.enter_context(_started("serve", source, "", limits, pipes=(requests[0], answers[1])))
+            judging = stack.enter_context(_started("judge", statements, "", limits, pipes=(answers[0], requests[1])))
+        ended = _ends(judging, limits.seconds)
+        served.end()
+        judging.end()
+    return ended and judging.status == sandbox.PASSED
+
+
+class _Confined:
+    """A confined process. Its input and output are files: nobody has to read while it writes."""
+
+    def __init__(self, process: subprocess.Popen[bytes], stdout: IO[bytes], status_end: int) -> None:
+        self.process = process
+        self._stdout = stdout
+        self._status_end = status_end
+        self.status: int | None = None
+
+    def end(self) -> str:
+        """What it has printed; kills it if it still runs. Raises RuntimeError if it could not be confined."""
+        too_slow = self.process.poll() is None
+        self.process.kill()
+        self.status = self.process.wait()
+        told = os.read(self._status_end, 4096)
+        if told != sandbox.STARTED and (told or not too_slow):  # a busy machine may not even have started it
+            found = told.decode(errors="replace") or f"no answer, exit status {self.status}"
+            raise RuntimeError(f"the sandbox for code cannot be set up: {found}")
+        self._stdout.seek(0)
+        return self._stdout.read().decode(errors="replace")
+
+
+@contextmanager
+def _started(role: str, source: str, text: str, limits: Limits, *, pipes: Sequence[int] = ()) -> Iterator[_Confined]:
     program = source.encode(errors="replace")
-    # Files instead of pipes: nobody has to read while it writes, and the kernel stops it at the size limit.
-    with _memory_file() as stdin, _memory_file() as stdout:
+    with _memory_file() as stdin, _memory_file() as stdout, ExitStack() as stack:
+        told, tells = os.pipe()
+        stack.callback(os.close, told)
+        passed = (tells, *pipes)
+        bounds = (math.ceil(limits.seconds), limits.memory_bytes, len(program))
+        numbers = (os.getpid(), *bounds, tells, *(pipes or (-1, -1)))
         stdin.write(program + text.encode(errors="replace"))
         stdin.seek(0)
         process = subprocess.Popen(
             [
-                *(sys.executable, "-I", "-S", "-B", "-X", "utf8", sandbox.__file__, str(os.getpid())),
-                *map(str, (math.ceil(seconds), memory_bytes, len(program), sysconfig.get_paths()["purelib"])),
+                *(sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _START, _ROOT, role, limits.level),
+                *(sysconfig.get_paths()["purelib"], *map(str, numbers)),
             ],
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.DEVNULL,
+            pass_fds=passed,
             cwd="/",
             env=_ENVIRONMENT,
         )
+        os.close(tells)
         try:
-            ended = _ends(process, seconds)
+            yield _Confined(process, stdout, told)
         finally:
             process.kill()
-            status = process.wait()
-        stdout.seek(0)
-        output = stdout.read().decode(errors="replace")
-    if not output.startswith(sandbox.STARTED):
-        raise RuntimeError(f"the sandbox for code cannot be set up: {output or f'no answer, exit status {status}'}")
-    return output.removeprefix(sandbox.STARTED) if ended and status == 0 else None
+            process.wait()
 
 
 def _memory_file() -> IO[bytes]:
     return os.fdopen(os.memfd_create("program"), "w+b", buffering=0)
 
 
-def _ends(process: subprocess.Popen[bytes], seconds: float) -> bool:
+def _ends(confined: _Confined, seconds: float) -> bool:
     """Whether it ends in time. Popen's own wait would look every 50 ms only."""
-    descriptor = os.pidfd_open(process.pid)
+    descriptor = os.pidfd_open(confined.process.pid)
     try:
         return bool(select.select([descriptor], [], [], seconds)[0])
     finally:

@@ -1,150 +1,65 @@
-"""Runs a program that nobody has read: ``python -I -S sandbox.py PARENT CPU_SECONDS MEMORY_BYTES LENGTH LIBRARIES``.
+"""What runs in a confined process: a program, or one of the two halves of tests that call its functions.
 
-The first LENGTH bytes of stdin are the program, the rest is its input. The first byte of stdout is ``STARTED`` when
-the limits are in force and the program starts; else stdout says what failed.
+``program`` is the program itself: it reads its input and prints. For tests that are statements, ``serve`` executes the
+program and answers calls of its functions, and ``judge`` executes the statements, in another process: what they expect
+never enters the program's, and the verdict is the judge's exit status (``remote_objects.py``).
 
-A seccomp filter leaves the program what computing takes: memory, threads, its own pipes, reading files. It can start no
-process, signal none, connect to nothing, and open no file for writing. Not guarded against: reading whatever its user
-may read, and bugs of the kernel. Standard library only, since it starts for every test.
+The first LENGTH bytes of stdin are the source, the rest is a program's input. STATUS_END, closed before the source
+runs, gets ``STARTED`` when the limits are in force, else what failed.
 """
 
-import ctypes
-import errno
+from __future__ import annotations
+
 import os
-import resource
-import signal
 import site
-import struct
 import sys
+from collections.abc import Callable
+from typing import Any
 
-STARTED = "+"
-OUTPUT_BYTES = 4 << 20  # that a program may print, if stdout is a file
+from miles_async.rewards.confinement import confine, die_with_parent, limit
+from miles_async.rewards.remote_objects import Pipes, judge, serve
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38  # linux/prctl.h
-_CLONE_THREAD = 0x10000  # linux/sched.h
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os.O_TMPFILE & ~os.O_DIRECTORY)
-
-# Offsets in struct seccomp_data; arguments are 64 bits wide, both architectures are little-endian.
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-_LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # linux/seccomp.h
-_X32 = 0x40000000  # bit of the numbers of x86's other calling convention, which would bypass ours
-
-Instruction = tuple[int, int, int, int]  # operation, instructions to skip if true, if false, operand
-
-# Audit architecture and column of the tables.
-ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-
-# Numbers on x86_64 (asm/unistd_64.h) and aarch64 (asm-generic/unistd.h); None: does not exist there.
-_ALLOWED: dict[str, tuple[int | None, int | None]] = {
-    # memory
-    "brk": (12, 214), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216),
-    "madvise": (28, 233), "mincore": (27, 232), "get_mempolicy": (239, 236), "membarrier": (324, 283),
-    # what is open, and reading
-    "read": (0, 63), "readv": (19, 65), "pread64": (17, 67), "write": (1, 64), "writev": (20, 66), "close": (3, 57),
-    "lseek": (8, 62), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None), "pipe2": (293, 59),
-    "socketpair": (53, 199), "eventfd2": (290, 19), "select": (23, None), "pselect6": (270, 72), "poll": (7, None),
-    "ppoll": (271, 73), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None),
-    "epoll_pwait": (281, 22), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79),
-    "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "access": (21, None), "faccessat": (269, 48),
-    "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61),
-    "getcwd": (79, 17), "umask": (95, 166),
-    # threads, timers, the end
-    "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293), "set_tid_address": (218, 96),
-    "arch_prctl": (158, None), "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
-    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
-    "restart_syscall": (219, 128), "setitimer": (38, 103), "getitimer": (36, 102), "alarm": (37, None),
-    "exit": (60, 93), "exit_group": (231, 94),
-    # facts
-    "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174), "geteuid": (107, 175),
-    "getgid": (104, 176), "getegid": (108, 177), "uname": (63, 160), "sysinfo": (99, 179), "getrusage": (98, 165),
-    "getrlimit": (97, 163), "times": (100, 153), "time": (201, None), "gettimeofday": (96, 169),
-    "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "nanosleep": (35, 101),
-    "getrandom": (318, 278),
-}  # fmt: skip
-
-_ALLOWED_WITH_VALUES: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
-    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # duplicates and flags; no owner, who would get signals
-    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # terminal?, size, bytes to read, flags
-    "prlimit64": ((302, 261), 2, (0,)),  # asking: a null pointer for the new limit
-}
-"""Numbers, which argument, what its lower half may be."""
-
-_ALLOWED_WITH_BITS: dict[str, tuple[tuple[int, int | None], int, int, bool]] = {
-    "open": ((2, None), 1, _WRITING, False),
-    "openat": ((257, 56), 2, _WRITING, False),
-    "clone": ((56, 220), 0, _CLONE_THREAD, True),
-}
-"""Numbers, which argument, bits of it, whether one of them has to be set or none."""
+STARTED = b"+"
+PASSED = 42  # exit status of a judge whose statements have all run through
+LEVELS = ("seccomp", "landlock", "off")  # what confines the process; Landlock comes with seccomp
 
 
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above took effect
-        raise SystemExit("parent process is gone")
-
-
-def _filter() -> bytes:
-    """The program of the kernel's packet filter that decides about every system call."""
-    architecture, column = ARCHITECTURES[os.uname().machine]
-    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | errno.EPERM)
-    kill, absent = (_RETURN, 0, 0, _KILL), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)
-
-    def argument(index: int) -> Instruction:
-        return _LOAD, 0, 0, _ARGUMENTS + 8 * index
-
-    def about(number: int | None, *code: Instruction) -> tuple[Instruction, ...]:
-        return () if number is None else ((_EQUAL, 0, len(code), number), *code)
-
-    code: list[Instruction] = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), kill]
-    code += [(_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), kill]
-    for numbers in _ALLOWED.values():
-        code += about(numbers[column], allow)
-    for numbers, index, values in _ALLOWED_WITH_VALUES.values():
-        choices = (instruction for value in values for instruction in ((_EQUAL, 0, 1, value), allow))
-        code += about(numbers[column], argument(index), *choices, refuse)
-    for numbers, index, bits, wanted in _ALLOWED_WITH_BITS.values():
-        code += about(numbers[column], argument(index), (_BITS, int(not wanted), int(wanted), bits), allow, refuse)
-    code += about(435, absent)  # clone3: the C library then uses clone, whose flags can be seen
-    code.append(refuse)
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
-
-
-def _confine(cpu_seconds: int, memory_bytes: int) -> None:
-    for limit, value in (
-        (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
-    ):
-        resource.setrlimit(limit, (value, value))
-    library = ctypes.CDLL(None, use_errno=True)
-    instructions = ctypes.create_string_buffer(code := _filter(), len(code))
-    program = ctypes.create_string_buffer(struct.pack("HP", len(code) // 8, ctypes.addressof(instructions)))
-    for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, 2, program, 0, 0)):
-        if library.prctl(*arguments):
-            raise OSError(ctypes.get_errno(), "the kernel does not let a process confine itself (seccomp)")
+def program(source: str) -> None:
+    """Become the program."""
+    exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
 
 
 def main() -> None:
-    """Confine this process, then become the program."""
-    parent, cpu_seconds, memory_bytes, length = map(int, sys.argv[1:5])
+    """Confine this process, then run what stdin says."""
+    role, level, libraries, *numbers = sys.argv[1:11]
+    parent, cpu_seconds, memory_bytes, length, status_end, read_end, write_end = map(int, numbers)
     try:
         die_with_parent(parent)
         source = b""
         while len(source) < length and (chunk := os.read(0, length - len(source))):
             source += chunk
-        _confine(cpu_seconds, memory_bytes)
+        limit(cpu_seconds, memory_bytes)
+        if level != "off":
+            confine(readable=libraries if level == "landlock" else None)
     except (OSError, ValueError, KeyError) as error:
-        os.write(1, repr(error).encode())
+        os.write(status_end, repr(error).encode())
         os._exit(1)
-    os.write(1, STARTED.encode())
-    sys.path.append(sys.argv[5])
+    os.write(status_end, STARTED)
+    os.close(status_end)
+    sys.path.append(libraries)
     sys.argv[:] = ["program"]
     site.setquit()  # the builtin exit(), which starting without site leaves out
-    exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
+    run: dict[str, Callable[[str], Any]] = {
+        "program": program,
+        "serve": lambda text: serve(text, Pipes(read_end, write_end)),
+        "judge": lambda text: _judge(text, Pipes(read_end, write_end)),
+    }
+    run[role](source.decode())
 
 
-if __name__ == "__main__":
-    main()
+def _judge(source: str, pipes: Pipes) -> None:
+    try:
+        judge(source, pipes)
+    except BaseException:  # supervision point: no statement ends with the status of success, SystemExit included
+        os._exit(1)
+    os._exit(PASSED)

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from miles_async.rewards.sandbox import die_with_parent
+from miles_async.rewards.confinement import die_with_parent, keep_memory_private
 
 MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not take the machine along
 
@@ -22,6 +22,7 @@ MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not tak
 def main() -> None:
     """Serve the parent whose process id is the one argument."""
     die_with_parent(int(sys.argv[1]))
+    keep_memory_private()  # from programs it starts: keys in the environment, what tests expect
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))  # programs it starts have their own
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get between the replies

@@ -34,17 +34,20 @@ class WorkerPool:
         self._idle: list[Process] = []
         self._all: set[Process] = set()
 
-    async def call(self, function: Callable[..., Any], *arguments: Any, needs: Sequence[str] = ()) -> Any:
+    async def call(
+        self, function: Callable[..., Any], *arguments: Any, needs: Sequence[str] = (), more_seconds: float = 0.0
+    ) -> Any:
         """What ``function(*arguments)`` returns in a worker: a function of a module, JSON in and out.
 
-        ``needs``: modules to import before its time runs. Raises RewardError if it raises or takes too long, which is
+        ``needs``: modules to import before its time runs. ``more_seconds``: beyond the timeout, for a function that
+        keeps it itself. Raises RewardError if it raises or takes too long, which is
         its arguments' doing; ServiceUnavailableError if the worker doesn't start or dies, which may be the machine's.
         """
         request = msgspec.json.encode([needs, function.__module__, function.__qualname__, arguments])
         async with self._turns:
             worker = await self._take()
             try:
-                succeeded, result = await self._ask(worker, request)
+                succeeded, result = await self._ask(worker, request, self._timeout + more_seconds)
             except (asyncio.IncompleteReadError, ConnectionError):
                 raise ServiceUnavailableError(
                     f"the process that verifies died (exit status {await _end(worker)})"
@@ -78,7 +81,7 @@ class WorkerPool:
         self._all = {known for known in self._all if known.returncode is None} | {worker}
         return worker
 
-    async def _ask(self, worker: Process, request: bytes) -> tuple[bool, Any]:
+    async def _ask(self, worker: Process, request: bytes, timeout: float) -> tuple[bool, Any]:
         assert worker.stdin is not None
         message = b""
         try:
@@ -91,7 +94,7 @@ class WorkerPool:
                 f"a process that verifies took longer than {_START_SECONDS:g} s to start"
             ) from None
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(timeout):
                 message = message or await _read(worker)  # empty: the function runs
         except TimeoutError:
             raise RewardError(f"took longer than --reward-timeout {self._timeout:g} s") from None
