@@ -86,7 +86,14 @@ class WeightsArguments:
 
     @property
     def step_timeout(self) -> float:
-        """Seconds that one call to an engine, or one bucket, may take in a publication. What engines do together is
-        tried with all of them, again, and with each alone: one that hangs every time leaves time for the others.
+        """Seconds that one call to an engine, or one bucket, may take in a publication. One that hangs costs two of
+        these at most, which leaves time for the others.
         """
         return self.publication_timeout / 6
+
+    @property
+    def group_timeout(self) -> float:
+        """Seconds that members of a process group wait for each other. Less than a call may take: those that wait for
+        one that hangs say so, and only that one gives no answer.
+        """
+        return 0.8 * self.step_timeout

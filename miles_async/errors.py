@@ -23,6 +23,10 @@ class EngineError(MilesAsyncError):
     """An inference engine misbehaved."""
 
 
+class EngineTimeoutError(EngineError):
+    """An inference engine gave no answer within a deadline."""
+
+
 class EngineStartError(EngineError):
     """A server process did not come up in time; carries its last log lines in the message."""
 

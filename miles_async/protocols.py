@@ -388,15 +388,16 @@ EngineErrors = Mapping[Incarnation, Exception | None]
 class WeightTransport(Protocol):
     """How staged weights reach engines: the driver's half. Its other half is a WeightSender."""
 
-    shares_fate: bool  # an engine that fails may make delivery fail for others
     sent_fraction: float  # of the weights' bytes, what the last delivery sent to each engine; mean over engines
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """All that can be done while they generate."""
+        """All that can be done while they generate. Whom it returns errors for is to blame for them."""
         ...
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """While they are paused; to any of those that were prepared. May be called again after errors."""
+        """While they are paused; to any of those that were prepared. Whom it returns errors for is to blame; all others
+        have everything.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -14,7 +14,7 @@ import msgspec
 
 from miles_async.engines.http import Http
 from miles_async.engines.names import HELD_WEIGHTS_ACTION
-from miles_async.errors import EngineError
+from miles_async.errors import EngineError, EngineTimeoutError
 from miles_async.types import CanaryScore, EngineLoad, HeldPart, HeldWeights, TensorMeta, TensorShare
 
 Answer = TypeVar("Answer")
@@ -107,7 +107,7 @@ def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
 
 class EngineApi:
     """All methods take the engine's URL and a deadline in seconds, and raise EngineError with its own
-    words.
+    words, EngineTimeoutError if it has none.
     """
 
     def __init__(self, http: Http) -> None:
@@ -275,7 +275,7 @@ class EngineApi:
             ):
                 answer = await response.read()
         except TimeoutError:
-            raise EngineError(f"{method} {url}{path}: no answer within {timeout:g} s") from None
+            raise EngineTimeoutError(f"{method} {url}{path}: no answer within {timeout:g} s") from None
         except aiohttp.ClientError as error:
             raise EngineError(f"{method} {url}{path}: {error!r}") from error
         if response.status != 200:

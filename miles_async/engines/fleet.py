@@ -21,7 +21,7 @@ from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.supervisor import EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.errors import EngineError
+from miles_async.errors import EngineError, EngineTimeoutError
 from miles_async.protocols import EngineErrors
 from miles_async.types import CanaryScore, FleetMembers, HeldWeights, Incarnation, TensorMeta, TensorShare
 
@@ -171,7 +171,9 @@ class Fleet:
                 async with asyncio.timeout(self._step_timeout):
                     return await handle.on_host(function, room, *arguments)
             except TimeoutError:
-                raise EngineError(f"its host did not {function.__name__} within {self._step_timeout:g} s") from None
+                raise EngineTimeoutError(
+                    f"its host did not {function.__name__} within {self._step_timeout:g} s"
+                ) from None
 
         return await self._ask(engines, run)
 

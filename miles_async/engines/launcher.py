@@ -4,7 +4,9 @@ Where everything that SGLang imports is installed this is ``python -m sglang.lau
 torchvision, triton or ``sgl_kernel`` is missing (a machine without a GPU) they become mentionable, see
 ``absent.py``.
 
-With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``.
+With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``, and
+with WEIGHT_GROUP_SECONDS_VARIABLE it waits no longer than that for others that get weights with it, see
+``weight_groups.py``.
 
 Everything happens at module level, since SGLang's processes are spawned and spawning re-imports this module. On a CPU
 they are forked instead: what SGLang imports takes a process 10 s, which is most of its start.
@@ -17,7 +19,7 @@ import os
 import sys
 
 from miles_async.engines.absent import allow_mentioning, is_absent
-from miles_async.engines.names import HELD_WEIGHTS_VARIABLE
+from miles_async.engines.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 
 
 def _runs_on_cpu(arguments: list[str]) -> bool:
@@ -88,9 +90,13 @@ if is_absent("sgl_kernel"):
 # sglang.srt.debug_utils.dumper imports megatron.core, and through it wandb, wherever it finds it.
 sys.modules["megatron"] = None  # type: ignore[assignment]
 if HELD_WEIGHTS_VARIABLE in os.environ:
-    from miles_async.engines.held_weights import register
+    from miles_async.engines import held_weights
 
-    register()
+    held_weights.register()
+if WEIGHT_GROUP_SECONDS_VARIABLE in os.environ:
+    from miles_async.engines import weight_groups
+
+    weight_groups.register()
 
 
 if __name__ == "__main__":

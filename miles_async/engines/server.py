@@ -22,7 +22,7 @@ import msgspec
 
 from miles_async.cleanup import quietly
 from miles_async.engines.addresses import LOOPBACK, HeldPort, node_host
-from miles_async.engines.names import HELD_WEIGHTS_VARIABLE
+from miles_async.engines.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.engines.process import ChildProcess
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.run.owned_directory import OwnedDirectory
@@ -59,6 +59,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     held_weights: bool = False  # it can say what its model holds (--verify-weights full, sample)
     dummy_weights: bool = False  # it starts with random weights, which a publication replaces
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
+    weight_group_seconds: float | None = None  # waiting for other members of a process group; None: SGLang's minutes
     sglang_extra: tuple[str, ...] = ()  # SGLang's own arguments, last: they win
 
 
@@ -200,6 +201,8 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     if spec.held_weights:
         environment[HELD_WEIGHTS_VARIABLE] = "1"
+    if spec.weight_group_seconds is not None:
+        environment[WEIGHT_GROUP_SECONDS_VARIABLE] = str(spec.weight_group_seconds)
     if Path(spec.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     return environment

@@ -141,5 +141,6 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         held_weights=arguments.weights.compares_digests,
         dummy_weights=group.role != "frozen",
         grammars=arguments.sessions.runs_agent,
+        weight_group_seconds=arguments.weights.group_timeout,
         sglang_extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
     )

@@ -83,7 +83,7 @@ def make_sender(
             address=address,
             backend=group_backend(device),
             device=torch.device(device),
-            timeout_seconds=weights.step_timeout,
+            timeout_seconds=weights.group_timeout,
         )
     if weights.weight_transport == "object_store":
         from miles_async.weights.senders.object_store import ObjectStoreSender

@@ -156,7 +156,7 @@ class FleetUpdater:
         started = now()
         self.state = PublicationState.PREPARING
         await update.each("probe", fleet.probe)
-        await update.each("preparing", partial(self._transport.prepare, staged), blame=not self._transport.shares_fate)
+        await update.each("preparing", partial(self._transport.prepare, staged))
         update.prepare_seconds = now() - started
         started = now()
         try:
@@ -166,7 +166,7 @@ class FleetUpdater:
             # In place, requests in flight keep their cache, and SGLang refuses to flush it; who joins has none of ours.
             await update.each("flush_cache", fleet.flush_cache, only=joining if mode == "in_place" else None)
             self.state = PublicationState.DELIVERING
-            await self._deliver(staged, update)
+            await update.each("send", partial(self._transport.deliver, staged))
             if self._arguments.compares_digests:
                 await self._compare_digests(staged, update, joining)
         finally:
@@ -178,25 +178,6 @@ class FleetUpdater:
         update.pause_seconds = now() - started
         update.sent_fraction = self._transport.sent_fraction
         return update
-
-    async def _deliver(self, staged: StagedWeights, update: _Update) -> None:
-        """Everything to everyone; who is lost on the way is absent then.
-
-        Where one engine's failure breaks delivery for all, whose fault it was can't be told from outside. So those
-        that neither died nor hang get everything again together (they stay paused, since they hold a part of the new
-        weights), and if that breaks too, each by itself: who fails alone is fenced.
-        """
-        deliver = partial(self._transport.deliver, staged)
-        if not self._transport.shares_fate:
-            await update.each("send", deliver)
-            return
-        for _ in range(2):
-            reached = await update.each("send", deliver, blame=len(update.present) == 1)
-            if set(update.present) <= set(reached):
-                return
-            await update.each("probe", self._fleet.probe)
-        for engine in update.present:
-            await update.each("send", deliver, only=(engine,))
 
     async def _compare_digests(self, staged: StagedWeights, update: _Update, joining: Collection[Incarnation]) -> None:
         """Fence every engine that holds anything else than was staged. While paused: nobody gets a token of it."""
@@ -275,24 +256,17 @@ class _Update:
         step: str,
         call: Callable[[Sequence[Incarnation]], Awaitable[Mapping[Incarnation, Any]]],
         *,
-        blame: bool = True,
         only: Collection[Incarnation] | None = None,
     ) -> Mapping[Incarnation, Any]:
-        """One step for everyone present (of ``only``); results of those that succeed. Who fails is fenced if it is to
-        ``blame``.
-        """
+        """One step for everyone present (of ``only``); results of those that succeed. Who fails is fenced."""
         engines = tuple(engine for engine in self.present if only is None or engine in only)
         if not engines:
             return {}
         with self.steps.timed(step):
             results = await call(engines)
         for engine, error in results.items():
-            if not isinstance(error, Exception):
-                continue
-            if blame:
+            if isinstance(error, Exception):
                 await self.lose(engine, f"{step}: {error}")
-            else:
-                log.warning("publication step failed", step=step, engine=str(engine), error=str(error))
         return {engine: result for engine, result in results.items() if not isinstance(result, Exception)}
 
     async def lose(self, engine: Incarnation, reason: str) -> None:

@@ -154,7 +154,7 @@ class Sender:
         import torch.distributed as dist
 
         data = torch.ones(max(sizes), dtype=torch.uint8)
-        group = self.sender._groups[name].process_group
+        group = self.sender._groups[name]._process_group
         for size in sizes:
             dist.broadcast(data[:size], src=0, group=group)
 

@@ -153,7 +153,7 @@ async def publishing(
                 address="127.0.0.1",
                 backend="gloo",
                 device=torch.device("cpu"),
-                timeout_seconds=arguments.step_timeout,
+                timeout_seconds=arguments.group_timeout,
             )
             if arguments.weight_transport == "distributed"
             else ObjectStoreSender(options, put=np.array)

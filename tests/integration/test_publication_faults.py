@@ -136,12 +136,20 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     model = save_served("qwen3-tied", folder / "model", seed=0)
     shared_before = shared_memory()
     logs = folder / "logs"
-    spec = ServerSpec(model_path=str(model), device="cpu", dtype="float32", start_timeout=200, log_dir=str(logs))
+    limits = WeightsArguments(publication_timeout=PUBLICATION_SECONDS)
+    spec = ServerSpec(
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        start_timeout=200,
+        log_dir=str(logs),
+        weight_group_seconds=limits.group_timeout,
+    )
     engines = {engine: FaultyEngine(LocalServers(spec), index) for index, engine in enumerate(BOTH)}
     stack = EngineStack(
         [EngineGroup(engines=2, launch=lambda index, _: engines[BOTH[index]])],
         EnginesArguments(request_timeout=60.0, engine_start_timeout=200.0, engine_max_restarts=1000),
-        WeightsArguments(publication_timeout=PUBLICATION_SECONDS),
+        limits,
         log_dir=logs,
         single_node=True,
         parse_versions=parse_spans,

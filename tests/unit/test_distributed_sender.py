@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_async.errors import TrainerError
-from miles_async.weights.senders import distributed
+from miles_async.weights.senders import weight_group
 from miles_async.weights.senders.distributed import DistributedSender
 from miles_async.weights.staging import StagingOptions
 
@@ -39,8 +39,9 @@ def sent(sender: DistributedSender, monkeypatch: pytest.MonkeyPatch) -> Iterator
     def note(data: torch.Tensor, **_: Any) -> None:
         broadcast.append(data.clone().view(torch.float32).tolist())
 
-    monkeypatch.setattr(distributed.dist, "broadcast", note)
-    sender._groups["g"] = distributed._Group(None, 2, object())  # type: ignore[arg-type]
+    monkeypatch.setattr(weight_group.dist, "broadcast", note)
+    sender.open_group("g", 2)
+    sender._groups["g"]._process_group = object()  # type: ignore[assignment]
     yield broadcast
     sender._groups.clear()
 
@@ -52,7 +53,7 @@ def stage(sender: DistributedSender, version: int, value: float) -> None:
 
 def test_a_bucket_that_was_loaded_ahead_is_sent(sender: DistributedSender, sent: Sent) -> None:
     sender.send_bucket("g", 0, 0)
-    sender.load_bucket(0, 1)
+    sender.load_bucket("g", 0, 1)
     (sender.file(0, "bucket-00001.safetensors")).unlink()  # it is not read again
     sender.send_bucket("g", 0, 1)
     assert sent == [[1, 1], [2, 2]]
@@ -63,13 +64,13 @@ def test_a_bucket_that_was_loaded_ahead_is_sent(sender: DistributedSender, sent:
 @pytest.mark.parametrize("loaded", [(0, 0), (1, 1)])
 def test_another_bucket_is_not(sender: DistributedSender, sent: Sent, loaded: tuple[int, int]) -> None:
     stage(sender, 1, 5.0)
-    sender.load_bucket(*loaded)
+    sender.load_bucket("g", *loaded)
     sender.send_bucket("g", 0, 1)
     assert sent == [[2, 2]]
 
 
 def test_nor_one_of_weights_that_were_staged_again_since(sender: DistributedSender, sent: Sent) -> None:
-    sender.load_bucket(0, 0)
+    sender.load_bucket("g", 0, 0)
     stage(sender, 0, 7.0)
     sender.send_bucket("g", 0, 0)
     assert sent == [[7, 7]]
@@ -77,4 +78,4 @@ def test_nor_one_of_weights_that_were_staged_again_since(sender: DistributedSend
 
 def test_a_version_that_is_gone_is_an_error_not_the_bucket_of_another(sender: DistributedSender) -> None:
     with pytest.raises(TrainerError, match="version 9 are not staged"):
-        sender.load_bucket(9, 0)
+        sender.load_bucket("g", 9, 0)

@@ -15,7 +15,6 @@ from miles_async.weights.transports.attempt import Attempt
 class DiskTransport:
     """Implements WeightTransport."""
 
-    shares_fate = False
     sent_fraction = 1.0
 
     def __init__(self, fleet: EngineFleet, *, flush_cache: bool) -> None:

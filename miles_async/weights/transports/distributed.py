@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
+from miles_async.errors import EngineError
 from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
 from miles_async.types import Incarnation, StagedWeights
+from miles_async.weights.transports.together import deliver_together, gave_no_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,6 @@ class DistributedTransport:
     are some per set of engines that weights are brought to together.
     """
 
-    shares_fate = True  # a member that fails breaks the group for all, and whose fault it was can't be told
     sent_fraction = 1.0
 
     def __init__(
@@ -47,7 +49,23 @@ class DistributedTransport:
         self._times_joined = 0
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """A process group of each sender and exactly these engines."""
+        """A process group of each sender and exactly these engines. If there is none, delivery finds out whose fault it
+        is; only who gives no answer, while others do, is told by that alone.
+        """
+        errors = await self._connect(staged, engines)
+        silent = gave_no_answer(errors) if len(gave_no_answer(errors)) < len(engines) else {}
+        return {engine: silent.get(engine) for engine in engines}
+
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
+        """All buckets to all engines but those that break it."""
+        return await deliver_together(partial(self._send, staged), self._fleet.probe, engines)
+
+    async def close(self) -> None:
+        """Leave the process groups."""
+        for groups in list(self._groups):
+            await self._leave(groups.engines)
+
+    async def _connect(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         if any(set(groups.engines) == set(engines) for groups in self._groups):
             return dict.fromkeys(engines)
         await self._leave(engines)
@@ -64,9 +82,9 @@ class DistributedTransport:
             await self._leave(engines)
         return errors
 
-    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
+    async def _send(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """All buckets to all engines, or, as soon as one of them fails, nothing more to anybody."""
-        errors = await self.prepare(staged, engines)
+        errors = await self._connect(staged, engines)
         if _failed(errors):
             return errors
         [groups] = [groups for groups in self._groups if set(groups.engines) == set(engines)]
@@ -77,14 +95,10 @@ class DistributedTransport:
         if not _failed(errors):
             errors = await self._fleet.end_update(engines)
         if _failed(errors):
-            await self._leave(engines)
-            await self._fleet.end_update(engines, abandon=True)  # of those that had begun; it must not stay open
+            async with asyncio.TaskGroup() as scope:  # each takes a deadline of an engine that hangs
+                scope.create_task(self._leave(engines))
+                scope.create_task(self._fleet.end_update(engines, abandon=True))  # where it has begun
         return errors
-
-    async def close(self) -> None:
-        """Leave the process groups."""
-        for groups in list(self._groups):
-            await self._leave(groups.engines)
 
     async def _join(self, sender: int, name: str, engines: Sequence[Incarnation], world_size: int) -> EngineErrors:
         """Both ends at once."""
@@ -98,10 +112,11 @@ class DistributedTransport:
         """All groups that one of ``engines`` is in."""
         for groups in [groups for groups in self._groups if set(groups.engines) & set(engines)]:
             self._groups.remove(groups)
-            for sender, name in enumerate(groups.names):
-                await self._trainer.call_sender("leave_group", (name,), sender=sender)
-                # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
-                await self._fleet.disconnect(groups.engines, name)
+            async with asyncio.TaskGroup() as scope:
+                for sender, name in enumerate(groups.names):
+                    scope.create_task(self._trainer.call_sender("leave_group", (name,), sender=sender))
+                    # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
+                    scope.create_task(self._fleet.disconnect(groups.engines, name))
 
     async def _send_bucket(
         self, staged: StagedWeights, index: int, following: int | None, engines: Sequence[Incarnation], groups: _Groups
@@ -110,14 +125,18 @@ class DistributedTransport:
         sender, version = index % staged.senders, staged.version
         name = groups.names[sender]
         async with asyncio.TaskGroup() as scope:
-            scope.create_task(self._trainer.call_sender("send_bucket", (name, version, index), sender=sender))
+            sent = scope.create_task(self._trainer.call_sender("send_bucket", (name, version, index), sender=sender))
             received = scope.create_task(
                 self._fleet.receive_bucket(engines, name, staged.buckets[index], version, self._flush_cache)
             )
             if following is not None:
-                load = self._trainer.call_sender("load_bucket", (version, following), sender=following % staged.senders)
-                scope.create_task(load)
-        return received.result()
+                ahead = following % staged.senders
+                load = (groups.names[ahead], version, following)
+                scope.create_task(self._trainer.call_sender("load_bucket", load, sender=ahead))
+        errors = received.result()
+        if (problem := sent.result()) and not _failed(errors):
+            return dict.fromkeys(engines, EngineError(problem))
+        return errors
 
 
 def _failed(errors: EngineErrors) -> bool:

@@ -22,8 +22,6 @@ from miles_async.weights.transports.attempt import Attempt
 class HostCopyTransport:
     """Implements WeightTransport."""
 
-    shares_fate = False
-
     def __init__(
         self, trainer: TrainerSide, fleet: EngineFleet, *, object_store: bool, keep: bool, flush_cache: bool
     ) -> None:

@@ -17,7 +17,6 @@ from miles_async.weights.transports.attempt import Attempt
 class IpcTransport:
     """Implements WeightTransport."""
 
-    shares_fate = False
     sent_fraction = 1.0
 
     def __init__(self, trainer: TrainerSide, fleet: EngineFleet, *, flush_cache: bool) -> None:

@@ -1,0 +1,33 @@
+"""How errors of the process groups that carry weights are handled, by both ends.
+
+By default (torch 2.13, ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` 3) a watchdog thread ends the process when an operation of
+one of its NCCL groups fails or takes too long. That is right for training: a rank that lost another must not step on.
+It is wrong for weights: an engine that dies would take a trainer rank and the other engines along.
+
+ProcessGroupNCCL reads these variables when a group is made, so what is set meanwhile holds for that group alone. With
+``TORCH_NCCL_BLOCKING_WAIT`` it has no watchdog: whoever waits for an operation waits until it is done on the device,
+and gets its failure, or that it took too long, as an exception, with the communicator aborted. gloo's groups are like
+that anyway.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@contextmanager
+def errors_are_raised() -> Iterator[None]:
+    """For process groups that are made inside; the process's other groups are as before."""
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before

@@ -1,0 +1,133 @@
+"""The sending end of one process group: rank 0; the others are engines (SGLang's ``init_custom_process_group``).
+
+It stands apart from the trainer's groups: own store, own name, own deadlines, own handling of errors
+(``group_errors.py``). A member that dies, hangs or stays away breaks this group and nothing else: the operation that it
+breaks raises GroupBrokenError, at the latest at its deadline, and the communicator is aborted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _abort_process_group,
+    _new_process_group_helper,
+    _set_pg_timeout,
+    _world,
+)
+
+from miles_async.group_errors import errors_are_raised
+from miles_async.weights.senders.own_stream import own_stream
+
+Result = TypeVar("Result")
+
+JOIN_SECONDS = 30.0  # an engine that is up joins in less than a second
+_GRACE_SECONDS = 1.0  # for an operation to notice its own deadline
+
+
+class GroupBrokenError(RuntimeError):
+    """An operation failed or took too long; the group is of no use any more."""
+
+
+class WeightGroup:
+    """Operations are called one after another."""
+
+    def __init__(
+        self, name: str, world_size: int, *, address: str, backend: str, device: torch.device, timeout_seconds: float
+    ) -> None:
+        """Listen at ``address``; the port is the system's choice, and held, so nobody can take it before engines join.
+
+        ``timeout_seconds``: of one broadcast and, at most, of joining.
+        """
+        self.name = name
+        self._world_size = world_size
+        self._backend = backend
+        self._device = device
+        self._beside_training = own_stream(device)
+        self._timeout = timeout_seconds
+        self._join_timeout = min(timeout_seconds, JOIN_SECONDS)
+        seconds = datetime.timedelta(seconds=self._join_timeout)
+        self._store: dist.TCPStore | None = dist.TCPStore(
+            address, 0, world_size, is_master=True, timeout=seconds, wait_for_workers=False
+        )
+        self.port = self._store.port
+        self._process_group: dist.ProcessGroup | None = None
+
+    def join(self) -> None:
+        """Returns when all members are there. Raises GroupBrokenError if they don't come in time."""
+        self._process_group = self._within(self._join_timeout, self._new_process_group)
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Returns when the last byte has left, and been taken as far as the backend knows. Raises GroupBrokenError."""
+        process_group = self._process_group
+        if process_group is None:
+            raise GroupBrokenError("it was never complete, or is broken")
+
+        def send() -> None:
+            with self._beside_training:
+                dist.broadcast(data, src=0, group=process_group)
+
+        self._within(self._timeout, send)
+
+    def leave(self) -> None:
+        """Members that wait for it hear that it is gone. Idempotent."""
+        process_group, self._process_group, self._store = self._process_group, None, None
+        if process_group is not None:
+            dist.destroy_process_group(process_group)
+
+    def _within(self, seconds: float, call: Callable[[], Result]) -> Result:
+        """``call`` in a thread of its own: operations have deadlines, but NCCL has none while it sets up a
+        communicator, which is part of the first one. A thread that stays in one is given up.
+        """
+        outcome: Future[Result] = Future()
+
+        def run() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # the current device is per thread
+            try:
+                outcome.set_result(call())
+            except BaseException as error:  # supervision point: it is raised where the outcome is waited for
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name=f"process group {self.name}", daemon=True).start()
+        try:
+            return outcome.result(seconds + _GRACE_SECONDS)
+        except TimeoutError:
+            problem = f"no end of an operation within {seconds:g} s"
+        except RuntimeError as error:  # torch's errors of processes that are gone or late are all of this kind
+            problem = str(error)
+        self._abort()
+        raise GroupBrokenError(problem)
+
+    def _abort(self) -> None:
+        process_group, self._process_group, self._store = self._process_group, None, None
+        if process_group is not None:
+            _abort_process_group(process_group)
+
+    def _new_process_group(self) -> dist.ProcessGroup:
+        """What SGLang does on its side, as rank 0.
+
+        ``dist.new_group`` can't: its members would have to be ranks of the trainer's own world.
+        """
+        with errors_are_raised():
+            process_group, _ = _new_process_group_helper(
+                self._world_size,
+                0,
+                [],
+                Backend(self._backend),
+                PrefixStore(self.name, self._store),
+                group_name=self.name,
+                timeout=datetime.timedelta(seconds=self._join_timeout),
+            )
+        _world.pg_group_ranks[process_group] = {rank: rank for rank in range(self._world_size)}
+        # Of sending; joining has to be quick.
+        _set_pg_timeout(datetime.timedelta(seconds=self._timeout), process_group)
+        return process_group

@@ -1,0 +1,167 @@
+"""Publications to engines that restart or hang at any moment, under virtual time: nobody serves what it did not get,
+and a hang costs two deadlines at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arguments import WeightsArguments
+from miles_async.simulation.run import quiet_logs
+from miles_async.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.senders.object_store import ObjectStoreSender
+from miles_async.weights.staging import StagingOptions
+from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
+from tests.fakes.weight_servers import BroadcastingTrainer, World
+from tests.unit.test_host_copies import FileTrainer
+
+UNVERIFIED = WeightsArguments(verify_weights="off")  # so that nothing else could find out
+STEP = UNVERIFIED.step_timeout
+
+
+def publisher_of(world: World, trainer: Any, arguments: WeightsArguments) -> WeightPublisher:
+    transport = choose_transport(arguments, trainer, world.fleet, "cpu")
+    return WeightPublisher(trainer, FleetUpdater(world.fleet, transport, arguments, tolerance=1e-3), arguments)
+
+
+Scenario = Callable[[World, WeightPublisher], Awaitable[None]]
+
+
+def play(
+    engines: int, scenario: Scenario, *, patience: float | None = UNVERIFIED.group_timeout, seconds: float = 10_000
+) -> None:
+    """With ``distributed``."""
+
+    async def main() -> None:
+        trainer = BroadcastingTrainer(patience=UNVERIFIED.group_timeout)
+        world = trainer.world = World(engines, trainer.contents, step_timeout=STEP)
+        world.patience = patience
+        async with world:
+            await scenario(world, publisher_of(world, trainer, UNVERIFIED))
+
+    with quiet_logs():
+        run_in_virtual_time(main(), limit_seconds=seconds)
+
+
+# ----------------------------------------------------------------------------------------------- restarts
+def restarted_at(iteration: int, make: Callable[[], tuple[World, WeightPublisher]]) -> int:
+    """Publish twice; engine-0 dies in that iteration of the second time and is up again at once. How many there are."""
+    iterations = 0
+
+    async def main() -> None:
+        nonlocal iterations
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        world, publisher = make()
+        world.start_seconds = 0.0
+        world.seconds_per_call = {"engine-0": 0.01, "engine-1": 0.05}
+        async with world:
+            await publisher.publish(0)
+            started = loop.iterations
+            loop.at_iteration(started + iteration, lambda: world.servers["engine-0"].die())
+            await publisher.publish(1)
+            iterations = loop.iterations - started
+            while world.serving() != {"engine-0", "engine-1"}:
+                await world.supervisor.wait_for_joining()
+                await publisher.repair()
+
+    with quiet_logs():
+        run_in_virtual_time(main(), limit_seconds=1000)
+    return iterations
+
+
+def by_broadcast() -> tuple[World, WeightPublisher]:
+    trainer = BroadcastingTrainer(patience=UNVERIFIED.group_timeout)
+    world = trainer.world = World(2, trainer.contents, step_timeout=STEP)
+    return world, publisher_of(world, trainer, UNVERIFIED)
+
+
+@pytest.fixture
+def by_delta(tmp_path: Path) -> Iterator[Callable[[], tuple[World, WeightPublisher]]]:
+    senders = []
+
+    def make() -> tuple[World, WeightPublisher]:
+        senders.append(ObjectStoreSender(StagingOptions(parent=tmp_path, bucket_bytes=3200, delta="xor"), put=np.array))
+        trainer = FileTrainer([], senders[-1])
+
+        def contents(version: int) -> Mapping[str, bytes]:
+            return {name: tensor.numpy().tobytes() for name, tensor in trainer.weights(version).items()}
+
+        world = World(2, contents, step_timeout=STEP)
+        arguments = WeightsArguments(verify_weights="off", weight_transport="object_store", weight_delta="xor")
+        return world, publisher_of(world, trainer, arguments)
+
+    yield make
+    for sender in senders:
+        sender.close()
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_that_restarts_at_any_await_point_of_a_broadcast_never_serves_a_part_of_it() -> None:
+    # covers: C8
+    iterations = restarted_at(10**6, by_broadcast)
+    assert iterations > 50
+    for iteration in range(1, iterations + 1):
+        restarted_at(iteration, by_broadcast)
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_that_restarts_at_any_await_point_never_serves_only_what_changed(
+    by_delta: Callable[[], tuple[World, WeightPublisher]],
+) -> None:
+    # covers: C8
+    iterations = restarted_at(10**6, by_delta)
+    assert iterations > 30
+    for iteration in range(1, iterations + 1):
+        restarted_at(iteration, by_delta)
+
+
+# -------------------------------------------------------------------------------------------------- hangs
+STEPS = (
+    "/server_info",
+    "/init_weights_update_group",
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/continue_generation",
+)
+
+
+@pytest.mark.parametrize("engines", [8, 16, 64])
+@pytest.mark.parametrize("path", STEPS)
+def test_a_hang_costs_its_engine_and_two_deadlines_at_most(engines: int, path: str) -> None:
+    # covers: C8, C10
+    async def scenario(world: World, publisher: WeightPublisher) -> None:
+        world.hanging["engine-3"] = path
+        before = asyncio.get_running_loop().time()
+        publication = await publisher.publish(0)
+        assert publication.fenced == ("engine-3",)
+        assert len(publication.engines) == engines - 1
+        assert asyncio.get_running_loop().time() - before <= 2 * STEP
+
+    play(engines, scenario)
+
+
+@pytest.mark.parametrize("engines", [8, 16, 64])
+def test_an_engine_that_holds_up_all_others_costs_half_of_them_at_most(engines: int) -> None:
+    """Members that wait for it don't give up before their own calls do: nobody can tell whose fault it is."""
+
+    # covers: C8, C10
+    async def scenario(world: World, publisher: WeightPublisher) -> None:
+        world.hanging["engine-3"] = "/update_weights_from_distributed"
+        before = asyncio.get_running_loop().time()
+        publication = await publisher.publish(0)
+        assert "engine-3" in publication.fenced
+        assert len(publication.engines) >= engines / 2
+        assert asyncio.get_running_loop().time() - before <= 2 * STEP + 2 * STEP / 3  # and two probes
+
+    play(engines, scenario, patience=None)
