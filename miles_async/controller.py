@@ -12,7 +12,7 @@
     train loop           a batch, cut for the         rollout_batch_size fresh       groups being finished
                          version it will step from    groups; the last delivery
     delivery             the trainer's new weights    engines, an evaluation         (nothing: they are paused)
-    repair               joining engines              the publisher's lock           engines coming up
+    repair               joining engines              a delivery, to begin and end   engines coming up
 
 The age bound (C1) holds because a batch is cut for exactly the version that the optimizer steps from:
 while step s trains, the next batch is cut for ``version + 1`` if step s will be published and for ``version``

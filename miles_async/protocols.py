@@ -205,7 +205,22 @@ class RolloutSide(Protocol):
 
 
 # ---------------------------------------------------------------------------------------------- trainer
-class TrainerSide(Protocol):
+class WeightSenders(Protocol):
+    """The sending ranks as transports see them."""
+
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
+        """A method of a sending rank's WeightSender, in a thread of its own; training goes on meanwhile. Calls of one
+        sender are carried out one after another, in their order; those for a ``repair`` in another thread, so that one
+        that hangs holds up no delivery.
+
+        What a transport's two halves say to each other; nobody else calls it.
+        """
+        ...
+
+
+class TrainerSide(WeightSenders, Protocol):
     """All trainer ranks as the controller and the publisher see them."""
 
     async def start(self) -> None: ...
@@ -216,14 +231,6 @@ class TrainerSide(Protocol):
 
     async def stage_weights(self, version: int) -> StagedWeights:
         """Export to files on the sending ranks and score the canary. Collective over all ranks."""
-        ...
-
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
-        """A method of a sending rank's WeightSender, in a thread of its own; training goes on meanwhile. Calls of one
-        sender are carried out one after another, in their order.
-
-        What a transport's two halves say to each other; nobody else calls it.
-        """
         ...
 
     async def save(self, directory: Path) -> None: ...

@@ -201,11 +201,11 @@ class Run:
     def _publisher(self, trainer: TrainerGroup, rollout: RolloutProcess) -> WeightPublisher:
         arguments = self._arguments
 
-        def updater(part: str, engines_timeout: float) -> FleetUpdater:
-            fleet = cast(EngineFleet, rollout.part(part))
+        def updater(part: str, engines_timeout: float, *, repair: bool = False) -> FleetUpdater:
+            fleet, name = cast(EngineFleet, rollout.part(part)), f"{part} repair" if repair else part
             return FleetUpdater(
                 fleet,
-                choose_transport(arguments.weights, trainer, fleet, self._device, name=part),
+                choose_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
                 arguments.weights,
                 tolerance=canary_tolerance(arguments.weights.canary_tolerance, bf16=arguments.model.bf16),
                 engines_timeout=engines_timeout,
@@ -216,6 +216,7 @@ class Run:
             trainer,
             updater("fleet", arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS),
             arguments.weights,
+            repairs=updater("fleet", 0.0, repair=True),
             evaluation=updater("evaluation_fleet", 0.0) if apart else None,  # training does not wait for its engines
         )
 

@@ -113,7 +113,9 @@ class Simulation:
         self.controller = Controller(
             rollout=self.manager,
             trainer=self.trainer,
-            publisher=WeightPublisher(self.trainer, self._updater(), settings.weights),
+            publisher=WeightPublisher(
+                self.trainer, self._updater(), settings.weights, repairs=self._updater("repairs")
+            ),
             checkpoints=RunCheckpoints(
                 self.trainer, self.manager, settings.checkpoint, RunIdentity(run="simulation", model={}, ranks={})
             ),
@@ -125,12 +127,12 @@ class Simulation:
             checkpoint=settings.checkpoint,
         )
 
-    def _updater(self) -> FleetUpdater:
+    def _updater(self, name: str = "weights") -> FleetUpdater:
         settings, fleet = self.settings, self.engines.fleet
         flush_cache = settings.weights.pause_generation_mode != "in_place"
         return FleetUpdater(
             fleet,
-            DistributedTransport(self.trainer, fleet, backend="gloo", flush_cache=flush_cache),
+            DistributedTransport(self.trainer, fleet, backend="gloo", flush_cache=flush_cache, name=name),
             settings.weights,
             tolerance=1e-3,
             engines_timeout=settings.engines.engine_start_timeout + 60,

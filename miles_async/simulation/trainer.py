@@ -58,7 +58,9 @@ class SimulatedTrainer:
             prepare_seconds=self._settings.stage_seconds,
         )
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
         """The sending rank of ``distributed``: only sending takes time."""
         if method == "open_group":
             return "127.0.0.1", 1

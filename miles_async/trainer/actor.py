@@ -31,6 +31,7 @@ SenderFactory = Callable[..., WeightSender]
 """Called with this node's address, and ``sender`` and ``senders``: which one of how many; on sending ranks only."""
 
 WEIGHTS_THREAD = "weights"
+REPAIRS_THREAD = "repairs"  # of engines, beside deliveries to the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,14 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from miles_async.cleanup import quietly
 from miles_async.errors import MilesAsyncError, StalledError, TrainerError
 from miles_async.protocols import Metrics
-from miles_async.trainer.actor import WEIGHTS_THREAD, BackendFactory, RankInfo, SenderFactory, TrainerActor
+from miles_async.trainer.actor import (
+    REPAIRS_THREAD,
+    WEIGHTS_THREAD,
+    BackendFactory,
+    RankInfo,
+    SenderFactory,
+    TrainerActor,
+)
 from miles_async.trainer.placement import Placement, RankResources
 from miles_async.types import StagedWeights, WeightDelta
 
@@ -73,7 +80,7 @@ class TrainerGroup:
         """
         try:
             await self._placement.reserve(self._start_timeout)
-            actor_class = ray.remote(concurrency_groups={WEIGHTS_THREAD: 1})(TrainerActor)
+            actor_class = ray.remote(concurrency_groups={WEIGHTS_THREAD: 1, REPAIRS_THREAD: 1})(TrainerActor)
             self._actors = [self._create(actor_class, rank) for rank in range(self._world_size)]
             [(address, port)] = await self._call([0], lambda actor, _: actor.listen.remote(), self._start_timeout)
             self._ranks = await self._on_all(
@@ -110,13 +117,18 @@ class TrainerGroup:
         results = await self._on_all(lambda actor, _: actor.stage_weights.remote(version, self.canary_tokens))
         return united([staged for staged in results if staged is not None])
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
         """Its errors don't concern the other ranks, unless it died."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
         rank = next(info.rank for info in self._ranks if info.sender == sender)
         try:
-            return await self._actors[rank].call_sender.remote(method, arguments)
+            call = self._actors[rank].call_sender.options(
+                concurrency_group=REPAIRS_THREAD if repair else WEIGHTS_THREAD
+            )
+            return await call.remote(method, arguments)
         except RayActorError as error:
             self._kill()
             raise _cause({rank: error}) from None

@@ -5,22 +5,30 @@ between publications, has brought it to the current version and it is verified. 
 an engine (``update.py``), whichever transport it is (``transports/``).
 
 Staging needs the trainer, delivering doesn't: what is staged no longer follows it, so it may train on meanwhile.
+
+A repair holds up no delivery: it goes on beside one, which leaves its engines out. If the version that it brings is no
+longer the visible one when it is done, its engines, which have shown that they take weights, are brought to that one
+before the next delivery.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 
 from arguments.weights import WeightsArguments
 from miles_async.errors import PublicationError
 from miles_async.protocols import TrainerSide
-from miles_async.types import Publication, StagedWeights
+from miles_async.types import Incarnation, Publication, StagedWeights
 from miles_async.weights.update import FleetUpdater, PublicationState
+
+ADMISSION_SECONDS = 10.0  # for repaired engines: deliveries wait for it
 
 
 class WeightPublisher:
-    """One delivery or repair at a time, and one version at most that is staged and not delivered."""
+    """One delivery at a time, one repair at a time, and one version at most that is staged and not delivered."""
 
     def __init__(
         self,
@@ -28,17 +36,22 @@ class WeightPublisher:
         engines: FleetUpdater,
         arguments: WeightsArguments,
         *,
+        repairs: FleetUpdater,
         evaluation: FleetUpdater | None = None,
     ) -> None:
-        """``evaluation``: of engines that only evaluate; None: those of training do."""
+        """``repairs``: of the same engines, by a transport of its own, which may be in use beside the other.
+        ``evaluation``: of engines that only evaluate; None: those of training do.
+        """
         self._trainer = trainer
         self._engines = engines
+        self._repairs = repairs
         self._evaluation = evaluation
         self._lock = asyncio.Lock()
         self._timeout = arguments.publication_timeout
         self._staging = False
         self._staged: deque[StagedWeights] = deque(maxlen=arguments.debug_publication_lag + 1)
         self._delivered: StagedWeights | None = None
+        self._in_repair: tuple[Incarnation, ...] = ()
 
     @property
     def state(self) -> PublicationState:
@@ -74,17 +87,35 @@ class WeightPublisher:
         """Bring every engine to what was staged last, which is ``version``.
 
         Returns when at least one engine serves it, verified. Raises PublicationError past
-        ``--publication-timeout``, which counts neither a repair under way nor waiting for engines to come up.
+        ``--publication-timeout``, which does not count waiting for engines to come up.
         """
         async with self._lock:
             self._delivered = self._staged[0]
-            return await self._engines.publish(version, self._delivered)
+            return await self._engines.publish(version, self._delivered, apart=self._in_repair)
 
     async def repair(self) -> tuple[str, ...]:
         """Bring joining engines to the version that the others serve; after the first. Returns those that now serve."""
-        async with self._lock:
+        async with self._lock:  # a delivery under way takes those that wait along
             assert self._delivered is not None
-            return await self._engines.repair(self._delivered)
+            staged = self._delivered
+            self._in_repair = await self._repairs.joining()
+        overtaken = False
+
+        @asynccontextmanager
+        async def unless_overtaken() -> AsyncIterator[bool]:
+            nonlocal overtaken
+            async with self._lock, asyncio.timeout(ADMISSION_SECONDS):
+                overtaken = self._delivered is not staged
+                yield not overtaken
+
+        try:
+            repaired = await self._repairs.repair(staged, self._in_repair, unless_overtaken())
+            if overtaken:
+                async with self._lock:  # not again
+                    repaired = await self._repairs.repair(self._delivered, repaired, nullcontext(True))
+            return tuple(map(str, repaired))
+        finally:
+            self._in_repair = ()
 
     async def publish_for_evaluation(self) -> None:
         """Bring the engines that only evaluate, if there are any, to the visible version. Raises PublicationError."""
@@ -97,5 +128,6 @@ class WeightPublisher:
         """End what the transports hold."""
         async with self._lock:
             await self._engines.close()
+            await self._repairs.close()
             if self._evaluation is not None:
                 await self._evaluation.close()

@@ -19,11 +19,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from enum import Enum
 from functools import partial
 from typing import Any
 
+import msgspec
 import structlog
 
 from arguments.weights import WeightsArguments
@@ -34,6 +35,10 @@ from miles_async.types import FleetMembers, Incarnation, Publication, StagedWeig
 from miles_async.weights.verify import EVERYTHING, SHOWN, compare_digests, judge_canary
 
 log = structlog.get_logger(__name__)
+
+
+Admission = AbstractAsyncContextManager[bool]
+"""Whether engines may be admitted; they are inside."""
 
 
 class PublicationState(Enum):
@@ -75,34 +80,49 @@ class FleetUpdater:
         self._told: set[tuple[str, ...]] = set()  # tensors that can't be compared, which somebody was told of
         self._last_loss = "no engine was lost"  # for the message when none is left
 
-    async def publish(self, version: int, staged: StagedWeights) -> Publication:
-        """Bring every engine to ``staged``, as ``version``. Returns when at least one serves it, verified.
+    async def publish(self, version: int, staged: StagedWeights, *, apart: Collection[Incarnation] = ()) -> Publication:
+        """Bring every engine to ``staged``, as ``version``, but joining ones that are brought to it ``apart``. Returns
+        when at least one serves it, verified.
 
         Raises PublicationError past ``--publication-timeout``, which does not count waiting for engines to come up.
         """
         updates: list[_Update] = []
         try:
             while not any(update.present for update in updates):
-                for engines in self._portions(await self._wait_for_engines()):
+                for engines in self._portions(await self._wait_for_engines(apart)):
                     async with self._deadline(version):
                         updates.append(await self._update(staged, engines))
+                        await self._admit(staged, updates[-1])
         finally:
             self.state = PublicationState.IDLE
         return _summary(version, staged, updates)
 
-    async def repair(self, staged: StagedWeights) -> tuple[str, ...]:
-        """Bring joining engines to what the others serve. Returns those that now serve, too."""
-        joining = (await self._fleet.members()).joining
+    async def joining(self) -> tuple[Incarnation, ...]:
+        """Engines that wait for weights."""
+        return (await self._fleet.members()).joining
+
+    async def repair(
+        self, staged: StagedWeights, joining: Sequence[Incarnation], admission: Admission
+    ) -> tuple[Incarnation, ...]:
+        """Bring joining engines to what the others serve. Returns those that hold it, verified; they serve if
+        ``admission`` said so, which is entered before. Engines that take too long are fenced.
+        """
         if not joining:
             return ()
         try:
             async with asyncio.timeout(self._arguments.publication_timeout):
-                return tuple(map(str, (await self._update(staged, joining)).present))
+                update = await self._update(staged, joining)
+            async with admission as admitted:
+                if admitted:
+                    await self._admit(staged, update)
+            present = update.present
         except TimeoutError:
             await self._fleet.fence(joining, "repair timed out (--publication-timeout)")
-            return ()
+            present = ()
         finally:
             self.state = PublicationState.IDLE
+        await self._transport.close()  # of no use to the next delivery, which is to all
+        return present
 
     async def close(self) -> None:
         """End what the transport holds."""
@@ -132,16 +152,21 @@ class FleetUpdater:
                 f"last state: {self.state.value}; {self._last_loss}"
             ) from error
 
-    async def _wait_for_engines(self) -> FleetMembers:
-        self.state = PublicationState.WAITING_FOR_ENGINES
+    async def _members(self, apart: Collection[Incarnation]) -> FleetMembers:
         members = await self._fleet.members()
+        joining = tuple(engine for engine in members.joining if engine not in apart)
+        return msgspec.structs.replace(members, joining=joining)
+
+    async def _wait_for_engines(self, apart: Collection[Incarnation]) -> FleetMembers:
+        self.state = PublicationState.WAITING_FOR_ENGINES
+        members = await self._members(apart)
         if not (members.serving or members.joining):
             log.warning("no engine to publish to; waiting", starting=members.starting)
         try:
             async with asyncio.timeout(self._engines_timeout):
                 while not (members.serving or members.joining):
                     await asyncio.sleep(self._poll_seconds)
-                    members = await self._fleet.members()
+                    members = await self._members(apart)
                 return members
         except TimeoutError as error:
             raise PublicationError(
@@ -150,7 +175,7 @@ class FleetUpdater:
             ) from error
 
     async def _update(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> _Update:
-        """Bring ``staged`` to ``engines``, verify, admit. Who fails is absent from the result."""
+        """Bring ``staged`` to ``engines`` and verify. Who fails is absent from the result."""
         update, fleet = _Update(self._fleet, engines), self._fleet
         joining = (await fleet.members()).joining
         started = now()
@@ -173,11 +198,16 @@ class FleetUpdater:
             await update.each("continue", fleet.resume)
         if self._arguments.verify_weights != "off":
             await self._compare_scores(staged, update)
-        await update.each("admit", lambda present: fleet.admit(present, staged.version))
         self._last_loss = update.last_loss or self._last_loss
         update.pause_seconds = now() - started
         update.sent_fraction = self._transport.sent_fraction
         return update
+
+    async def _admit(self, staged: StagedWeights, update: _Update) -> None:
+        started = now()
+        await update.each("admit", lambda present: self._fleet.admit(present, staged.version))
+        self._last_loss = update.last_loss or self._last_loss
+        update.pause_seconds += now() - started
 
     async def _compare_digests(self, staged: StagedWeights, update: _Update, joining: Collection[Incarnation]) -> None:
         """Fence every engine that holds anything else than was staged. While paused: nobody gets a token of it."""

@@ -250,7 +250,9 @@ class Trainer:
         staged = united([staged for staged, _ in shares])
         return msgspec.structs.replace(staged, canary_tokens=tuple(range(CANARY)), canary_logprobs=(0.0,))
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
         return await self.processes[sender].call("call", method, *arguments)
 
 
@@ -393,7 +395,7 @@ async def publish(trainer: Trainer, fleet: Fleet, transport: str, version: int, 
     )
     chosen = choose_transport(arguments, trainer, fleet, "cpu")  # type: ignore[arg-type]
     updater = FleetUpdater(fleet, chosen, arguments, tolerance=1e-3)  # type: ignore[arg-type]
-    publisher = WeightPublisher(trainer, updater, arguments)  # type: ignore[arg-type]
+    publisher = WeightPublisher(trainer, updater, arguments, repairs=updater)  # type: ignore[arg-type]
     publication = await publisher.publish(version)
     await publisher.close()
     return publication

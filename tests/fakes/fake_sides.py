@@ -60,7 +60,9 @@ class FakeTrainer:
             prepare_seconds=0.0,
         )
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
         """Of ``distributed``."""
         who = f" by {sender}" if self.senders > 1 else ""
         if method == "open_group":

@@ -230,11 +230,18 @@ class BroadcastingTrainer(FakeTrainer):
         super().__init__([], buckets=buckets)
         self.world: World
         self._patience = patience
+        self._threads = {repair: asyncio.Lock() for repair in (False, True)}
 
     def contents(self, version: int) -> Mapping[str, Any]:
         return {f"t{index}": version for index in range(self.buckets)}
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
+        async with self._threads[repair]:
+            return await self._call(method, *arguments)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
         match method, *arguments:
             case "open_group", name, world_size:
                 self.world.groups[name] = Group(world_size)

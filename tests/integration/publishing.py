@@ -120,7 +120,9 @@ class _TrainerSide(FakeTrainer):
             self._corrupt(tensors, before)
             save_file(tensors, path)
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
         return await asyncio.to_thread(getattr(self._senders[sender], method), *arguments)
 
 
@@ -159,9 +161,13 @@ async def publishing(
             else ObjectStoreSender(options, put=np.array)
         )
     side = _TrainerSide(trainer, made, corrupt)
-    transport = choose_transport(arguments, side, fleet, "cpu")
-    updater = FleetUpdater(fleet, transport, arguments, tolerance=tolerance, engines_timeout=engines_timeout)
-    publisher = WeightPublisher(side, updater, arguments)
+
+    def updater(*, repair: bool) -> FleetUpdater:
+        name = "repairs" if repair else "weights"
+        transport = choose_transport(arguments, side, fleet, "cpu", name=name, repair=repair)
+        return FleetUpdater(fleet, transport, arguments, tolerance=tolerance, engines_timeout=engines_timeout)
+
+    publisher = WeightPublisher(side, updater(repair=False), arguments, repairs=updater(repair=True))
     try:
         yield Publishing(trainer, publisher)
     finally:

@@ -28,8 +28,11 @@ STEP = UNVERIFIED.step_timeout
 
 
 def publisher_of(world: World, trainer: Any, arguments: WeightsArguments) -> WeightPublisher:
-    transport = choose_transport(arguments, trainer, world.fleet, "cpu")
-    return WeightPublisher(trainer, FleetUpdater(world.fleet, transport, arguments, tolerance=1e-3), arguments)
+    def updater(name: str, *, repair: bool = False) -> FleetUpdater:
+        transport = choose_transport(arguments, trainer, world.fleet, "cpu", name=name, repair=repair)
+        return FleetUpdater(world.fleet, transport, arguments, tolerance=1e-3)
+
+    return WeightPublisher(trainer, updater("weights"), arguments, repairs=updater("repairs", repair=True))
 
 
 Scenario = Callable[[World, WeightPublisher], Awaitable[None]]
@@ -165,3 +168,55 @@ def test_an_engine_that_holds_up_all_others_costs_half_of_them_at_most(engines: 
         assert asyncio.get_running_loop().time() - before <= 2 * STEP + 2 * STEP / 3  # and two probes
 
     play(engines, scenario, patience=None)
+
+
+@pytest.mark.parametrize("path", STEPS)
+def test_a_repair_that_hangs_delays_no_publication(path: str) -> None:
+    # covers: C8, C10
+    async def scenario(world: World, publisher: WeightPublisher) -> None:
+        await publisher.publish(0)
+        world.servers["engine-2"].die()
+        world.hanging["engine-2"] = path
+        await world.supervisor.wait_for_joining()
+        repair = asyncio.ensure_future(publisher.repair())
+        for version in (1, 2, 3):
+            await asyncio.sleep(1.0)
+            before = asyncio.get_running_loop().time()
+            publication = await publisher.publish(version)
+            assert (publication.engines, publication.fenced) == (("engine-0", "engine-1"), ())
+            assert asyncio.get_running_loop().time() - before < 0.1
+            assert not repair.done()
+        assert await repair == ()
+        assert world.registry.engines["engine-2"].incarnation == 2, "it was fenced"
+        world.hanging.clear()
+        await world.supervisor.wait_for_joining()
+        assert await publisher.repair() == ("engine-2",)
+        assert world.registry.engines["engine-2"].version == 3
+
+    play(3, scenario)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 1.0])
+def test_a_repair_that_is_overtaken_is_done_again_and_not_overtaken_for_ever(seconds: float) -> None:
+    # covers: C8
+    async def scenario(world: World, publisher: WeightPublisher) -> None:
+        async def repair() -> None:
+            while True:
+                await world.supervisor.wait_for_joining()
+                await publisher.repair()
+
+        await publisher.publish(0)
+        world.servers["engine-2"].die()
+        world.seconds_per_call["engine-2"] = seconds
+        repairs = asyncio.ensure_future(repair())
+        published = []
+        for version in range(1, 21):
+            await asyncio.sleep(3.0)
+            published.append(await publisher.publish(version))
+        assert "engine-2" in published[-1].engines
+        assert any("engine-2" not in publication.engines for publication in published)
+        assert {record.version for record in world.registry.engines.values()} == {20}
+        repairs.cancel()
+        await asyncio.gather(repairs, return_exceptions=True)
+
+    play(3, scenario)

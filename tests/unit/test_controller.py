@@ -87,7 +87,9 @@ def bench(
         transport = choose_transport(weights, trainer, of, "cpu")
         return FleetUpdater(of, transport, weights, tolerance=1e-3, engines_timeout=0.0)
 
-    publisher = WeightPublisher(trainer, updater(fleet), weights, evaluation=updater(apart) if apart else None)
+    publisher = WeightPublisher(
+        trainer, updater(fleet), weights, repairs=updater(fleet), evaluation=updater(apart) if apart else None
+    )
     controller = Controller(
         rollout=rollout,  # type: ignore[arg-type]
         trainer=trainer,

@@ -46,7 +46,9 @@ class FileTrainer(FakeTrainer):
         staged = self._sender.stage(version, self.weights(version).items())
         return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=CANARY_LOGPROBS)
 
-    async def call_sender(self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0) -> Any:
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
         result = getattr(self._sender, method)(*arguments)
         self.sent_bytes[arguments[1]] = result[0].nbytes
         return result
@@ -104,9 +106,13 @@ class Setup:
         self.sender = ObjectStoreSender(options, put=np.array)
         self.fleet = FileFleet(directory, [f"engine-{index}" for index in range(engines)])
         self.trainer = FileTrainer(self.fleet.events, self.sender)
-        transport = choose_transport(arguments, self.trainer, self.fleet, "cpu")
-        updater = FleetUpdater(self.fleet, transport, arguments, tolerance=1e-3)
-        self.publisher = WeightPublisher(self.trainer, updater, arguments)
+
+        def updater(*, repair: bool) -> FleetUpdater:
+            transport = choose_transport(arguments, self.trainer, self.fleet, "cpu", repair=repair)
+            return FleetUpdater(self.fleet, transport, arguments, tolerance=1e-3)
+
+        self.updater = updater(repair=False)
+        self.publisher = WeightPublisher(self.trainer, self.updater, arguments, repairs=updater(repair=True))
 
     async def publish(self, version: int) -> float:
         """The fraction sent; every serving engine holds exactly what was exported."""
@@ -249,6 +255,6 @@ async def test_a_base_that_is_not_what_it_was_costs_that_engine(tmp_path: Path, 
     base.write_bytes(data)
     publication = await setup.publisher.publish(1)
     assert (publication.engines, publication.fenced) == (("engine-0",), ("engine-1",))
-    assert "made from version 0 and what changed: expected digest" in setup.publisher._engines._last_loss
+    assert "made from version 0 and what changed: expected digest" in setup.updater._last_loss
     setup.check(1)
     setup.sender.close()

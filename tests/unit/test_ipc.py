@@ -46,7 +46,7 @@ def device_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 def share(tmp_path: Path) -> tuple[IpcSender, str]:
     sender = IpcSender(StagingOptions(parent=tmp_path, bucket_bytes=1000), device=torch.device("cpu"))
     sender.stage(0, WEIGHTS.items())
-    return sender, sender.share_bucket(0, 0)
+    return sender, sender.share_bucket("g", 0, 0)
 
 
 def as_sglang_does(payload: str, memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -98,9 +98,9 @@ def test_a_tensor_of_this_process_goes_the_usual_way() -> None:
 
 async def test_buckets_are_shared_one_at_a_time_and_released() -> None:
     class Trainer(FakeTrainer):
-        async def call_sender(self, method: str, arguments: Any = (), *, sender: int = 0) -> Any:
+        async def call_sender(self, method: str, arguments: Any = (), **_: Any) -> Any:
             self.events.append(" ".join(map(str, (method, *arguments))))
-            return f"bucket {arguments[1]}" if arguments else None
+            return f"bucket {arguments[2]}" if method == "share_bucket" else None
 
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     trainer = Trainer(fleet.events)
@@ -111,7 +111,8 @@ async def test_buckets_are_shared_one_at_a_time_and_released() -> None:
     errors = await transport.deliver(staged, (await fleet.members()).joining)
     assert [str(engine) for engine, error in errors.items() if error] == ["engine-1"]
     assert fleet.events[1:] == [
-        "begin", "share_bucket 4 0", "open bucket 0", "share_bucket 4 1", "open bucket 1", "release", "end",
+        "begin", "share_bucket weights 4 0", "open bucket 0", "share_bucket weights 4 1", "open bucket 1",
+        "release weights", "end",
     ]  # fmt: skip
 
 

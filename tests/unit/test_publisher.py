@@ -20,15 +20,18 @@ from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, ids
 
 def make(fleet: FakeFleet, engines_timeout: float = 10.0, senders: int = 1, **flags: object) -> WeightPublisher:
     trainer, arguments = FakeTrainer(fleet.events, senders=senders), WeightsArguments(**flags)
-    updater = FleetUpdater(
-        fleet,
-        choose_transport(arguments, trainer, fleet, "cpu"),
-        arguments,
-        tolerance=1e-3,
-        engines_timeout=engines_timeout,
-        poll_seconds=0.01,
-    )
-    return WeightPublisher(trainer, updater, arguments)
+
+    def updater(name: str, *, repair: bool = False) -> FleetUpdater:
+        return FleetUpdater(
+            fleet,
+            choose_transport(arguments, trainer, fleet, "cpu", name=name, repair=repair),
+            arguments,
+            tolerance=1e-3,
+            engines_timeout=engines_timeout,
+            poll_seconds=0.01,
+        )
+
+    return WeightPublisher(trainer, updater("weights"), arguments, repairs=updater("repairs", repair=True))
 
 
 async def test_order_of_a_publication() -> None:

@@ -30,24 +30,24 @@ class IpcSender(Staging):
     def __init__(self, staging: StagingOptions, *, device: torch.device) -> None:
         super().__init__(staging)
         self._device = device
-        self._beside_training = own_stream(device)
-        self._shared: Tensor | None = None
+        self._shared: dict[str, Tensor] = {}
 
-    def share_bucket(self, version: int, index: int) -> str:
-        """Its handle. The memory stays until the next call, or :meth:`release`."""
-        self.release()
-        with self._beside_training:
-            self._shared = self.bucket(version, index).to(self._device)
-        return handles(self._shared, self.metas(version, index))
+    def share_bucket(self, name: str, version: int, index: int) -> str:
+        """Its handle. The memory stays until the next call with that name, or :meth:`release`."""
+        self.release(name)
+        with own_stream(self._device):
+            shared = self._shared[name] = self.bucket(version, index).to(self._device)
+        return handles(shared, self.metas(version, index))
 
-    def release(self) -> None:
-        """Give the shared memory back; engines have copied what they need."""
-        self._shared = None
+    def release(self, name: str) -> None:
+        """Give the memory back that was shared with that name; engines have copied what they need."""
+        self._shared.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        self.release()
+        for name in list(self._shared):
+            self.release(name)
         super().close()
 
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from arguments.weights import WeightsArguments
 from miles_async.errors import ConfigurationError
-from miles_async.protocols import EngineFleet, TrainerSide, WeightTransport
+from miles_async.protocols import EngineFleet, WeightSenders, WeightTransport
 from miles_async.weights.transports.disk import DiskTransport
 from miles_async.weights.transports.distributed import DistributedTransport
 from miles_async.weights.transports.host_copies import HostCopyTransport
 from miles_async.weights.transports.ipc import IpcTransport
+from miles_async.weights.transports.repair_senders import RepairSenders
 
 
 def choose_transport(
-    arguments: WeightsArguments, trainer: TrainerSide, fleet: EngineFleet, device: str, *, name: str = "weights"
+    arguments: WeightsArguments,
+    trainer: WeightSenders,
+    fleet: EngineFleet,
+    device: str,
+    *,
+    name: str = "weights",
+    repair: bool = False,
 ) -> WeightTransport:
-    """The driver's half. ``device``: "cpu" or "cuda"; ``name``: of the fleet, unique in a run."""
+    """The driver's half. ``device``: "cpu" or "cuda"; ``name``: of what is sent to, unique in a run; ``repair``: it
+    sends beside deliveries.
+    """
+    if repair:
+        trainer = RepairSenders(trainer)
     keep = arguments.weight_delta != "off"
     flush_cache = arguments.pause_generation_mode != "in_place"  # there SGLang refuses to
     match arguments.weight_transport:
@@ -28,7 +39,7 @@ def choose_transport(
                 trainer, fleet, object_store=kind == "object_store", keep=keep, flush_cache=flush_cache
             )
         case "ipc":
-            return IpcTransport(trainer, fleet, flush_cache=flush_cache)
+            return IpcTransport(trainer, fleet, flush_cache=flush_cache, name=name)
         case other:
             raise AssertionError(other)
 

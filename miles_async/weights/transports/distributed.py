@@ -14,7 +14,7 @@ from functools import partial
 from itertools import zip_longest
 
 from miles_async.errors import EngineError
-from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
+from miles_async.protocols import EngineErrors, EngineFleet, WeightSenders
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.transports.together import deliver_together, gave_no_answer
 
@@ -35,7 +35,7 @@ class DistributedTransport:
     sent_fraction = 1.0
 
     def __init__(
-        self, trainer: TrainerSide, fleet: EngineFleet, *, backend: str, flush_cache: bool, name: str = "weights"
+        self, trainer: WeightSenders, fleet: EngineFleet, *, backend: str, flush_cache: bool, name: str = "weights"
     ) -> None:
         """``backend``: "gloo" or "nccl". ``flush_cache``: after every bucket, see ``EngineFleet.receive_bucket``.
         ``name``: of its process groups; one per fleet that the senders send to.

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
+from miles_async.protocols import EngineErrors, EngineFleet, WeightSenders
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights import host_copies
 from miles_async.weights.files import bucket_file, delta_file
@@ -23,7 +23,7 @@ class HostCopyTransport:
     """Implements WeightTransport."""
 
     def __init__(
-        self, trainer: TrainerSide, fleet: EngineFleet, *, object_store: bool, keep: bool, flush_cache: bool
+        self, trainer: WeightSenders, fleet: EngineFleet, *, object_store: bool, keep: bool, flush_cache: bool
     ) -> None:
         """``object_store``: hosts get the bytes through it, else from a file system shared with the sending rank.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from miles_async.cleanup import afterwards
-from miles_async.protocols import EngineErrors, EngineFleet, TrainerSide
+from miles_async.protocols import EngineErrors, EngineFleet, WeightSenders
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.transports.attempt import Attempt
 
@@ -19,7 +19,9 @@ class IpcTransport:
 
     sent_fraction = 1.0
 
-    def __init__(self, trainer: TrainerSide, fleet: EngineFleet, *, flush_cache: bool) -> None:
+    def __init__(self, trainer: WeightSenders, fleet: EngineFleet, *, flush_cache: bool, name: str = "weights") -> None:
+        """``name``: of what is shared; two that share at the same time have different ones."""
+        self._name = name
         self._trainer = trainer
         self._fleet = fleet
         self._flush_cache = flush_cache
@@ -32,9 +34,9 @@ class IpcTransport:
         """Bucket by bucket; the device holds one of them at a time."""
         attempt, fleet = Attempt(engines), self._fleet
         await attempt.each(fleet.begin_update)
-        async with afterwards(partial(self._trainer.call_sender, "release")):
+        async with afterwards(partial(self._trainer.call_sender, "release", (self._name,))):
             for index in staged.buckets:
-                handles = await self._trainer.call_sender("share_bucket", (staged.version, index))
+                handles = await self._trainer.call_sender("share_bucket", (self._name, staged.version, index))
                 await attempt.each(partial(self._receive, handles, staged.version))
         await attempt.each(fleet.end_update)
         return attempt.errors
