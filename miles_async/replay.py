@@ -39,6 +39,7 @@ from miles_async.staleness.schedule import (
     PoolFrame,
     Record,
     Restored,
+    Reviewed,
     Trained,
     attempt_ids,
 )
@@ -140,6 +141,8 @@ class Replay:
                 pool.failed(call.attempt, call.reason, infrastructure=call.infrastructure)
             case Filtered():
                 pool.filtered(call.attempt, call.reason, call.group)
+            case Reviewed():
+                pool.review(call.attempt_id, call.versions, call.target_version)
             case Cut():
                 if groups := pool.cut(call.target_version):
                     self._cut[attempt_ids(groups)] = (self.step, call.target_version, groups)

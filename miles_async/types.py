@@ -123,7 +123,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     data_failures: int = 0  # earlier tries of this prompt that ended for its own fault
     infra_failures: int = 0  # earlier tries that engines or network ended
-    stale_count: int = 0  # earlier tries that were too old at the cut
+    stale_count: int = 0  # earlier tries that were too old
     history: tuple[str, ...] = ()  # why each earlier try ended; becomes the dead letter's reasons (C6)
     issued_version: int = 0  # weight version visible when this attempt was admitted
 
@@ -136,6 +136,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     oldest_version: int  # over the tokens of all samples that carry loss
     newest_version: int
     stopped: int = 0  # samples that were still being generated when enough were finished
+    aborted: int = 0  # samples that had become too old while they were generated, and were ended
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):

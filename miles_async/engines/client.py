@@ -200,7 +200,7 @@ class RouterClient:
         if tried:  # each time at another engine, where there is one; the prefix cache is a small loss then
             url = self._registry.one_that_takes(zlib.crc32(routing_key.encode()) + tried)
         try:
-            with self._traffic.request(request_id):
+            with self._traffic.request(request_id, routing_key, version):
                 async with asyncio.timeout(self._request_timeout):
                     status, content, engine_url = await self._post(url, msgspec.json.encode(body), routing_key)
         except TimeoutError:

@@ -16,6 +16,7 @@ class Traffic:
         self.failed = 0  # tries that ended in an error
         self._clock = clock
         self._started: dict[str, float] = {}  # request id → when; insertion order is age order
+        self._dispatched: dict[str, int] = {}  # routing key → version, of the request that went out last
         self._busy_seconds = 0.0
         self._busy_since = 0.0
 
@@ -24,18 +25,24 @@ class Traffic:
         return len(self._started)
 
     @contextmanager
-    def request(self, request_id: str) -> Iterator[None]:
-        """Count one request while inside."""
+    def request(self, request_id: str, routing_key: str = "", version: int = 0) -> Iterator[None]:
+        """Count one request while inside; it was dispatched under ``version``."""
         now = self._clock()
         if not self._started:
             self._busy_since = now
         self._started[request_id] = now
+        self._dispatched[routing_key] = version
         try:
             yield
         finally:
             del self._started[request_id]
+            self._dispatched.pop(routing_key, None)
             if not self._started:
                 self._busy_seconds += self._clock() - self._busy_since
+
+    def dispatched(self, routing_key: str) -> int | None:
+        """The version under which the request in flight of this key was dispatched, where it has one at a time."""
+        return self._dispatched.get(routing_key)
 
     def busy_seconds(self) -> float:
         """Seconds so far with at least one request in flight."""

@@ -20,7 +20,7 @@ from miles_async.protocols import Agent, EngineClient, Environment, Generate, Ma
 from miles_async.rewards.hub import resolve_reward
 from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent
-from miles_async.rollout.generate import SingleTurnGenerate
+from miles_async.rollout.generate import Began, SingleTurnGenerate
 from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
 from miles_async.services import Circuit, Services
 from miles_async.sessions.records import Collected, OpenSession, SessionSettings
@@ -35,10 +35,19 @@ class Episodes:
     """Generates for training and evaluation, and the session server where agents need one."""
 
     def __init__(
-        self, arguments: Arguments, client: EngineClient, template: ChatTemplate, run_dir: Path, services: Services
+        self,
+        arguments: Arguments,
+        client: EngineClient,
+        template: ChatTemplate,
+        run_dir: Path,
+        services: Services,
+        began: Began,
     ) -> None:
-        """Starts nothing. Raises ConfigurationError for hooks that cannot be used."""
+        """Starts nothing. ``began``: told what is certain of a sample's versions while it is generated. Raises
+        ConfigurationError for hooks that cannot be used.
+        """
         self._arguments = arguments
+        self._began = began
         self.circuit = _circuit(arguments, services)
         self._template = template
         self._log_dir = run_dir / "logs"
@@ -75,8 +84,9 @@ class Episodes:
                 max_turns=sessions.max_turns,
                 step_timeout=sessions.environment_timeout,
                 service=self.circuit,
+                began=self._began,
             )
-        return SingleTurnGenerate(sampling, self._template.decode)
+        return SingleTurnGenerate(sampling, self._template.decode, began=self._began)
 
     def _limits(self, sampling: Sampling) -> Limits:
         return Limits(
@@ -107,7 +117,7 @@ class Episodes:
             log_path = self._log_dir / f"sessions.{starts}.log"
             return ChildProcess("session server", command, log_path=log_path, environment={})
 
-        return SessionService(client, settings.command(), launch)
+        return SessionService(client, settings.command(), launch, began=self._began)
 
 
 @dataclass(frozen=True, slots=True)

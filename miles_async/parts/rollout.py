@@ -34,6 +34,7 @@ from miles_async.rollout.recording import ScheduleWriter
 from miles_async.run.directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.run.proxies import without_proxies_for
 from miles_async.services import Services
+from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.pool import Pool
 from miles_async.train_data.work import quadratic_work
 
@@ -49,7 +50,8 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
     engines = RunEngines(arguments, run_dir, device)
-    episodes = Episodes(arguments, engines.train.client, template, run_dir, services)
+    beginnings = _beginnings(arguments, engines.train)
+    episodes = Episodes(arguments, engines.train.client, template, run_dir, services, beginnings.note)
     if episodes.service is not None:
         engines.add(episodes.service)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
@@ -60,7 +62,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
     manager = RolloutManager(
         engines=engines,
         source=source,
-        dispatcher=_dispatcher(arguments, engines.train, source, episodes, reward, run_dir, pool, services),
+        dispatcher=_dispatcher(arguments, engines.train, source, episodes, reward, run_dir, pool, services, beginnings),
         batches=make_batches(
             arguments, quadratic_work=_quadratic_work(arguments), record=schedule.batch if schedule else None
         ),
@@ -91,6 +93,12 @@ def _template(arguments: Arguments) -> ChatTemplate:
     return ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
 
 
+def _beginnings(arguments: Arguments, engines: EngineStack) -> Beginnings:
+    """A request in flight tells where its sample begins only if nothing but its answer becomes the sample."""
+    single_turn = arguments.rollout.custom_generate_function_path is None and not arguments.sessions.is_multi_turn
+    return Beginnings(engines.traffic.dispatched) if single_turn else Beginnings()
+
+
 def _dispatcher(
     arguments: Arguments,
     engines: EngineStack,
@@ -100,6 +108,7 @@ def _dispatcher(
     run_dir: Path,
     pool: Pool,
     services: Services,
+    beginnings: Beginnings,
 ) -> Dispatcher:
     rollout, staleness = arguments.rollout, arguments.staleness
     return Dispatcher(
@@ -118,6 +127,7 @@ def _dispatcher(
         stall_timeout=arguments.observability.stall_timeout,
         services=services,
         min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
+        beginnings=beginnings,
         dead_letters=run_dir / "dead_letters.jsonl",
     )
 

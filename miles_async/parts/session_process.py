@@ -52,7 +52,12 @@ async def serve(settings: ServerSettings, socket_path: Path) -> None:
         async with asyncio.TaskGroup() as scope:
             scope.create_task(server.expire())
             while True:
-                alive = Alive(instance_id=server.instance_id, url=server.url, sessions=server.open_sessions)
+                alive = Alive(
+                    instance_id=server.instance_id,
+                    url=server.url,
+                    sessions=server.open_sessions,
+                    began=server.began(),
+                )
                 await link.report(alive)
                 await asyncio.sleep(REPORT_SECONDS)
     finally:

@@ -7,7 +7,8 @@ prompt of one that ended untrained, which groups are fresh at the cut. This file
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,13 @@ from miles_async.errors import (
 from miles_async.protocols import EngineClient, Generate, GroupFilter, PromptSource, Reward
 from miles_async.rollout.checkpoint import RolloutSnapshot
 from miles_async.rollout.concurrency import Concurrency
+from miles_async.rollout.generate import routing_key
+from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.rollout.sample_guard import check_sample
 from miles_async.services import Circuit, Services
+from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.pool import Pool, PoolSnapshot
-from miles_async.staleness.versions import group_of
+from miles_async.staleness.versions import oldest_version
 from miles_async.types import Attempt, Group, Sample
 from miles_async.user_code import call_user_code, raised, run_user_code
 
@@ -48,15 +52,6 @@ class Hooks:
     reward: Reward
     group_filter: GroupFilter | None = None
     service: Circuit = field(default_factory=lambda: Circuit("generation"))  # that Generate needs besides engines
-
-
-class AttemptFailed(Exception):
-    """Ends an attempt; ``infrastructure`` tells whose fault it was (separate budgets, C6)."""
-
-    def __init__(self, reason: str, *, infrastructure: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.infrastructure = infrastructure
 
 
 class Dispatcher:
@@ -75,11 +70,13 @@ class Dispatcher:
         stall_timeout: float,
         services: Services,
         min_samples: int | None = None,
+        beginnings: Beginnings | None = None,
         dead_letters: Path | None = None,
     ) -> None:
         """``visible_version``: what engines serve now. ``stall_timeout``: seconds the cut waits for a group.
-        ``services`` that the hooks need. ``min_samples``: that a group needs; None: all. ``dead_letters``: where
-        quarantined prompts are appended as JSON lines.
+        ``services`` that the hooks need. ``min_samples``: that a group needs; None: all. ``beginnings``: where what
+        generates notes how old samples are; None: nobody does. ``dead_letters``: where quarantined prompts are appended
+        as JSON lines.
         """
         self.pool = pool
         self._source = source
@@ -91,7 +88,9 @@ class Dispatcher:
         self._stall_timeout = stall_timeout
         self.services = services
         self._min_samples = arguments.n_samples_per_prompt if min_samples is None else min_samples
+        self._beginnings = beginnings or Beginnings()
         self._dead_letters = dead_letters
+        self._in_flight: dict[int, GroupInFlight] = {}  # by attempt id
         self._changed = asyncio.Condition()
         self._progress = 0  # groups finished and versions committed: what a cut can wait for
         self._taking = asyncio.Lock()  # the cursor has passed a prompt that the pool hasn't got yet
@@ -119,8 +118,9 @@ class Dispatcher:
 
     async def _run_attempt(self, attempt: Attempt) -> None:
         try:
-            group = await self._generate_group(attempt)
-            reason = self._filter(group)
+            with self._watched(attempt) as flight:
+                group = await flight.run()
+            reason = self._filter(group) if group is not None else None
         except* AttemptFailed as failures:
             failure = first_error(failures)
             assert isinstance(failure, AttemptFailed)
@@ -128,6 +128,8 @@ class Dispatcher:
             self.pool.failed(attempt, failure.reason, infrastructure=failure.infrastructure)
             await self._write_dead_letters()
         else:
+            if group is None:
+                return  # it was too old: the pool has ended it already
             if reason is not None:
                 self.pool.filtered(attempt, reason, group)
             else:
@@ -135,44 +137,22 @@ class Dispatcher:
                 self._progress += 1
         await self._notify()
 
+    @contextmanager
+    def _watched(self, attempt: Attempt) -> Iterator[GroupInFlight]:
+        """In flight, and aborted if it becomes too old, while inside."""
+        flight = GroupInFlight(attempt, self._arguments, self._min_samples, self._generate_sample)
+        self._in_flight[attempt.attempt_id] = flight
+        try:
+            yield flight
+        finally:
+            del self._in_flight[attempt.attempt_id]
+            flight.forget(self._beginnings)
+
     def _filter(self, group: Group) -> str | None:
         try:
             return call_user_code(self._hooks.group_filter, group) if self._hooks.group_filter else None
         except Exception as error:  # supervision point: a user's filter costs its attempt, not the run
             raise AttemptFailed(f"group filter {raised(error)}", infrastructure=False) from error
-
-    async def _generate_group(self, attempt: Attempt) -> Group:
-        """As many samples as a group has, or those that didn't fail while enough remain (C7). Of samples begun beyond
-        that (``--extra-samples-per-prompt``) the slowest are stopped.
-        """
-        whole = self._arguments.n_samples_per_prompt
-        begun = whole + self._arguments.extra_samples_per_prompt
-        spare = begun - self._min_samples
-        running: set[int] = set()  # indices of samples that are being generated
-        finished: dict[int, Sample] = {}
-        stopped = 0
-
-        async def sample(index: int) -> None:
-            nonlocal spare, stopped
-            try:
-                made = await self._generate_sample(attempt, index, running)
-            except AttemptFailed as failure:
-                if spare == 0:
-                    raise
-                spare -= 1
-                log.warning("sample left out", prompt_id=attempt.prompt.prompt_id, reason=failure.reason)
-                return
-            if len(finished) < whole:
-                finished[index] = made
-                if len(finished) == whole:
-                    stopped = len(running)
-                    for task in tasks:
-                        task.cancel()  # those that are done don't mind
-
-        async with asyncio.TaskGroup() as scope:
-            tasks = [scope.create_task(sample(index)) for index in range(begun)]
-        group = group_of(attempt, [finished[index] for index in sorted(finished)])
-        return msgspec.structs.replace(group, stopped=stopped)
 
     async def _generate_sample(self, attempt: Attempt, index: int, running: set[int]) -> Sample:
         """One rewarded sample; an infrastructure failure refills this sample only (C6).
@@ -185,9 +165,11 @@ class Dispatcher:
             try:
                 sample = await self._hooks.service.call(partial(self._generate, attempt, index, running))
                 check_sample(sample)
+                self._beginnings.note(routing_key(attempt, index), oldest_version(sample))
                 reward = await self._hooks.reward(attempt.prompt, sample)
                 return msgspec.structs.replace(sample, reward=reward)
             except (TransientEngineError, VersionUnknownError) as error:
+                self._beginnings.forget(routing_key(attempt, index))
                 failures.append(str(error))
                 log.info("sample failed, trying it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
             except (RequestRejectedError, RewardError, ServiceUnavailableError) as error:
@@ -199,10 +181,15 @@ class Dispatcher:
         raise AttemptFailed(failures[-1], infrastructure=True)
 
     async def _generate(self, attempt: Attempt, index: int, running: set[int]) -> Sample:
+        key = routing_key(attempt, index)
         async with self.concurrency.slots:
             running.add(index)
+            self._beginnings.watch(key)
             try:
                 return await run_user_code(self._hooks.generate(self._client, attempt, index))
+            except Exception:
+                self._beginnings.forget(key)  # it may begin again, and nothing of this try is kept
+                raise
             finally:
                 running.discard(index)
 
@@ -224,6 +211,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         deadline, seen = loop.time() + self._stall_timeout, self._progress
         async with self._changed:  # held from the look to the wait, so that no change falls in between
+            self._abort_too_old(target_version)
             while (groups := self.pool.cut(target_version)) is None:
                 self._changed.notify_all()  # what was swept left room
                 waits_for_others = not self.pool.can_move() or self.services.is_any_down  # with deadlines of their own
@@ -240,6 +228,20 @@ class Dispatcher:
                         ) from error
             self._changed.notify_all()
         return groups
+
+    def _abort_too_old(self, target_version: int) -> None:
+        """End what is in flight and can't be trained any more: whole attempts, or the samples that their groups can do
+        without.
+        """
+        for attempt_id in self.pool.in_doubt(target_version):
+            if (flight := self._in_flight.get(attempt_id)) is None:  # its task has not begun
+                continue
+            versions = flight.versions(self._beginnings)
+            aborted = self.pool.review(attempt_id, versions, target_version)
+            if len(aborted) == len(versions):
+                flight.abort()
+            else:
+                flight.abort_samples(aborted)
 
     async def snapshot(self) -> RolloutSnapshot:
         """Prompt cursor and pool, of one moment: no prompt is on its way from one to the other."""

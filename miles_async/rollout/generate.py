@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from arguments.rollout import RolloutArguments
 from miles_async.protocols import EngineClient
 from miles_async.trajectory.turn import SampledTurn, take_turn
 from miles_async.types import NO_VERSION, Attempt, Prompt, Sample
+
+Began = Callable[[str, int], None]
+"""``staleness.beginnings.Beginnings.note``: (routing key, version of a token that carries loss)."""
 
 
 def routing_key(attempt: Attempt, sample_index: int) -> str:
@@ -38,15 +42,24 @@ def sampling_parameters(arguments: RolloutArguments) -> dict[str, Any]:
 class SingleTurnGenerate:
     """The default Generate."""
 
-    def __init__(self, sampling: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self,
+        sampling: Mapping[str, Any],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        began: Began = lambda key, version: None,
+    ) -> None:
         """``sampling``: SGLang sampling parameters with ``max_new_tokens``; ``decode``: token ids → text."""
         self._sampling = dict(sampling)
         self._decode = decode
+        self._began = began
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Raises what the client raises, and TransientEngineError for an engine that only aborts."""
         prompt = attempt.prompt
-        turn = await take_turn(client, prompt.token_ids, self._sampling, routing_key=routing_key(attempt, sample_index))
+        key = routing_key(attempt, sample_index)
+        kept = partial(self._began, key)
+        turn = await take_turn(client, prompt.token_ids, self._sampling, routing_key=key, kept=kept)
         return build_sample(prompt, turn, self._decode)
 
 

@@ -25,6 +25,7 @@ from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write
 from miles_async.rollout.dispatcher import Dispatcher
 from miles_async.rollout.queued_writer import QueuedWriter
 from miles_async.run.stall_report import waiting_tasks
+from miles_async.staleness.ledger import Ledger
 from miles_async.types import Group, PreparedBatch, TrainShard
 
 log = structlog.get_logger(__name__)
@@ -88,6 +89,7 @@ class RolloutManager:
         self._batch_ids = itertools.count()
         # Batches that the trainer has and has not stepped with yet, with the version they were cut for.
         self._cut: dict[int, tuple[tuple[Group, ...], int]] = {}
+        self._counted = Ledger().balance()  # as of the last batch
         self._snapshot: RolloutSnapshot | None = None
         self._first_commit: float | None = None
         self._seconds = self._busy_seconds = 0.0  # of the loop, once it is closed
@@ -125,6 +127,8 @@ class RolloutManager:
                 f"{error}; {engines['engines']}; {engines['in_flight']} requests at engines, the oldest for "
                 f"{engines['oldest_request_seconds']:.0f} s"
             ) from None
+        balance = self._dispatcher.pool.balance()
+        ended, self._counted = balance.ended_since(self._counted), balance
         batch_id = next(self._batch_ids)
         self._cut[batch_id] = (groups, target_version)
         prepared = await asyncio.to_thread(self._batches.make, groups, target_version)
@@ -137,6 +141,7 @@ class RolloutManager:
             shards=references,
             metrics={
                 **prepared.metrics,
+                **{f"groups/{name}": count for name, count in ended.items()},
                 **{f"rollout/{name}": value for name, value in stats["gauges"].items()},
                 **{f"router/{name}": value for name, value in stats["router"].items()},
             },
@@ -246,6 +251,7 @@ class RolloutManager:
         snapshot = await asyncio.to_thread(read_snapshot, directory)
         await asyncio.to_thread(self._source.restore, snapshot.source)
         self._dispatcher.restore(snapshot.pool, step=step, version=version, readmissions=readmissions)
+        self._counted = self._dispatcher.pool.balance()
 
     async def close(self) -> None:
         """End what is in flight as cancelled; :meth:`run` returns. Saving what comes after is nobody's idling."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ import structlog
 
 from miles_async.errors import NoRoomError, RewardError
 from miles_async.protocols import EngineClient, Environment, MakeEnvironment, Reward
-from miles_async.rollout.generate import routing_key
+from miles_async.rollout.generate import Began, routing_key
 from miles_async.services import Circuit
 from miles_async.train_data.advantages import check_reward
 from miles_async.trajectory.taker import Limits, TurnTaker
@@ -38,16 +39,19 @@ class MultiTurnGenerate:
     max_turns: int
     step_timeout: float  # seconds, for closing too
     service: Circuit  # that the environment needs
+    began: Began = lambda key, version: None
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Raises what the client and the environment raise; TrajectoryError for messages that have no tokens."""
+        key = routing_key(attempt, sample_index)
         taker = TurnTaker(
             trajectory=self.make_trajectory(),
             client=client,
             sampling=self.sampling,
             limits=self.limits,
-            routing_key=routing_key(attempt, sample_index),
+            routing_key=key,
             in_thread=asyncio.to_thread,
+            began=partial(self.began, key),
         )
         environment = self.make_environment(attempt.prompt)
         try:

@@ -26,6 +26,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: str  # another one after every start
     url: str  # where agents reach it
     sessions: int
+    began: dict[str, int] = {}  # sessions whose first turns were kept since the last word, and a version of each
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -68,12 +69,22 @@ class SessionServer:
         self._session_timeout = session_timeout
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
         self._sessions: dict[str, Session] = {}
+        self._began: dict[str, int] = {}  # since it was last asked
         self._counts: Counter[str] = Counter()
         self._runner: web.AppRunner | None = None
 
     @property
     def open_sessions(self) -> int:
         return sum(session.ending == "open" for session in self._sessions.values())
+
+    def _note(self, session_id: str, version: int) -> None:
+        self._began.setdefault(session_id, version)
+
+    def began(self) -> dict[str, int]:
+        """Sessions of which turns were kept since the last call, each with the version of a token that carries loss."""
+        began = dict(self._began)
+        self._began.clear()
+        return began
 
     # -------------------------------------------------------------------------------------------- life
     async def start(self, host: str) -> None:
@@ -145,6 +156,7 @@ class SessionServer:
             limits=Limits(response=settings.max_response, total=settings.max_total, turn=settings.max_turn),
             routing_key=settings.routing_key,
             in_thread=self._in_thread,
+            began=partial(self._note, session_id),
         )
         self._sessions[session_id] = Session(session_id, taker, may_constrain=settings.may_constrain)
         self._counts["created"] += 1

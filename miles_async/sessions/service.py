@@ -56,16 +56,20 @@ class SessionService:
         command: Sequence[str],
         launch: Launch,
         *,
+        began: Callable[[str, int], None] = lambda key, version: None,
         start_timeout: float = 120.0,
         silence_timeout: float = 30.0,
         max_restarts: int = 10,
     ) -> None:
-        """``command``: arguments of the interpreter; the path of the socket to report to is added. ``silence_timeout``:
+        """``command``: arguments of the interpreter; the path of the socket to report to is added. ``began``: told the
+        routing key of each session of which a turn was kept, and the version of one of its tokens. ``silence_timeout``:
         seconds without a sign of life after which the server is taken for dead.
         """
         self._client = client
         self._command = tuple(command)
         self._launch = launch
+        self._began = began
+        self._open: dict[str, str] = {}  # session id → routing key
         self._start_timeout = start_timeout
         self._silence_timeout = silence_timeout
         self._max_restarts = max_restarts
@@ -144,6 +148,9 @@ class SessionService:
         if alive.instance_id not in self._gone:
             self._alive, self._heard = alive, now()
             self._up.set()
+            for session_id, version in alive.began.items():
+                if (key := self._open.get(session_id)) is not None:
+                    self._began(key, version)
 
     async def _until_gone(self) -> str:
         """Why the server is to be started again."""
@@ -163,14 +170,18 @@ class SessionService:
         except TimeoutError:
             raise TransientEngineError("the session server is down") from None
         assert self._alive is not None
-        return decode(await self._call(f"{self._alive.url}/sessions", encode(settings)), OpenSession)
+        session = decode(await self._call(f"{self._alive.url}/sessions", encode(settings)), OpenSession)
+        self._open[session.session_id] = settings.routing_key
+        return session
 
     async def collect(self, session: OpenSession) -> Collected:
         """What became of it; it is over then. Raises TransientEngineError if it is lost."""
+        self._open.pop(session.session_id, None)
         return decode(await self._call(f"{session.url}/collect", b""), Collected)
 
     async def abandon(self, session: OpenSession) -> None:
         """Nobody wants it any more. Best effort: else it expires."""
+        self._open.pop(session.session_id, None)
         with suppress(TransientEngineError, TimeoutError):
             async with asyncio.timeout(_ABANDON_SECONDS):
                 await self._call(f"{session.url}/collect", b"")

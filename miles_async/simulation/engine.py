@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +66,7 @@ class Meter:
     generated_tokens: int = 0
     slot_seconds: float = 0.0  # slots × seconds of generating
     drawn_seconds: float = 0.0
-    drawn: int = 0
+    drawn: Counter[int] = field(default_factory=Counter)  # tokens → responses that were begun
 
 
 class SimulatedEngine:
@@ -208,7 +208,7 @@ class SimulatedEngine:
             seconds = self._response_seconds.draw(self._chance)
             remaining = max(1, round(seconds / self._drawn_token_seconds))
             self._meter.drawn_seconds += remaining * self._drawn_token_seconds
-            self._meter.drawn += 1
+            self._meter.drawn[remaining] += 1
         return _Request(
             request_id=body["rid"],
             prompt_tokens=len(tokens),

@@ -42,7 +42,7 @@ class SimulatedEngines:
         self._crashes = random.Random(f"{settings.seed} crashes")
         self._pending_crashes = list(settings.faults.crashes)
         self._calls: Counter[tuple[int, str]] = Counter()
-        self._traffic = Traffic(asyncio.get_running_loop().time)
+        self.traffic = Traffic(asyncio.get_running_loop().time)
         http, router, router_url = self._connect()
         self.loads = Loads(self.registry, http)
         group = EngineGroup(engines=settings.num_engines, launch=self._launch)
@@ -53,13 +53,13 @@ class SimulatedEngines:
             self.registry,
             self.supervisor,
             http,
-            self._traffic,
+            self.traffic,
             step_timeout=settings.weights.step_timeout,
         )
         self.client = RouterClient(
             http,
             self.registry,
-            self._traffic,
+            self.traffic,
             router_url=router_url,
             parse_versions=parse_spans,
             request_timeout=settings.engines.request_timeout,
@@ -85,7 +85,7 @@ class SimulatedEngines:
         await self.supervisor.wait_for_joining()
 
     def stats(self) -> Mapping[str, Any]:
-        return engine_stats(self.registry, self._traffic, router={})
+        return engine_stats(self.registry, self.traffic, router={})
 
     async def scale(self, group: str, engines: int) -> None:
         await self.supervisor.scale(group, engines)

@@ -26,6 +26,7 @@ class Step:
     lead: int  # groups that held slots when it ended
     concurrency_limit: int  # samples that could be under way when its batch was cut
     groups: Mapping[str, int]  # the ledger's balance when it ended
+    untrained: Mapping[str, float]  # groups that ended otherwise since the batch before was cut, by how they did
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,6 +109,9 @@ class Recording:
             lead=self._pool.lead(),
             concurrency_limit=int(metrics["rollout/concurrency_limit"]),
             groups=self._pool.balance().summary(),
+            untrained={
+                name.removeprefix("groups/"): count for name, count in metrics.items() if name.startswith("groups/")
+            },
         )
         self.steps.append(record)
         shown = ",".join(f"{age}:{count}" for age, count in sorted(ages.items()))

@@ -29,6 +29,7 @@ class SimulationResult:
     slot_seconds: float  # slots × seconds of generating
     slots: int  # of all engines
     generated_tokens: int  # by engines, whatever became of them
+    drawn_lengths: Mapping[int, int]  # tokens → responses that engines began, aborted or not
     seconds_per_sample: float  # mean of what was drawn: a response on a slot, undisturbed
     samples_per_step: int
     cpu_seconds: float  # of the whole process, simulated engines included
@@ -122,8 +123,8 @@ class SimulationResult:
 
     @property
     def length_distance(self) -> float:
-        """Kolmogorov-Smirnov distance between the lengths of responses generated (finished) and trained."""
-        return kolmogorov_smirnov(self.lengths.generated, self.lengths.trained)
+        """Kolmogorov-Smirnov distance between the lengths of responses begun and trained."""
+        return kolmogorov_smirnov(self.drawn_lengths, self.lengths.trained)
 
 
 def kolmogorov_smirnov(one: Mapping[int, int], other: Mapping[int, int]) -> float:

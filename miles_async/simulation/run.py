@@ -38,6 +38,7 @@ from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
+from miles_async.staleness.beginnings import Beginnings
 from miles_async.types import Prompt, Sample
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed import DistributedTransport
@@ -87,6 +88,7 @@ class Simulation:
         self.observer = PoolRecorder(self.log, lambda: self.pool.lead(), ledger)
         self.pool = make_pool(rollout, staleness, observer=self.observer, record=schedule.pool if schedule else None)
         self.recording = Recording(self.pool, self.log)
+        beginnings = Beginnings(self.engines.traffic.dispatched)
         self.manager = RolloutManager(
             engines=self.engines,
             source=self.source,
@@ -95,7 +97,7 @@ class Simulation:
                 source=self.source,
                 client=self.engines.client,
                 hooks=Hooks(
-                    generate=SingleTurnGenerate(sampling_parameters(rollout), _no_text),
+                    generate=SingleTurnGenerate(sampling_parameters(rollout), _no_text, began=beginnings.note),
                     reward=GuardedReward(SimulatedReward(settings), None, self.services.circuit(REWARD_SERVICE)),
                 ),
                 arguments=rollout,
@@ -104,6 +106,7 @@ class Simulation:
                 stall_timeout=settings.stall_timeout,
                 services=self.services,
                 min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
+                beginnings=beginnings,
             ),
             batches=batch_maker(settings, record=schedule.batch if schedule else None),
             evaluator=None,
@@ -160,7 +163,8 @@ class Simulation:
             slot_seconds=meter.slot_seconds,
             slots=settings.num_engines * settings.slots,
             generated_tokens=meter.generated_tokens,
-            seconds_per_sample=meter.drawn_seconds / max(1, meter.drawn),
+            drawn_lengths=meter.drawn,
+            seconds_per_sample=meter.drawn_seconds / max(1, meter.drawn.total()),
             samples_per_step=settings.rollout.samples_per_rollout,
             cpu_seconds=cpu_seconds,
             trace=self.log.text(),

@@ -22,6 +22,9 @@ from miles_async.errors import StalledError
 T = TypeVar("T")
 
 
+_DIGITS = 9  # of a time in seconds: sums that differ in rounding only are the same moment
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """``loop.time()`` starts at 0 and moves only while nothing is ready to run. No sockets, no threads.
 
@@ -29,7 +32,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, limit_seconds: float = math.inf) -> None:
-        self._jumping = _JumpingSelector(self._stalled, limit_seconds)
+        self._jumping = _JumpingSelector(self._next_due, self._stalled, limit_seconds)
         super().__init__(self._jumping)
         numbers = itertools.count()
         self._timers = itertools.count()
@@ -43,6 +46,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """As asyncio's own, but for the order of timers."""
+        when = round(when, _DIGITS)
         timer = _Timer(next(self._timers), when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
         timer._scheduled = True  # type: ignore[attr-defined]
@@ -68,6 +72,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             self.call_soon(_settle, future, future.set_result, result)
         return future
 
+    def _next_due(self) -> float:
+        """When the next timer is due; asyncio has removed cancelled ones from the head of its heap."""
+        return float(self._scheduled[0].when())  # type: ignore[attr-defined]
+
     def _stalled(self, why: str) -> StalledError:
         tasks = "; ".join(sorted(map(_where, asyncio.all_tasks(self)))[:20])
         return StalledError(f"{why} at {self.time():.6g} virtual seconds. Tasks that wait: {tasks or 'none'}")
@@ -87,8 +95,11 @@ def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome:
 class _JumpingSelector(selectors.SelectSelector):
     """Where a real selector would sleep, this one moves the clock."""
 
-    def __init__(self, stalled: Callable[[str], StalledError], limit_seconds: float) -> None:
+    def __init__(
+        self, next_due: Callable[[], float], stalled: Callable[[str], StalledError], limit_seconds: float
+    ) -> None:
         super().__init__()
+        self._next_due = next_due
         self.now = 0.0
         self.iterations = 0
         self.calls: dict[int, Callable[[], object]] = {}
@@ -102,7 +113,8 @@ class _JumpingSelector(selectors.SelectSelector):
             return []
         if timeout is None:
             raise self._stalled("deadlock: nothing is ready and no timer runs")
-        self.now += max(0.0, timeout)
+        if timeout > 0:  # to the moment itself: a sum of differences depends on the timers in between
+            self.now = max(self.now, self._next_due())
         if self.now > self._limit_seconds:
             limit, self._limit_seconds = self._limit_seconds, math.inf  # said once; cleaning up takes time too
             raise self._stalled(f"not done within {limit:g} s")

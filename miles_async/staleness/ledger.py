@@ -39,13 +39,17 @@ class Outcome(enum.StrEnum):
 ENDS_FROM: Mapping[Outcome, Collection[Stage]] = {
     Outcome.TRAINED: {Stage.CUT},
     Outcome.FILTERED: {Stage.IN_FLIGHT},
-    Outcome.STALE_RECYCLED: {Stage.BUFFERED},
-    Outcome.STALE_DROPPED: {Stage.BUFFERED},
+    Outcome.STALE_RECYCLED: {Stage.IN_FLIGHT, Stage.BUFFERED},
+    Outcome.STALE_DROPPED: {Stage.IN_FLIGHT, Stage.BUFFERED},
     Outcome.FAILED: {Stage.IN_FLIGHT},
     Outcome.QUARANTINED: {Stage.IN_FLIGHT},
     Outcome.CANCELLED: set(Stage),
 }
-"""What may end how: only what was cut is trained, and only what waited in the buffer is too old."""
+"""What may end how: only what was cut is trained, and what was cut is never too old."""
+
+
+STALE = frozenset({Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED})
+"""Too old to be trained, swept at a cut or aborted before."""
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -67,6 +71,7 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     cut: int
     ended: Mapping[str, int]  # every Outcome, 0 too
     reasons: Mapping[str, int]  # "outcome: reason" → attempts
+    aborted: int  # of those that ended as too old: while they were generated
 
     def summary(self) -> dict[str, int]:
         """The ``groups`` of summary.json: ``issued`` is the sum of all the others."""
@@ -81,6 +86,22 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
             "cut": self.cut,
         }
 
+    def ended_since(self, earlier: Balance) -> dict[str, int]:
+        """Attempts that ended untrained since ``earlier``, by outcome, 0 too. ``stale``: recycled or dropped;
+        ``aborted``: of these, while they were generated.
+        """
+        ended = {outcome: self.ended[outcome] - earlier.ended[outcome] for outcome in Outcome}
+        recycled, dropped = ended[Outcome.STALE_RECYCLED], ended[Outcome.STALE_DROPPED]
+        return {
+            "stale": recycled + dropped,
+            "aborted": self.aborted - earlier.aborted,
+            "recycled": recycled,
+            "dropped": dropped,
+            "filtered": ended[Outcome.FILTERED],
+            "failed": ended[Outcome.FAILED],
+            "quarantined": ended[Outcome.QUARANTINED],
+        }
+
 
 class Ledger:
     """One row per live attempt; refuses every move that loses or doubles one."""
@@ -92,6 +113,7 @@ class Ledger:
         self._last_id = -1
         self._ended: Counter[Outcome] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._aborted = 0
 
     def issue(self, attempt: Attempt) -> None:
         """An attempt was admitted. Ids must rise, so that none is ever reused.
@@ -136,6 +158,7 @@ class Ledger:
         del self._rows[attempt_id]
         self._stages[row.stage] -= 1
         self._ended[outcome] += 1
+        self._aborted += outcome in STALE and row.stage is Stage.IN_FLIGHT
         if reason:
             self._reasons[f"{outcome}: {reason}"] += 1
 
@@ -162,6 +185,7 @@ class Ledger:
             cut=self._stages[Stage.CUT],
             ended={outcome: self._ended[outcome] for outcome in Outcome},
             reasons=dict(self._reasons),
+            aborted=self._aborted,
         )
 
     def check(self, *, in_flight: Iterable[int] | None = None, buffered: Iterable[int] | None = None) -> None:
@@ -195,6 +219,7 @@ class Ledger:
             "last_id": self._last_id,
             "ended": {str(outcome): count for outcome, count in self._ended.items()},
             "reasons": dict(self._reasons),
+            "aborted": self._aborted,
             "live": msgspec.to_builtins(self.live()),
         }
 
@@ -209,6 +234,7 @@ class Ledger:
             cut=stages[Stage.CUT],
             ended={outcome: int(state["ended"].get(outcome, 0)) for outcome in Outcome},
             reasons=dict(state["reasons"]),
+            aborted=int(state["aborted"]),
         )
 
     def restore(self, state: Mapping[str, Any], *, kept: Collection[int] = ()) -> tuple[Row, ...]:
@@ -227,6 +253,7 @@ class Ledger:
         self._issued, self._last_id = int(state["issued"]), int(state["last_id"])
         self._ended = Counter({Outcome(outcome): int(count) for outcome, count in state["ended"].items()})
         self._reasons = Counter(dict(state["reasons"]))
+        self._aborted = int(state["aborted"])
         if rows:
             self._ended[Outcome.CANCELLED] += len(rows)
             self._reasons[f"{Outcome.CANCELLED}: restart"] += len(rows)

@@ -21,7 +21,7 @@ import msgspec
 
 from miles_async.errors import ContractViolation
 from miles_async.staleness.attempts import DeadLetter
-from miles_async.staleness.ledger import ENDS_FROM, Balance, Outcome, Stage
+from miles_async.staleness.ledger import ENDS_FROM, STALE, Balance, Outcome, Stage
 from miles_async.staleness.versions import is_mixed
 from miles_async.types import Attempt, Group
 
@@ -42,8 +42,8 @@ CREATE TABLE attempts (
     newest_version INTEGER,
     mixed_samples INTEGER,            -- samples whose loss tokens came from several versions
     reward_mean REAL,
-    left_out INTEGER NOT NULL DEFAULT 0,  -- samples that were too old at a cut; the others went on (C7)
-    target_version INTEGER,           -- of the cut that took it or found it too old
+    left_out INTEGER NOT NULL DEFAULT 0,  -- samples that were too old; the others went on (C7)
+    target_version INTEGER,           -- of the cut that took it, or that it was too old for
     step INTEGER,                     -- rollout step that trained it, from 0
     outcome TEXT,                     -- NULL: has not ended
     reason TEXT,
@@ -171,6 +171,7 @@ class LedgerStore:
             [Stage.IN_FLIGHT],
             stage=Stage.BUFFERED,
             finished_at=event.at,
+            left_out=event.group.aborted,
             **_described(event.group),
         )
 
@@ -263,6 +264,7 @@ def read_balance(connection: sqlite3.Connection) -> Balance:
     carried = read_carried(connection)
     ended = {str(outcome): carried.balance.ended[outcome] if carried else 0 for outcome in Outcome}
     reasons = dict(carried.balance.reasons) if carried else {}
+    aborted = carried.balance.aborted if carried else 0
     stages = dict.fromkeys(Stage, 0)
     issued = carried.balance.issued if carried else 0
     counts = "SELECT outcome, reason, stage, count(*) FROM attempts GROUP BY outcome, reason, stage"
@@ -272,6 +274,8 @@ def read_balance(connection: sqlite3.Connection) -> Balance:
             stages[Stage(stage)] += count
             continue
         ended[outcome] += count
+        if outcome in STALE and stage == Stage.IN_FLIGHT:
+            aborted += count
         if reason:
             reasons[f"{outcome}: {reason}"] = reasons.get(f"{outcome}: {reason}", 0) + count
     return Balance(
@@ -281,6 +285,7 @@ def read_balance(connection: sqlite3.Connection) -> Balance:
         cut=stages[Stage.CUT],
         ended=ended,
         reasons=reasons,
+        aborted=aborted,
     )
 
 

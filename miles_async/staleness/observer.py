@@ -39,7 +39,7 @@ class PoolObserver:
         target_version: int | None = None,
         step: int | None = None,
     ) -> None:
-        """For ever. ``target_version``: of the cut that found it too old. ``step``: which one trained it."""
+        """For ever. ``target_version``: that it was too old for. ``step``: which one trained it."""
 
     def checked(self, issued: int, live: Mapping[int, Stage]) -> None:
         """The pool has just checked C2: so many attempts were issued, and these have not ended."""

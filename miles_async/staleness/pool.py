@@ -57,6 +57,7 @@ class Pool:
         self._steps = 0  # trained, over all processes of the run
         self._live: dict[int, Attempt] = {}
         self._fresh: deque[tuple[int, Prompt]] = deque()
+        self._reviewed_for = 0  # the newest version for which attempts in flight were ended as too old
         self._passed_over = 0  # offered prompts in a row that were quarantined
         self._visible_version: int | None = None  # None: no engine serves anything yet
         self.dead_letters: list[DeadLetter] = []  # quarantined by now; whoever runs the pool writes them out
@@ -115,6 +116,27 @@ class Pool:
             self._observer.finished(group)
         self._end_untrained(attempt, Cause.FILTERED, reason)
 
+    def review(self, attempt_id: int, versions: Mapping[int, int | None], target_version: int) -> frozenset[int]:
+        """Judge an attempt in flight: which samples are not worth finishing, since every cut from now on is for
+        ``target_version`` or a newer one (C1). All of them if too few are left for a group (C7): then the attempt has
+        ended as it would have at the cut. None with ``--stale-group-action wait``, which discards nothing.
+
+        ``versions``: by index, of the samples that the group can have, one that the oldest of a sample is certainly not
+        newer than; None where nothing is certain.
+        """
+        if self._policy.action == "wait":
+            return frozenset()
+        bound = self._policy.bound
+        known = {index: version for index, version in versions.items() if version is not None}
+        too_old = frozenset(index for index, version in known.items() if is_stale(version, target_version, bound))
+        fewest = self._policy.min_samples or len(versions)
+        if len(versions) - len(too_old) >= fewest:
+            return too_old
+        self._reviewed_for = max(self._reviewed_for, target_version)
+        reason = f"aborted at age {target_version - min(known.values())}"
+        self._end_untrained(self._live[attempt_id], Cause.STALE, reason, target_version=target_version)
+        return frozenset(versions)
+
     def cut(self, target_version: int) -> tuple[Group, ...] | None:
         """One batch, fresh for ``target_version`` (C1), or None; what is too old for it leaves either way.
 
@@ -124,6 +146,10 @@ class Pool:
             raise ContractViolation(
                 f"C5: expected nothing to be too old with --stale-group-action wait, found {stale} buffered groups at "
                 f"the cut for version {target_version}"
+            )
+        if target_version < self._reviewed_for:
+            raise ContractViolation(
+                f"C5: a cut for version {target_version}, after attempts were ended as too old for {self._reviewed_for}"
             )
         cut = self._buffer.cut(target_version)
         for trimmed in cut.trimmed:
@@ -159,9 +185,15 @@ class Pool:
 
     def count_stale(self, version: int) -> int:
         """Attempts outside a batch that could not be trained from ``version``, or may turn out so when they finish."""
-        bound = self._policy.bound
-        issued = (row.issued_version for row in self._ledger.live() if row.stage is Stage.IN_FLIGHT)
-        return self._buffer.count_stale(version) + sum(is_stale(oldest, version, bound) for oldest in issued)
+        return self._buffer.count_stale(version) + len(self.in_doubt(version))
+
+    def in_doubt(self, version: int) -> list[int]:
+        """Attempts in flight of which tokens may be too old for ``version``: admitted under one that is."""
+        return [
+            row.attempt_id
+            for row in self._ledger.live()
+            if row.stage is Stage.IN_FLIGHT and is_stale(row.issued_version, version, self._policy.bound)
+        ]
 
     def cancel_all(self) -> None:
         """The run ends: so does everything that is live."""

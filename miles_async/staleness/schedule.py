@@ -45,6 +45,12 @@ class Filtered(Call, frozen=True, kw_only=True):
     group: Group | None
 
 
+class Reviewed(Call, frozen=True, kw_only=True):
+    attempt_id: int
+    versions: Mapping[int, int | None]
+    target_version: int
+
+
 class Cut(Call, frozen=True, kw_only=True):
     target_version: int
 
@@ -69,7 +75,7 @@ class Cancelled(Call, frozen=True, kw_only=True):
     pass
 
 
-AnyCall = Offered | Issued | Finished | Failed | Filtered | Cut | Trained | Committed | Restored | Cancelled
+AnyCall = Offered | Issued | Finished | Failed | Filtered | Reviewed | Cut | Trained | Committed | Restored | Cancelled
 
 
 # ----------------------------------------------------------------------------------------------- what it made of it
@@ -95,6 +101,7 @@ class Decisions(msgspec.Struct, kw_only=True):
     restored: Balance | None = None
     admitted: list[Attempt] = []
     trimmed: list[Trimmed] = []
+    aborted: tuple[int, ...] = ()  # samples of the attempt that was reviewed
     ended: list[Ended] = []
     batch: tuple[int, ...] = ()  # attempts, in batch order
     error: str = ""  # what it raised; the run ends with it
@@ -161,6 +168,13 @@ class RecordedPool(Pool):
     def filtered(self, attempt: Attempt, reason: str, group: Group | None = None) -> None:
         with self._recorded(Filtered(attempt=attempt, reason=reason, group=group)):
             super().filtered(attempt, reason, group)
+
+    def review(self, attempt_id: int, versions: Mapping[int, int | None], target_version: int) -> frozenset[int]:
+        call = Reviewed(attempt_id=attempt_id, versions=dict(versions), target_version=target_version)
+        with self._recorded(call):
+            aborted = super().review(attempt_id, versions, target_version)
+            self._decisions.taken.aborted = tuple(sorted(aborted))
+            return aborted
 
     def cut(self, target_version: int) -> tuple[Group, ...] | None:
         with self._recorded(Cut(target_version=target_version)):

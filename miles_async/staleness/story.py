@@ -86,6 +86,8 @@ def _ended(record: AttemptRecord) -> list[str]:
     reason = f": {record.reason}" if record.reason else ""
     if record.outcome in (Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED):
         action = "recycled" if record.outcome is Outcome.STALE_RECYCLED else "dropped"
+        if record.stage is Stage.IN_FLIGHT:
+            return [f"{action}{reason} while it was generated, too old for version {record.target_version}"]
         return [f"{action}{reason} at the cut for version {record.target_version}"]
     return [f"{record.outcome} after {record.ended_at - record.issued_at:.1f} s{reason}"]
 

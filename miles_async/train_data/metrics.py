@@ -24,6 +24,7 @@ def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, flo
     - ``mixed_version_ratio``: samples whose loss tokens came from several versions;
     - ``age/{mean,max}`` over samples, from their oldest loss token to ``target_version``;
     - ``zero_std/{all_zero,all_one}_percentage``: groups, in percent, whose rewards are all 0 / all 1;
+    - ``rollout/aborted_samples``: that these groups go on without, since they had become too old in flight;
     - ``rollout/stopped_samples``, ``rollout/length_bias``: see :func:`length_bias`;
     - ``rollout/...``: see :func:`generation_metrics`.
     """
@@ -48,6 +49,7 @@ def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, flo
         "age/max": float(ages.max()),
         "zero_std/all_zero_percentage": _percentage_all(groups, 0.0),
         "zero_std/all_one_percentage": _percentage_all(groups, 1.0),
+        "rollout/aborted_samples": float(sum(group.aborted for group in groups)),
         **length_bias(groups),
         **generation_metrics(samples),
     }

@@ -49,6 +49,7 @@ class TurnTaker:
     limits: Limits
     routing_key: str
     in_thread: InThread
+    began: Callable[[int], None] = lambda version: None  # told the version of a token of each turn, which carries loss
 
     @property
     def decode(self) -> Callable[[Sequence[int]], str]:
@@ -94,6 +95,9 @@ class TurnTaker:
         sampled = await take_turn(self.client, input_ids, sampling, routing_key=self.routing_key)
         add = partial(self.trajectory.add, context, sampled, stops=stop, parallel_calls=parallel_calls)
         turn: Turn = await self.in_thread(add)
+        # Neither a stop token, in whose place the template may write another, nor what a grammar dictates carries loss.
+        if len(sampled.output_ids) > 1 and not sampled.constrained:
+            self.began(int(sampled.weight_versions[0]))
         return turn
 
     def _prepare(self, messages: Sequence[Any], tools: Tools, options: Mapping[str, Any] | None) -> tuple[Context, Any]:

@@ -6,7 +6,7 @@ each token still knows which weights produced it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,9 +36,15 @@ class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def take_turn(
-    client: EngineClient, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str
+    client: EngineClient,
+    input_ids: Sequence[int],
+    sampling: Mapping[str, Any],
+    *,
+    routing_key: str,
+    kept: Callable[[int], None] = lambda version: None,
 ) -> SampledTurn:
-    """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
+    """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there. ``kept`` is told the version of the
+    first token of every chunk.
 
     A turn under a grammar begins again instead of going on: a grammar begins with what a request generates.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
@@ -51,14 +57,16 @@ async def take_turn(
         chunk = await client.generate(input_ids, {**sampling, "max_new_tokens": budget}, routing_key=routing_key)
         aborted = chunk.finish_reason == "abort"
         thrown_away = aborted and constrained
-        kept = 0 if thrown_away else len(chunk.output_ids)
+        keeps = 0 if thrown_away else len(chunk.output_ids)
         if not thrown_away:
             chunks.append(chunk)
-        budget -= kept
+        if keeps:
+            kept(chunk.spans[0].version)
+        budget -= keeps
         if not aborted or budget <= 0:
             return _joined(chunks, constrained)
-        input_ids = [*input_ids, *chunk.output_ids[:kept].tolist()]
-        empty = 0 if kept else empty + 1
+        input_ids = [*input_ids, *chunk.output_ids[:keeps].tolist()]
+        empty = 0 if keeps else empty + 1
         if empty >= MAX_EMPTY_CHUNKS:
             raise TransientEngineError(f"{chunk.engine_id} aborted {empty} times without a token that can be kept")
 

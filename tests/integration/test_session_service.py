@@ -70,6 +70,19 @@ def server_pid(log_dir: Path, starts: int) -> int:
     return process.pid
 
 
+async def test_a_turn_that_was_kept_is_told_by_the_key_of_its_session(tmp_path: Path) -> None:
+    # covers: C5
+    begun: dict[str, int] = {}
+    model = ScriptedModel(lambda call, input_ids: ANSWER, version=5)
+    async with service_of(model, tmp_path, began=begun.__setitem__) as service:
+        session = await service.open(SETTINGS)
+        await chat(session)
+        async with asyncio.timeout(10):
+            while not begun:  # noqa: ASYNC110, said with the next sign of life
+                await asyncio.sleep(0.05)
+        assert begun == {SETTINGS.routing_key: 5}
+
+
 async def test_a_session_samples_through_the_rollout_process(tmp_path: Path) -> None:
     # covers: M13, C7
     model = ScriptedModel(lambda call, input_ids: ANSWER, version=5)

@@ -64,6 +64,7 @@ class RecordedRun:
         self.batches = make_batches(arguments, quadratic_work=0.1, record=self.writer.batch)
         self.prompts, self.version, self.over = 0, 0, False
         self.flying: list[Attempt] = []
+        self.reviewed: dict[int, int] = {}  # attempt → samples that it goes on without
         self.cut: list[tuple[tuple[Group, ...], int]] = []
         self.made: list[tuple[TrainShard, ...]] = []
         if resumed is not None:
@@ -97,7 +98,7 @@ class RecordedRun:
                     reward=chance.random(),
                     first_token=chance.randrange(1000),
                 )
-                for _ in range(3)
+                for _ in range(3 - self.reviewed.pop(attempt.attempt_id, 0))
             ],
         )
         match chance.randrange(6):
@@ -111,8 +112,20 @@ class RecordedRun:
             case _:
                 self.pool.finished(group)
 
+    def review(self) -> None:
+        """Of each sample in flight the first version may be known."""
+        for attempt_id in self.pool.in_doubt(self.version):
+            attempt = next(attempt for attempt in self.flying if attempt.attempt_id == attempt_id)
+            left = range(3 - self.reviewed.get(attempt_id, 0))
+            versions = {index: self.chance.choice([None, attempt.issued_version, self.version]) for index in left}
+            aborted = self.pool.review(attempt_id, versions, self.version)
+            self.reviewed[attempt_id] = self.reviewed.get(attempt_id, 0) + len(aborted)
+            if len(aborted) == len(versions):
+                self.flying.remove(attempt)
+
     def step(self) -> None:
         if not self.cut:
+            self.review()
             if groups := self.pool.cut(self.version):
                 self.cut.append((groups, self.version))
                 self.made.append(self.batches.make(groups, self.version).shards)

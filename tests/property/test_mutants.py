@@ -239,10 +239,42 @@ MUTANTS = (
     Mutant(
         name="publication waits for buffered attempts only",  # what is in flight turns out too old later
         function=Pool.count_stale,
-        old="+ sum(is_stale(oldest, version, bound) for oldest in issued)",
+        old="+ len(self.in_doubt(version))",
         new="",
         caught_by=long_runs,
         where="cut",
+    ),
+    Mutant(
+        name="aborted while it might be trained: age K",
+        function=Pool.review,
+        old="is_stale(version, target_version, bound)",
+        new="is_stale(version, target_version + 1, bound)",
+        caught_by=long_runs,
+        where="review",
+    ),
+    Mutant(
+        name="aborted while it might be trained: nothing was certain",
+        function=Pool.review,
+        old="known.items() if is_stale",
+        new="{**dict.fromkeys(versions, 0), **known}.items() if is_stale",
+        caught_by=long_runs,
+        where="review",
+    ),
+    Mutant(
+        name="aborted while the rest of its group might be trained",
+        function=Pool.review,
+        old="self._policy.min_samples or len(versions)",
+        new="len(versions)",
+        caught_by=lossy_runs,
+        where="review",
+    ),
+    Mutant(
+        name="an attempt that was aborted keeps its slot",
+        function=Pool.review,
+        old="self._end_untrained(",
+        new="self._admission.resume(1); self._end_untrained(",
+        caught_by=long_runs,
+        where="review",
     ),
     Mutant(
         name="a trimmed group keeps what is too old",

@@ -71,6 +71,11 @@ class Traffic:
 
     def step(self) -> None:
         if not self.cut:
+            for attempt_id in self.pool.in_doubt(self.version):
+                attempt = next(attempt for attempt in self.flying if attempt.attempt_id == attempt_id)
+                known = {0: self.chance.choice([None, attempt.issued_version]), 1: self.version}
+                if self.pool.review(attempt_id, known, self.version):
+                    self.flying.remove(attempt)
             groups = self.pool.cut(self.version)
             self.cut = [(groups, self.version)] if groups else []
         else:
@@ -114,8 +119,10 @@ def check_life(record: AttemptRecord) -> None:
         assert record.target_version - record.oldest_version <= 1
         assert record.step is not None
     if record.outcome in (Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED):
-        assert record.target_version - record.oldest_version > 1
-        assert record.reason == f"age {record.target_version - record.oldest_version}"
+        version = record.issued_version if record.oldest_version is None else record.oldest_version
+        assert record.target_version - version > 1
+        aborted = "aborted at " if record.finished_at is None else ""
+        assert record.reason == f"{aborted}age {record.target_version - version}"
 
 
 @settings(max_examples=60)

@@ -82,6 +82,8 @@ class World:
         self.pool.commit(0)
         self.trainer = Trainer(interval)
         self.in_flight: dict[int, Attempt] = {}
+        self.begun: dict[int, dict[int, int | None]] = {}  # attempt → sample → version under which it was dispatched
+        self.aborted = 0
         self.prompts = itertools.count()
         self.issued: list[Attempt] = []
         self.trained_ids: list[int] = []
@@ -92,14 +94,48 @@ class World:
             self.pool.offer(0, make_prompt(f"prompt {next(self.prompts)}"))
         attempt = self.pool.issue(self.trainer.visible)
         self.in_flight[attempt.attempt_id] = attempt
+        self.begun[attempt.attempt_id] = dict.fromkeys(range(SAMPLES))
         self.issued.append(attempt)
 
+    def dispatch(self, attempt_id: int, index: int, *, lost: bool) -> None:
+        """The request of a sample goes out under the visible version, or is lost and has to begin again."""
+        begun = self.begun[attempt_id]
+        if index in begun and (begun[index] is None or lost):
+            begun[index] = None if lost else self.trainer.visible
+
     def finish(self, attempt_id: int, versions: list[int]) -> None:
-        attempt = self.in_flight.pop(attempt_id)
+        """A sample that was dispatched has its first token from that version, and no older one."""
+        attempt, begun = self.in_flight.pop(attempt_id), self.begun.pop(attempt_id)
         oldest, newest = min(versions), max(versions)
-        self.pool.finished(make_group(attempt, [[newest], sorted(versions), [newest if len(versions) > 2 else oldest]]))
+        anything = [[newest], versions, [newest if len(versions) > 2 else oldest]]
+        samples = [
+            sorted(of_sample if first is None else [first, *(max(first, version) for version in of_sample)])
+            for of_sample, first in zip(anything, begun.values(), strict=False)
+        ]
+        self.pool.finished(make_group(attempt, samples))
+
+    def review(self) -> None:
+        """What the dispatcher does as a batch is asked for. C5: what is aborted could not have been trained."""
+        target = self.trainer.version_of_next_batch
+        for attempt_id in self.pool.in_doubt(target):
+            begun = self.begun[attempt_id]
+            lead = self.pool.lead()
+            aborted = self.pool.review(attempt_id, begun, target)
+            assert self.pool.lead() == lead - (len(aborted) == len(begun))  # C3: exactly its own room
+            assert not aborted or (self.action != "wait" and self.bound is not None)
+            if len(aborted) == len(begun):
+                may_be_fresh = [v for v in begun.values() if v is None or target - v <= self.bound]
+                assert len(may_be_fresh) < self.fewest
+                del self.in_flight[attempt_id], self.begun[attempt_id]
+                self.aborted += 1
+            for index in aborted:
+                if attempt_id in self.begun:
+                    version = self.begun[attempt_id].pop(index)
+                    assert version is not None
+                    assert target - version > self.bound
 
     def cut(self) -> None:
+        self.review()
         waiting = self.pool.balance().buffered
         groups = self.pool.cut(self.trainer.version_of_next_batch)
         self.swept += waiting - self.pool.balance().buffered - len(groups or ())
@@ -191,9 +227,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.world.finish(attempt_id, data.draw(st.lists(possible, min_size=1, max_size=4)))
 
     @precondition(lambda self: self.world.in_flight)
+    @rule(data=st.data(), index=st.integers(0, SAMPLES - 1), lost=st.booleans())
+    def dispatch_sample(self, data: st.DataObject, index: int, lost: bool) -> None:
+        attempt_id = data.draw(st.sampled_from(sorted(self.world.in_flight)))
+        self.world.dispatch(attempt_id, index, lost=lost)
+
+    @precondition(lambda self: self.world.in_flight)
     @rule(data=st.data(), why=st.sampled_from(["filtered", "infrastructure", "data"]))
     def end_untrained(self, data: st.DataObject, why: str) -> None:
         attempt = self.world.in_flight.pop(data.draw(st.sampled_from(sorted(self.world.in_flight))))
+        del self.world.begun[attempt.attempt_id]
         if why == "filtered":
             self.world.pool.filtered(attempt, "zero spread")
         else:
@@ -267,6 +310,8 @@ def test_long_runs_with_stragglers(world: World, seed: int) -> None:
             world.admit()
         for attempt_id, attempt in list(world.in_flight.items()):
             is_slow = attempt_id % 5 == 0
+            if chance.random() < 0.5:
+                world.dispatch(attempt_id, chance.randrange(SAMPLES), lost=chance.random() < 0.1)
             if chance.random() < (0.02 if is_slow else 0.5):
                 possible = range(attempt.issued_version, world.trainer.may_run_on()[-1] + 1)
                 world.finish(attempt_id, [chance.choice(possible) for _ in range(chance.randint(1, 3))])
@@ -275,6 +320,7 @@ def test_long_runs_with_stragglers(world: World, seed: int) -> None:
         if chance.random() < 1 / patience:
             world.step_trainer()
     world.pool.check()
+    assert world.aborted == world.pool.balance().aborted
     if world.action == "wait":  # C5: never discards, and still publishes
         assert world.swept == 0
         assert world.trainer.visible > 0 or world.trainer.steps < world.capacity + world.trainer.interval
@@ -295,6 +341,7 @@ def test_nothing_is_swept_when_groups_finish_in_order(world: World, seed: int) -
             world.admit()
         oldest = min(world.in_flight, default=None)
         if oldest is not None and chance.random() < 0.1:
+            del world.begun[oldest]
             world.pool.failed(world.in_flight.pop(oldest), "boom", infrastructure=chance.random() < 0.5)
         elif oldest is not None:
             world.finish(oldest, [world.in_flight[oldest].issued_version])
@@ -302,5 +349,5 @@ def test_nothing_is_swept_when_groups_finish_in_order(world: World, seed: int) -
             world.cut()
         if chance.random() < 1 / patience:
             world.step_trainer()
-    assert world.swept == 0
+    assert world.swept == world.aborted == 0
     assert world.trainer.steps >= 4

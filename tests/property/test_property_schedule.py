@@ -98,6 +98,17 @@ def test_one_other_decision_is_found_where_it_was_taken(seed: int, data: st.Data
             list(Replay.of_run(run.run_dir))
 
 
+def test_random_runs_abort_attempts_and_samples() -> None:
+    """Else the tests above say nothing about them."""
+    taken: list[Decisions] = []
+    for seed in range(40):
+        with recorded(seed, 300) as run:
+            taken += [frame.decisions for frame in run.frames() if isinstance(frame, PoolFrame)]
+    aborted = [decisions for decisions in taken if decisions.aborted]
+    assert any(decisions.ended for decisions in aborted)
+    assert any(not decisions.ended for decisions in aborted)
+
+
 def others(decisions: Decisions) -> list[Decisions]:
     """The same, but for one thing."""
 
@@ -112,6 +123,8 @@ def others(decisions: Decisions) -> list[Decisions]:
         found += [changed(ended=[msgspec.structs.replace(decisions.ended[0], reason="why")])]
     if decisions.admitted:
         found += [changed(admitted=[msgspec.structs.replace(decisions.admitted[0], stale_count=99)])]
+    if decisions.aborted:
+        found += [changed(aborted=())]
     if decisions.trimmed:
         found += [changed(trimmed=[])]
     return found

@@ -138,3 +138,18 @@ def test_any_report_is_a_cover_or_an_unknown_version(spans: object, scalar: obje
         return
     versions = versions_per_token(parsed, num_tokens)
     assert ((versions >= 0) & (versions <= 5)).all()
+
+
+@given(true_versions(), st.lists(st.integers(0, 14), max_size=5), TOKENS_IN_FLIGHT)
+def test_the_first_token_is_never_labelled_newer_than_the_dispatch(
+    case: tuple[int, list[int]], edges: list[int], in_flight: int
+) -> None:
+    """On which it rests that a request in flight tells how old its sample is at least (C5)."""
+    dispatch, truth = case
+    ends = [*sorted(edges), len(truth)]
+    starts = [0, *ends[:-1]]
+    reported = [
+        VersionSpan(truth[min(start, len(truth) - 1)], start, end) for start, end in zip(starts, ends, strict=True)
+    ]
+    for report in (None, as_report(spans_of(truth)), as_report(reported)):
+        assert parse_spans(report, str(truth[-1]), len(truth), dispatch, in_flight)[0].version <= dispatch

@@ -15,6 +15,7 @@ from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import Faults
+from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.ledger_reader import open_ledger
 from tests.simulation.scenario import ROLLOUT, random_settings, settings
 
@@ -97,6 +98,22 @@ def test_wait_never_discards_and_never_trains_what_is_too_old(mode: str, bound: 
     assert (len(published) < 200) == (bound > 0)
     steps = [step for step, line in enumerate(trace_lines(result, "step", "published")) if " published " in line]
     assert max(after - before for before, after in pairwise(steps)) <= 1 + (bound + 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_too_old_in_flight_is_aborted_at_the_engines(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C1, C2, C3, C5
+    chosen = settings(mode=mode, steps=60, response_seconds=Trace((0.5, 0.5, 0.5, 0.5, 0.5, 9.0)))
+    result = simulate(chosen)
+    ends = [sum(step.untrained[name] for step in result.steps) for name in ("stale", "aborted", "recycled", "dropped")]
+    stale, aborted, recycled, dropped = ends
+    assert stale == recycled + dropped == result.balance["recycled"] + result.balance["dropped"]
+    assert aborted > 5
+    assert result.balance["issued"] == result.balance["trained"] + stale
+    monkeypatch.setattr(Beginnings, "oldest", lambda self, key: None)  # nothing is ever certain
+    to_their_ends = simulate(chosen)
+    assert sum(step.untrained["aborted"] for step in to_their_ends.steps) == 0
+    assert result.wasted_fraction < 0.75 * to_their_ends.wasted_fraction
 
 
 def test_groups_that_go_on_without_their_stale_samples_save_the_others() -> None:

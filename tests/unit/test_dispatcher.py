@@ -29,6 +29,7 @@ from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.services import Services
 from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.types import Generation, Group, Prompt, Sample, VersionSpan
@@ -64,11 +65,20 @@ class Engine:
         self.hangs_after = 1 << 30  # requests
         self.seconds = 0.0
         self.requests: list[tuple[list[int], int]] = []  # (input ids, max new tokens)
+        self.dispatched: dict[str, int] = {}  # routing key → version, of requests in flight
+        self.gate = asyncio.Event()  # while it is clear, requests wait at our side
+        self.gate.set()
         self.script: Callable[[int], Exception | Generation | None] = lambda call: None
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
         self.requests.append((list(input_ids), sampling["max_new_tokens"]))
-        await asyncio.sleep(3600 if len(self.requests) > self.hangs_after else self.seconds)
+        hangs = len(self.requests) > self.hangs_after
+        await self.gate.wait()
+        self.dispatched[routing_key] = self.version
+        try:
+            await asyncio.sleep(3600 if hangs else self.seconds)
+        finally:
+            del self.dispatched[routing_key]
         call, self.calls = self.calls, self.calls + 1
         scripted = self.script(call)
         if isinstance(scripted, Exception):
@@ -96,7 +106,8 @@ class Bench:
     def __init__(self, **options: Any) -> None:
         self.engine, self.source = Engine(), Prompts()
         self.services = services = Services(outage_timeout=options.pop("outage_timeout", 60.0))
-        generate = SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids)))
+        beginnings = Beginnings(self.engine.dispatched.get)
+        generate = SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids)), began=beginnings.note)
         hooks = Hooks(
             generate=options.pop("wrap", lambda generate: generate)(generate),
             reward=GuardedReward(
@@ -131,6 +142,7 @@ class Bench:
             visible_version=lambda: self.engine.version,
             stall_timeout=stall_timeout,
             services=services,
+            beginnings=beginnings,
         )
 
     async def publish(self, version: int) -> None:
@@ -266,6 +278,116 @@ async def test_stale_groups_are_swept_at_the_cut_and_their_prompts_come_again() 
         assert {group.attempt.prompt.prompt_id for group in groups} <= {"p0", "p1", "p2", "p3"}
         assert bench.balance()["recycled"] == 2 * BATCH
         assert bench.source.taken == 2 * BATCH  # retries come before fresh prompts
+
+
+async def test_what_is_in_flight_and_too_old_is_aborted_and_replaced_once() -> None:
+    # covers: C1, C2, C3, C5
+    bench = Bench()
+    bench.engine.hangs_after = 0
+    async with running(bench):
+        await until(lambda: len(bench.engine.dispatched) == 4 * BATCH)  # two samples each
+        bench.engine.version, bench.engine.hangs_after = 2, 1 << 30
+        groups = await bench.dispatcher.cut(2)
+        assert [group.oldest_version for group in groups] == [2, 2]
+        assert [group.attempt.stale_count for group in groups] == [1, 1]
+        balance = bench.dispatcher.pool.balance()
+        assert balance.ended["stale_recycled"] == balance.aborted == 2 * BATCH
+        assert balance.reasons == {"stale_recycled: aborted at age 2": 2 * BATCH}
+        assert balance.issued == 4 * BATCH
+        assert bench.dispatcher.concurrency.slots.in_use <= 2 * BATCH * 2
+        bench.dispatcher.pool.check()
+
+
+async def test_what_is_in_flight_and_may_be_trained_goes_on() -> None:
+    # covers: C5
+    bench = Bench()
+    bench.engine.gate.clear()  # nothing was dispatched, so everything may turn out to be of any version
+    async with running(bench):
+        await until(lambda: len(bench.engine.requests) == 4 * BATCH)
+        bench.engine.version = 2
+        cut = asyncio.ensure_future(bench.dispatcher.cut(2))
+        await asyncio.sleep(0.02)
+        bench.engine.gate.set()
+        assert [group.attempt.stale_count for group in await cut] == [0, 0]
+        assert bench.balance()["issued"] == 2 * BATCH
+        bench.engine.hangs_after = 0
+        bench.dispatcher.pool.trained(tuple(await bench.dispatcher.cut(2)), 2)
+        await bench.publish(3)  # age 1 is fresh
+        await until(lambda: len(bench.engine.dispatched) == 2 * BATCH)
+        cut = asyncio.ensure_future(bench.dispatcher.cut(4))
+        await asyncio.sleep(0.02)
+        assert bench.dispatcher.pool.balance().aborted == 0
+        cut.cancel()
+
+
+async def test_a_group_goes_on_without_its_samples_in_flight_that_are_too_old() -> None:
+    # covers: C5, C7
+    bench = Bench(min_samples=1, total_groups=1)
+    first: list[str] = []
+
+    def again(call: int) -> Exception | None:
+        return TransientEngineError("lost") if call == 0 else None
+
+    plain = bench.engine.generate
+
+    async def one_hangs(*args: Any, routing_key: str, **options: Any) -> Generation:
+        first.append(routing_key)
+        if len(first) == 1:
+            bench.engine.dispatched[routing_key] = 0
+            await asyncio.Event().wait()
+        return await plain(*args, routing_key=routing_key, **options)
+
+    bench.engine.script, bench.engine.generate = again, one_hangs  # type: ignore[assignment, method-assign]
+    bench.engine.seconds = 0.05
+    async with running(bench):
+        await until(lambda: len(first) == 2)
+        bench.engine.version = 2  # where the other sample begins again
+        await until(lambda: bench.engine.dispatched.get(first[1]) == 2)
+        cut = asyncio.ensure_future(bench.dispatcher.cut(2))
+        await until(lambda: bench.balance()["buffered"] == 1)
+        (group,) = bench.dispatcher.pool.snapshot().groups
+        assert (len(group.samples), group.aborted, group.oldest_version) == (1, 1, 2)
+        assert bench.dispatcher.pool.balance().aborted == 0
+        cut.cancel()
+
+
+async def test_a_generate_that_does_not_let_itself_be_aborted_counts_once() -> None:
+    # covers: C2, C3
+    ended: list[int] = []
+    stubborn = Stubborn(ended)
+    bench = Bench(wrap=lambda generate: stubborn, quarantine=10)
+    stubborn.bench = bench
+    async with running(bench):
+        await until(lambda: len(stubborn.begun) == 4 * BATCH)
+        bench.engine.version = 2
+        await bench.dispatcher.cut(2)
+        await until(lambda: len(ended) == 4 * BATCH)
+        bench.dispatcher.pool.check()
+        assert bench.dispatcher.pool.balance().aborted == 2 * BATCH
+        assert bench.balance()["failed"] == 0
+
+
+class Stubborn:
+    """A Generate whose first requests end only when they are cancelled: one with a sample, the other with an error."""
+
+    def __init__(self, ended: list[int]) -> None:
+        self.bench: Bench
+        self.begun: list[str] = []
+        self._ended = ended
+
+    async def __call__(self, client: Any, attempt: Any, sample_index: int) -> Sample:
+        plain = SingleTurnGenerate({"max_new_tokens": 6}, str)
+        if self.bench.engine.version == 0:
+            key = f"{attempt.attempt_id}-{sample_index}"
+            self.begun.append(key)
+            self.bench.engine.dispatched[key] = 0
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self._ended.append(sample_index)
+                if sample_index:
+                    raise RuntimeError("could not close") from None
+        return await plain(client, attempt, sample_index)
 
 
 async def test_failing_sample_is_generated_again_alone() -> None:

@@ -28,6 +28,7 @@ from miles_async.staleness.ledger_store import (
     LedgerStore,
     RestoredEvent,
 )
+from miles_async.staleness.story import tell
 from tests.property.builders import make_attempt, make_group
 
 
@@ -66,12 +67,31 @@ def test_a_row_holds_the_whole_life(store: LedgerStore, path: Path) -> None:
     }  # fmt: skip
 
 
+def test_what_was_aborted_in_flight_is_told_apart(store: LedgerStore, path: Path) -> None:  # covers: C5, C7
+    attempt, other = make_attempt(7, issued_version=3), make_attempt(8)
+    reason = "aborted at age 3"
+    store.write(
+        [
+            IssuedEvent(at=10.0, attempt=attempt),
+            IssuedEvent(at=10.0, attempt=other),
+            EndedEvent(at=12.0, attempt_id=7, outcome=Outcome.STALE_RECYCLED, reason=reason, target_version=6),
+            FinishedEvent(at=12.0, group=msgspec.structs.replace(make_group(other), aborted=2)),
+        ]
+    )
+    with open_ledger(path) as reader:
+        assert reader.balance().aborted == 1
+        (record,), (goes_on,) = reader.find("7"), reader.find("8")
+    assert goes_on.left_out == 2
+    told = "recycled: aborted at age 3 while it was generated, too old for version 6"
+    assert told in tell(record, started_at=10.0)
+
+
 @pytest.mark.parametrize(
     "event",
     [
         EndedEvent(at=0.0, attempt_id=0, outcome=Outcome.TRAINED),  # it has ended
         CutEvent(at=0.0, attempt_ids=(1,), target_version=0),  # it is being generated
-        EndedEvent(at=0.0, attempt_id=1, outcome=Outcome.STALE_RECYCLED),  # only what waits is swept
+        EndedEvent(at=0.0, attempt_id=1, outcome=Outcome.TRAINED),  # only what was cut is trained
         EndedEvent(at=0.0, attempt_id=2, outcome=Outcome.FAILED),  # it was never issued
         CheckedEvent(at=0.0, issued=2, live={}),  # the pool has lost one
         CheckedEvent(at=0.0, issued=2, live={1: Stage.BUFFERED}),

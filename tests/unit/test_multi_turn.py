@@ -102,6 +102,26 @@ async def test_an_episode_becomes_one_sample_whose_observations_carry_no_loss() 
     assert turn.message["tool_calls"][0]["function"] == {"name": "search", "arguments": {"query": "17*4"}}
 
 
+async def test_turns_that_are_kept_tell_how_old_the_sample_is_at_least() -> None:
+    # covers: C5
+    begun: list[tuple[str, int]] = []
+
+    def script(call: int, input_ids: list[int]) -> list[int]:
+        model.version = 3 + call
+        return [END, [*CHAT.tokenize(CALL), *END], [*CHAT.tokenize("68"), *END]][call]
+
+    class Patient(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            said = await super().step(turn)
+            return Observation(messages=({"role": "user", "content": "Go on."},)) if turn.index == 0 else said
+
+    model = ScriptedModel(script)
+    await generate_with(Patient, began=lambda key, version: begun.append((key, version)))(model, ATTEMPT, 1)
+    assert len(model.requests) == 3
+    # The first turn, of a stop token only, may leave no token of its own in the trajectory.
+    assert begun == [("7-1", 4), ("7-1", 5)]
+
+
 async def test_a_turn_that_a_publication_aborts_goes_on_under_the_new_version() -> None:
     # covers: R2, C1
     call_ids = [*CHAT.tokenize(CALL), *END]

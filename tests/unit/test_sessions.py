@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
 
 from miles_async.engines.client import http_error
 from miles_async.errors import StalledError, TransientEngineError
+from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.turn import take_turn
+from tests.fakes import session_agents
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, agent_of, says
@@ -39,6 +42,22 @@ async def test_chat_is_token_level_generation_of_the_same_tokens() -> None:
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == len(direct.output_ids)
     assert answer.usage.prompt_tokens_details.cached_tokens == len(prompt) // 2
+
+
+async def test_a_session_whose_turn_was_kept_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C5
+    servers: list[SessionServer] = []
+
+    def make(*args: Any, **options: Any) -> SessionServer:
+        servers.append(SessionServer(*args, **options))
+        return servers[-1]
+
+    monkeypatch.setattr(session_agents, "SessionServer", make)
+    async with agent_of(ScriptedModel(says("It is 68."), version=3)) as agent:
+        assert servers[0].began() == {}
+        await agent.chat(QUESTION)
+        assert servers[0].began() == {agent.opened.session_id: 3}
+        assert servers[0].began() == {}
 
 
 async def test_a_tool_call_and_its_result_extend_the_tokens() -> None:

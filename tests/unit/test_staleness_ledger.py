@@ -67,10 +67,20 @@ def test_ending_what_was_never_issued_is_a_violation() -> None:
         issued(2).end(7, Outcome.FAILED)
 
 
-@pytest.mark.parametrize("outcome", [Outcome.TRAINED, Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED])
-def test_only_what_went_the_way_can_end_so(outcome: Outcome) -> None:
-    with pytest.raises(ContractViolation, match=f"cannot end as {outcome} from in_flight.*'prompts.jsonl:0'"):
-        issued(1).end(0, outcome)
+def test_only_what_went_the_way_can_be_trained() -> None:
+    with pytest.raises(ContractViolation, match=r"cannot end as trained from in_flight.*'prompts.jsonl:0'"):
+        issued(1).end(0, Outcome.TRAINED)
+
+
+def test_what_was_too_old_while_it_was_generated_is_counted_apart() -> None:  # covers: C5
+    ledger = issued(3)
+    ledger.end(0, Outcome.STALE_RECYCLED, "aborted at age 3")
+    ledger.buffered(1)
+    ledger.end(1, Outcome.STALE_DROPPED, "age 3")
+    assert ledger.balance().aborted == 1
+    restored = Ledger()
+    restored.restore(ledger.state())
+    assert restored.balance().aborted == Ledger.saved_balance(ledger.state()).aborted == 1
 
 
 def test_what_is_cut_is_not_stale_any_more() -> None:

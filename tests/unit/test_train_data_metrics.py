@@ -49,8 +49,15 @@ def test_metrics(groups: list[Group]) -> None:
             "rollout/finish_reason/length": 1 / 6,
             "rollout/finish_reason/abort": 0.0,
             "rollout/branches/mean": 1.0,
+            "rollout/aborted_samples": 0.0,
         }
     )
+
+
+def test_samples_that_groups_go_on_without_are_counted(groups: list[Group]) -> None:
+    # covers: C5, C7
+    groups[1] = structs.replace(groups[1], aborted=2)
+    assert batch_metrics(groups, target_version=6)["rollout/aborted_samples"] == 2.0
 
 
 def test_what_generation_noted_is_logged_and_what_is_no_number_is_passed_over() -> None:

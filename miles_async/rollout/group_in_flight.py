@@ -1,0 +1,111 @@
+"""One attempt while it is generated: the samples that are under way, and those that its group goes on without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+import msgspec
+import structlog
+
+from arguments.rollout import RolloutArguments
+from miles_async.rollout.generate import routing_key
+from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.versions import group_of
+from miles_async.types import Attempt, Group, Sample
+
+log = structlog.get_logger(__name__)
+
+MakeSample = Callable[[Attempt, int, set[int]], Awaitable[Sample]]
+"""(attempt, index, indices of the samples that engines generate, to be kept) → one rewarded sample. Raises
+AttemptFailed.
+"""
+
+
+class AttemptFailed(Exception):
+    """Ends an attempt; ``infrastructure`` tells whose fault it was (separate budgets, C6)."""
+
+    def __init__(self, reason: str, *, infrastructure: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.infrastructure = infrastructure
+
+
+class GroupInFlight:
+    """The samples of one attempt, each in a task of its own."""
+
+    def __init__(self, attempt: Attempt, arguments: RolloutArguments, fewest: int, make: MakeSample) -> None:
+        """``fewest``: samples that the group needs (C7)."""
+        self.attempt = attempt
+        self.over = False  # aborted
+        self._whole = arguments.n_samples_per_prompt
+        self._begun = self._whole + arguments.extra_samples_per_prompt
+        self._spare = self._begun - fewest
+        self._make = make
+        self._tasks: list[asyncio.Task[None]] = []  # by index of the sample
+        self._generating: set[int] = set()
+        self._finished: dict[int, Sample] = {}
+        self._left_out: set[int] = set()  # failed, or too old to be worth finishing
+        self._aborted = 0  # of these, too old
+        self._stopped = 0
+
+    async def run(self) -> Group | None:
+        """As many samples as a group has, or those that were not left out while enough remain (C7). Of samples begun
+        beyond that (``--extra-samples-per-prompt``) the slowest are stopped. None: it was aborted. Raises a group of
+        AttemptFailed.
+        """
+        try:
+            async with asyncio.TaskGroup() as scope:
+                self._tasks = [scope.create_task(self._sample(index)) for index in range(self._begun)]
+        except* AttemptFailed:
+            if not self.over:  # else it was aborted while its other samples came to their ends
+                raise
+        if self.over:
+            return None
+        group = group_of(self.attempt, [self._finished[index] for index in sorted(self._finished)])
+        return msgspec.structs.replace(group, stopped=self._stopped, aborted=self._aborted)
+
+    def versions(self, beginnings: Beginnings) -> Mapping[int, int | None]:
+        """By index, of the samples that the group can still have: a version that their oldest is not newer than."""
+        return {
+            index: beginnings.oldest(routing_key(self.attempt, index))
+            for index in range(self._begun)
+            if index not in self._left_out
+        }
+
+    def abort(self) -> None:
+        """End all of it: the pool has ended the attempt, and nothing of it is wanted any more."""
+        self.over = True
+        for task in self._tasks:
+            task.cancel()  # those that are done don't mind
+
+    def abort_samples(self, indices: Iterable[int]) -> None:
+        """End those that are not finished; the group goes on without them."""
+        for index in set(indices) - self._finished.keys() - self._left_out:
+            self._left_out.add(index)
+            self._aborted += 1
+            self._tasks[index].cancel()
+
+    def forget(self, beginnings: Beginnings) -> None:
+        """It is over, and its samples are not watched any more."""
+        for index in range(self._begun):
+            beginnings.forget(routing_key(self.attempt, index))
+
+    async def _sample(self, index: int) -> None:
+        try:
+            made = await self._make(self.attempt, index, self._generating)
+        except AttemptFailed as failure:
+            if self.over or index in self._left_out:  # it was aborted, and closing it failed
+                return
+            if len(self._left_out) == self._spare:
+                raise
+            self._left_out.add(index)
+            log.warning("sample left out", prompt_id=self.attempt.prompt.prompt_id, reason=failure.reason)
+            return
+        if index in self._left_out or len(self._finished) == self._whole:
+            return
+        self._finished[index] = made
+        if len(self._finished) == self._whole:
+            self._stopped = len(self._generating - self._left_out)
+            for task in self._tasks:
+                task.cancel()
