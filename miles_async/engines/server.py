@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,8 +24,8 @@ from miles_async.engines.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECOND
 from miles_async.engines.process import ChildProcess
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.run.owned_directory import OwnedDirectory
+from miles_async.run.room import directory_with_room
 
-_MEMORY = Path("/dev/shm")
 _POLL_SECONDS = 0.2
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _KEEP_ALIVE_SECONDS = "86400"  # a connection of the router's that SGLang closes as a request comes fails that request
@@ -74,6 +72,7 @@ class EngineServer:
         self._log_path = Path(spec.log_dir) / f"{self._name}.{incarnation}.log"
         self._process: ChildProcess | None = None
         self._directory: OwnedDirectory | None = None
+        self._choosing_directory = asyncio.Lock()
 
     async def start(self) -> str:
         """The server's URL, once it is up.
@@ -110,8 +109,9 @@ class EngineServer:
     async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
         """``function(directory, *arguments)`` in a thread; see ``protocols.EngineFleet``."""
         try:
-            if self._directory is None:
-                self._directory = OwnedDirectory(_parent_with_room(room))
+            async with self._choosing_directory:
+                if self._directory is None:
+                    self._directory = await asyncio.to_thread(directory_with_room, room)
             return await asyncio.to_thread(function, self._directory.path, *arguments)
         except Exception as error:  # supervision point: it costs this engine, not the run
             raise EngineError(f"{function.__name__} on its host: {type(error).__name__}: {error}") from error
@@ -154,14 +154,6 @@ class EngineServer:
             f"{self._name} (SGLang, model {self._spec.model_path}) {what}. "
             f"Last lines of {self._log_path}:\n{self._process.tail()}"
         )
-
-
-def _parent_with_room(room: int) -> Path:
-    """In memory if that leaves at least as much of it free, else on disk."""
-    with suppress(OSError):
-        if shutil.disk_usage(_MEMORY).free >= 2 * room:
-            return _MEMORY
-    return Path(tempfile.gettempdir())
 
 
 def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:

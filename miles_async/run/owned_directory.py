@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "miles-async-"
+PREFIX = "miles-async-"
 _LOCK = ".owner"  # locked as long as the owner lives, whatever way it ends
 _ELSEWHERE = ".elsewhere"  # inode and path of files in other places that go with the directory
 _MEMORY = Path("/dev/shm")
@@ -34,7 +34,7 @@ class OwnedDirectory:
         with suppress(OSError):  # a file system without locks: then nobody can sweep either
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under its name only when it is locked: a sweep in between would take it for a dead owner's.
-        self.path = making.rename(parent / making.name.replace(".making-", _PREFIX))
+        self.path = making.rename(parent / making.name.replace(".making-", PREFIX))
         self.path.chmod(mode)
         self._elsewhere: set[Path] = set()
 
@@ -61,7 +61,7 @@ def temporary_parent() -> Path:
 
 def sweep(parent: Path) -> None:
     """Remove the directories in ``parent`` whose owners are dead, and what they own elsewhere."""
-    for directory in parent.glob(f"{_PREFIX}*"):
+    for directory in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # somebody else's, or gone meanwhile
             lock = os.open(directory / _LOCK, os.O_RDWR)
             try:

@@ -42,7 +42,7 @@ class HostCopyTransport:
         attempt = Attempt(engines)
         changing = await self._that_have_base(staged, attempt)
         storing = [engine for engine in engines if engine not in changing]
-        run = partial(self._on_hosts, attempt, 2 * staged.total_bytes)
+        run = partial(self._on_hosts, attempt, _room(staged))
         for index, tensors in staged.buckets.items():
             if storing:
                 source = await self._source(staged, index, bucket_file(index))
@@ -73,7 +73,7 @@ class HostCopyTransport:
         if staged.delta is None:
             return ()
         serving = await attempt.each(self._fleet.weight_versions)
-        held = await self._on_hosts(attempt, 0, attempt.left, host_copies.held_version)
+        held = await self._on_hosts(attempt, _room(staged), attempt.left, host_copies.held_version)
         base = staged.delta.base_version
         return [engine for engine, version in held.items() if version == base and serving[engine] == str(base)]
 
@@ -88,6 +88,11 @@ class HostCopyTransport:
         self, attempt: Attempt, room: int, engines: Sequence[Incarnation], function: Callable[..., Any], *arguments: Any
     ) -> Mapping[Incarnation, Any]:
         return await attempt.each(lambda left: self._fleet.on_host(left, function, arguments, room=room), engines)
+
+
+def _room(staged: StagedWeights) -> int:
+    """Bytes on an engine's host: two versions, while the next one is put together."""
+    return 2 * staged.total_bytes
 
 
 def _delta_bytes(staged: StagedWeights) -> int:
