@@ -45,7 +45,7 @@ from miles_async.trajectory.factory import MakeTrajectory
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Turn
 
-_MAX_BODY = 1 << 30
+_MAX_BODY = 1 << 20  # of requests that the run makes; conversations have a limit of their own
 _BACKLOG = 4096  # agents of a whole batch may connect at once
 _QUICK_BYTES = 1 << 14  # of a request: read faster than handed to a thread and back
 _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet

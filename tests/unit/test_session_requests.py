@@ -18,7 +18,6 @@ import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
 
 from miles_async.prompts.templates import ChatTemplate
-from miles_async.sessions.bodies import BYTES_PER_TOKEN, most_bytes
 from miles_async.trajectory.constraints import CALL_STYLES, GRAMMAR, Constraint, grammar
 from miles_async.trajectory.replies import PARSERS
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
@@ -311,7 +310,7 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_a_request_longer_than_any_context_is_refused_before_it_is_read(
     rendered: list[int], in_pieces: bool
 ) -> None:
-    text = "a " * most_bytes(900)
+    text = "a " * 200_000
     body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
 
     async def pieces() -> AsyncIterator[bytes]:  # as a client sends that doesn't say how much
@@ -323,7 +322,7 @@ async def test_a_request_longer_than_any_context_is_refused_before_it_is_read(
         status, answer = await agent.post("v1/chat/completions", raw=pieces() if in_pieces else body)
         collected = await agent.collect()
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert f"at {BYTES_PER_TOKEN} bytes per token" in answer["error"]["message"]
+    assert "94336 are the most for a conversation of 900 tokens" in answer["error"]["message"]
     assert rendered == []
     assert collected.cut  # the trajectory ran into the limit
 
