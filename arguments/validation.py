@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 
-from arguments import Arguments
+from arguments import Arguments, WeightsArguments
 from arguments.problems import refuse
 from arguments.ranges import range_problems
 from arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
@@ -322,6 +322,11 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
         )
     if weights.verify_weights_skip and not weights.compares_digests:
         yield f"--verify-weights-skip has no effect with --verify-weights {weights.verify_weights}"
+    shares = weights.verify_weights_shares
+    if weights.verify_weights != "sample" and shares != WeightsArguments().verify_weights_shares:
+        yield (
+            f"--verify-weights-shares {shares} has no effect with --verify-weights {weights.verify_weights}: use sample"
+        )
     if weights.publish_order == "rolling" and weights.pause_generation_mode == "in_place":
         yield (
             "--publish-order rolling needs engines to flush their caches, since requests of two versions share their "

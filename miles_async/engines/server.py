@@ -176,7 +176,8 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
         "--log-level=warning",
     ]
     if spec.dummy_weights:
-        command.append("--load-format=dummy")
+        # A draft model for speculative decoding gets no publications: it keeps what its checkpoint has.
+        command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]
     if spec.device == "cpu":
         command += _CPU_FLAGS
     return [*command, *spec.sglang_extra]

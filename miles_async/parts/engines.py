@@ -128,6 +128,7 @@ class _StackMaker:
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: str) -> ServerSpec:
     """What every SGLang server of a group is started with."""
+    published = group.role != "frozen"
     return ServerSpec(
         group=group.name,
         model_path=group.model or str(arguments.model.hf_checkpoint),
@@ -138,8 +139,8 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         start_timeout=arguments.engines.engine_start_timeout,
         single_node=arguments.cluster.ray_address is None,
         log_dir=str(log_dir),
-        held_weights=arguments.weights.compares_digests,
-        dummy_weights=group.role != "frozen",
+        held_weights=published and arguments.weights.compares_digests,
+        dummy_weights=published,
         grammars=arguments.sessions.runs_agent,
         weight_group_seconds=arguments.weights.group_timeout,
         sglang_extra=(*arguments.engines.sglang_extra, *group.sglang_extra),

@@ -31,8 +31,8 @@ from arguments.weights import WeightsArguments
 from miles_async.clock import Stopwatch, now
 from miles_async.errors import PublicationError
 from miles_async.protocols import EngineFleet, WeightTransport
-from miles_async.types import FleetMembers, Incarnation, Publication, StagedWeights, TensorShare
-from miles_async.weights.verify import EVERYTHING, SHOWN, compare_digests, judge_canary
+from miles_async.types import FleetMembers, HeldWeights, Incarnation, Publication, StagedWeights, TensorShare
+from miles_async.weights.verify import EVERYTHING, SHOWN, Comparison, compare_digests, judge_canary
 
 log = structlog.get_logger(__name__)
 
@@ -216,11 +216,16 @@ class FleetUpdater:
         # Who joins has nothing that was compared before.
         for engines, share in ((serving, self._share(staged.version)), (joining, EVERYTHING)):
             held = await update.each("digests", partial(self._fleet.held_weights, share=share), only=engines)
+            good: tuple[HeldWeights, Comparison] | None = None
             for engine, weights in held.items():
-                found = compare_digests(staged, weights, share=share, skip=self._arguments.verify_weights_skip)
+                if good is not None and weights == good[0]:  # engines that are alike say the same
+                    found = good[1]
+                else:
+                    found = compare_digests(staged, weights, share=share, skip=self._arguments.verify_weights_skip)
                 if found.problem:
                     await update.lose(engine, found.problem)
                     continue
+                good = weights, found
                 update.compared_tensors.append(found.compared)
                 update.incomparable_tensors.append(len(found.incomparable))
                 self._tell_incomparable(engine, found.incomparable)

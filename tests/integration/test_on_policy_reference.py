@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 from arguments import Arguments
@@ -120,12 +121,13 @@ def test_batches_are_those_of_the_plain_loop_to_the_last_bit(tmp_path: Path, mon
 
 
 async def _plain_steps(arguments: Arguments, directory: Path) -> list[Step]:
-    """The plain loop with a server like the run's."""
+    """The plain loop with a server like the run's, but that nobody publishes to."""
     template = ChatTemplate(load_tokenizer(QUICKSTART / "assets" / "reverse" / "model"), apply_chat_template=True)
     count = arguments.rollout.num_rollout * arguments.rollout.rollout_batch_size
     prompts = [prompt for _, prompt in FilePromptSource(arguments.data, template.encode).take(count)]
     [group] = server_groups(arguments)
-    server = EngineServer(server_spec(arguments, group, directory / "logs", "cpu"), engine_index=0, incarnation=0)
+    spec = msgspec.structs.replace(server_spec(arguments, group, directory / "logs", "cpu"), dummy_weights=False)
+    server = EngineServer(spec, engine_index=0, incarnation=0)
     try:
         rest = (await server.start(), arguments, prompts, directory)
         results = await asyncio.to_thread(run_ranks, 1, plain_loop, *rest, timeout=RUN_SECONDS)

@@ -129,7 +129,7 @@ def test_rolling_publications_from_two_pipeline_stages(tmp_path: Path) -> None:
     assert summary["balanced"]
     assert summary["publish"]["count"] == 5
     assert "engine fenced" not in (run.run_dir / "logs" / "rollout.log").read_text()
-    paused = ("pausing", "flush_cache", "send", "continue", "canary", "admit")
+    paused = ("pausing", "flush_cache", "send", "digests", "continue", "canary", "admit")
     for step in run.steps[:-1]:  # two engines one after the other: each pauses for half of what is done in pauses
         seconds = sum(step[f"publish/{name}_seconds"] for name in paused)
         assert seconds == pytest.approx(2 * step["publish/pause_seconds"], rel=0.2)

@@ -191,6 +191,16 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"stall_timeout": 400.0},
             "--stall-timeout 400 is shorter than --request-timeout 600",
         ),
+        case(
+            "shares of everything",
+            {"verify_weights_shares": 4},
+            "--verify-weights-shares 4 has no effect with --verify-weights full: use sample",
+        ),
+        case(
+            "skips what nobody compares",
+            {"verify_weights": "canary", "verify_weights_skip": ("lm_head",)},
+            "--verify-weights-skip has no effect with --verify-weights canary",
+        ),
         case("interval without directory", {"save_interval": 5}, "--save-interval without --save"),
         case("newest of none", {"save_keep_last": 2}, "--save-keep-last without --save"),
         case("retains none", {"save_retain_interval": 5}, "--save-retain-interval without --save"),

@@ -11,16 +11,20 @@ import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from arguments import Arguments
+from arguments.server_groups import ServerGroup
 from miles_async.engines import addresses
 from miles_async.engines.addresses import LOOPBACK, HeldPort, node_host
 from miles_async.engines.process import ChildProcess
 from miles_async.engines.router import router_command
 from miles_async.engines.server import EngineServer, ServerSpec, server_command
 from miles_async.errors import ConfigurationError, EngineStartError
+from miles_async.parts.engines import server_spec
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
 
@@ -195,6 +199,23 @@ def test_cpu_servers_get_what_runs_without_a_gpu_and_cuda_servers_do_not() -> No
     )
     assert not any("attention-backend" in argument for argument in cuda)
     assert {"--tp-size=4", "--dtype=bfloat16", "--host=0.0.0.0"} <= set(cuda)
+
+
+def test_engines_that_get_publications_start_with_random_weights_and_a_draft_model_with_its_own() -> None:
+    # covers: C8
+    dummy = ServerSpec(model_path="m", device="cpu", dtype="float32", dummy_weights=True)
+    expected = {"--load-format=dummy", "--speculative-draft-load-format=auto"}
+    assert expected <= set(server_command(dummy, LOOPBACK, 1, 2, 0))
+    assert not expected & set(server_command(SPEC, LOOPBACK, 1, 2, 0))
+
+
+@pytest.mark.parametrize(("role", "published"), [("train", True), ("evaluation", True), ("frozen", False)])
+def test_only_frozen_engines_start_with_the_weights_of_their_checkpoint(
+    role: Any, published: bool, tmp_path: Path
+) -> None:
+    # covers: C8
+    spec = server_spec(Arguments(), ServerGroup(name="group", role=role), tmp_path, "cpu")
+    assert (spec.dummy_weights, spec.held_weights) == (published, published)
 
 
 def test_the_users_own_arguments_come_last() -> None:

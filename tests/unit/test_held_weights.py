@@ -50,9 +50,10 @@ def test_parts_of_a_fused_parameter_are_what_was_loaded() -> None:
     # covers: C8
     model = Fused()
     watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
-    assert found(watched) == EXPECTED
-    assert watched.held(ALL).unfilled == {}
+    for _ in range(2):  # as publications do, again and again
+        model.load_weights(WEIGHTS.items())
+        assert found(watched) == EXPECTED
+        assert watched.held(ALL).unfilled == {}
     model.qk.data[5, 1] += 1
     assert found(watched) == {"q": EXPECTED["q"], "k": found(watched)["k"]}
     assert found(watched)["k"] != EXPECTED["k"]

@@ -84,6 +84,12 @@ class TestRows:
         assert [prompt.prompt_id for _, prompt in by_column] == [str(100 + index) for index in range(10)]
         assert [prompt.prompt_id for _, prompt in by_row] == [f"{path.name}:{index}" for index in range(1, 11)]
 
+    def test_texts_are_all_of_any_length_and_move_nothing(self, written: Callable[..., Path]):
+        source = source_of(written(ROWS), rollout_max_prompt_len=1)
+        before = source.state()
+        assert [bytes(text).decode() for text in source.texts()] == [row["prompt"] for row in ROWS]
+        assert (source.state(), source.skipped_too_long) == (before, 0)
+
     def test_blank_lines_are_counted_and_skipped(self, tmp_path: Path):
         path = tmp_path / "train.jsonl"
         path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "label": "1"}\r\n\n  \n{"prompt": "b", "label": "2"}')

@@ -109,6 +109,17 @@ def test_two_elements_that_change_places_change_it(data: st.DataObject) -> None:
     assert (whole(wrong.view(24, 24)) == whole(tensor)) == same
 
 
+def test_signs_in_the_upper_ends_of_words_that_changed_places_change_it() -> None:
+    """Of a word times an odd number these bits are in the uppermost bit alone, where any two of them cancel out."""
+    # covers: C8
+    tensor = torch.ones(4, 8, dtype=torch.bfloat16)
+    tensor[0, 3] = -1
+    others = [torch.ones(4, 8, dtype=torch.bfloat16) for _ in range(7)]
+    for number, other in enumerate(others, start=1):
+        other[number // 2, 3 + 4 * (number % 2)] = -1
+    assert len({whole(found) for found in [tensor, *others]}) == 8
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:4])
 def test_places_count(dtype: torch.dtype) -> None:
     # covers: C8
