@@ -42,6 +42,8 @@ def plan(words: Sequence[str]) -> str:
     own, train_words = _parser().parse_known_args(list(words))
     timing = Timing(
         response=parse_distribution(own.latency, "--latency"),
+        environment=parse_distribution(own.environment_seconds, "--environment-seconds"),
+        reward=parse_distribution(own.reward_seconds, "--reward-seconds"),
         train=parse_distribution(own.train_seconds, "--train-seconds"),
         publish=parse_distribution(own.publish_seconds, "--publish-seconds"),
         stage_seconds=own.stage_seconds,
@@ -116,7 +118,22 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=RawDescriptionRichHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--latency", required=True, metavar="SECONDS", help="of one response, on a slot of its own")
+    parser.add_argument(
+        "--latency", required=True, metavar="SECONDS",
+        help="that an engine generates for one response, on a slot of its own: all turns, without what is in between",
+    )  # fmt: skip
+    parser.add_argument(
+        "--environment-seconds",
+        default="0",
+        metavar="SECONDS",
+        help="of one sample in its environment: it is in flight, and engines generate nothing for it (default: 0)",
+    )
+    parser.add_argument(
+        "--reward-seconds",
+        default="0",
+        metavar="SECONDS",
+        help="from the end of one sample to its reward: a judge, tests (default: 0)",
+    )
     parser.add_argument(
         "--train-seconds", required=True, metavar="SECONDS",
         help="of one rollout step, with the trainer ranks given; a sweep of ranks scales it",

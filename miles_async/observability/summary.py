@@ -97,7 +97,7 @@ class RunSummary:
             "rollout_idle_fraction": _fraction(rollout_idle_seconds, loop),
             "publish": {
                 "count": len(self._pauses),
-                "pause_seconds_mean": _mean(self._pauses),
+                "pause_seconds_mean": _mean(self._pauses[1:]),  # of the first nobody feels anything
                 "prepare_seconds_mean": _mean(self._preparations),
             },
             "logprob_diff": {

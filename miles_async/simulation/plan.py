@@ -37,7 +37,9 @@ DEFAULT_SWEEP = (
 class Timing:
     """What things take on the user's machines, with the flags as given."""
 
-    response: Distribution
+    response: Distribution  # of its tokens, on a slot
+    environment: Distribution  # of one sample, without tokens; it is in flight meanwhile
+    reward: Distribution  # of one sample that is generated
     train: Distribution
     publish: Distribution
     stage_seconds: float
@@ -143,6 +145,8 @@ def _settings(flags: Flags, timing: Timing, steps: int, seed: int, train_factor:
         num_engines=flags.num_engines,
         slots_per_engine=flags.slots_per_engine,
         response_seconds=timing.response,
+        environment_seconds=timing.environment,
+        reward_seconds=timing.reward,
         token_seconds=max(1e-6, median(timing.response) / TOKENS_PER_RESPONSE),
         train_seconds=scaled(timing.train, train_factor),
         publish_seconds=timing.publish,

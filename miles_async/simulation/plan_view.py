@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from miles_async.simulation.plan import GOOD_ENOUGH, MOST_WASTE, Row
-from miles_async.simulation.result import SimulationResult
+from miles_async.simulation.result import BOUND, SimulationResult
 
 BOTTLENECK = 0.1  # a side that is idle for more of the time waits for the other
 
@@ -29,7 +29,7 @@ def plan_table(rows: Sequence[Row], recommended: Row | None) -> Table:
         else:
             table.add_row(_short(row.label), *_cells(row.result), style=style)
     table.caption = (
-        "bound: max(T_rollout, T_train) + T_pause. engines idle: slots × time in which nothing is generated. "
+        f"bound: {BOUND}. engines idle: slots × time in which nothing is generated. "
         "stale: attempts recycled or dropped. waste: tokens generated and not trained."
     )
     return table
@@ -82,9 +82,9 @@ def _recommendation(label: str, result: SimulationResult) -> str:
     return (
         f"Recommended: {label or 'the flags as given'}: {result.step_seconds:.4g} s per step, "
         f"{result.step_seconds / result.bound_seconds:.2f} × the bound of {result.bound_seconds:.4g} s "
-        f"(T_rollout {result.rollout_seconds:.4g}, T_train {result.train_seconds + result.stage_seconds:.4g}, "
-        f"T_pause {result.pause_seconds:.4g}), mean age {result.mean_age:.2f}: the smallest age within "
-        f"{GOOD_ENOUGH - 1:.0%} of the fastest{thrifty}.{advice}"
+        f"(T_rollout {result.rollout_seconds:.4g}, T_pause {result.pause_seconds:.4g}, "
+        f"T_train {result.train_seconds:.4g}, T_stage {result.stage_seconds:.4g}), mean age {result.mean_age:.2f}: the "
+        f"smallest age within {GOOD_ENOUGH - 1:.0%} of the fastest{thrifty}.{advice}"
     )
 
 

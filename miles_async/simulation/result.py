@@ -13,6 +13,7 @@ from miles_async.types import Publication
 
 WARM_UP = 0.1  # share of the steps that measures of the steady state leave out
 COOL_DOWN = 0.1  # towards the end nothing new is admitted
+BOUND = "max(T_rollout + T_pause, T_train + T_stage)"  # of a step, in seconds: what no schedule can beat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +74,14 @@ class SimulationResult:
 
     @property
     def rollout_seconds(self) -> float:
-        """T_rollout: one batch on all slots, if they were never idle and nothing was thrown away."""
+        """T_rollout: one batch on all slots, if they were never idle and nothing was thrown away. Environments and
+        rewards hold no slot.
+        """
         return self.samples_per_step * self.seconds_per_sample / self.slots
 
     @property
     def bound_seconds(self) -> float:
-        """What no schedule can beat: engines pause for every publication, the trainer stages it."""
+        """``BOUND``: engines pause for every publication, the trainer stages it."""
         return max(self.rollout_seconds + self.pause_seconds, self.train_seconds + self.stage_seconds)
 
     @property

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import structlog
 
 from arguments.algorithm import AlgorithmArguments
 from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.clock import now
 from miles_async.controller import Controller
 from miles_async.errors import first_error
 from miles_async.garbage import rare_collections
@@ -30,16 +27,15 @@ from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
 from miles_async.rollout.recording import ScheduleWriter
 from miles_async.services import Services
-from miles_async.simulation.engine import PROMPT_TOKEN
 from miles_async.simulation.engines import SimulatedEngines
 from miles_async.simulation.events import EventLog
+from miles_async.simulation.hooks import SimulatedEpisode, SimulatedPrompts, SimulatedReward
 from miles_async.simulation.recording import PoolRecorder, Recording
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.staleness.beginnings import Beginnings
-from miles_async.types import Prompt, Sample
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed import DistributedTransport
 from miles_async.weights.update import FleetUpdater
@@ -97,7 +93,10 @@ class Simulation:
                 source=self.source,
                 client=self.engines.client,
                 hooks=Hooks(
-                    generate=SingleTurnGenerate(sampling_parameters(rollout), _no_text, began=beginnings.note),
+                    generate=SimulatedEpisode(
+                        SingleTurnGenerate(sampling_parameters(rollout), lambda ids: "", began=beginnings.note),
+                        settings,
+                    ),
                     reward=GuardedReward(SimulatedReward(settings), None, self.services.circuit(REWARD_SERVICE)),
                 ),
                 arguments=rollout,
@@ -181,44 +180,6 @@ def batch_maker(settings: SimulationSettings, *, record: RecordBatch | None = No
         bound=settings.staleness.bound,
         record=record,
     )
-
-
-class SimulatedPrompts:
-    """An endless source of prompts of one token."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def take(self, count: int) -> list[tuple[int, Prompt]]:
-        numbers = range(self._taken, self._taken + count)
-        self._taken += count
-        return [(0, Prompt(prompt_id=f"p{number}", token_ids=(PROMPT_TOKEN,), text="")) for number in numbers]
-
-    def state(self) -> dict[str, Any]:
-        return {"taken": self._taken}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._taken = state["taken"]
-
-
-class SimulatedReward:
-    """Takes its time; 0 or 1 by a coin."""
-
-    def __init__(self, settings: SimulationSettings) -> None:
-        self._seconds = settings.reward_seconds
-        self._outage = settings.faults.reward_outage or (math.inf, math.inf)
-        self._chance = random.Random(f"{settings.seed} rewards")
-
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        if seconds := self._seconds.draw(self._chance):
-            await asyncio.sleep(seconds)
-        if self._outage[0] <= now() < self._outage[1]:
-            raise ConnectionRefusedError("the simulated reward service is down")
-        return float(self._chance.random() < 0.5)
-
-
-def _no_text(token_ids: Sequence[int]) -> str:
-    return ""
 
 
 @contextmanager

@@ -64,7 +64,8 @@ class SimulationSettings:
     response_seconds: Distribution = ONE_SECOND  # of one response on a slot, undisturbed
     token_seconds: float = 0.1  # responses are whole tokens
     slowness: Mapping[int, float] = field(default_factory=dict)  # engine → how many times as long it takes
-    reward_seconds: Distribution = NO_TIME
+    environment_seconds: Distribution = NO_TIME  # of one sample, in flight and at no engine
+    reward_seconds: Distribution = NO_TIME  # of one sample that is generated
     train_seconds: Distribution = ONE_SECOND  # one rollout step
     stage_seconds: float = 0.0  # export and staging: the trainer is busy, engines generate
     publish_seconds: Distribution = NO_TIME  # sending: engines are paused

@@ -13,7 +13,7 @@ import pytest
 
 from miles_async.commands.ledger import explain, ledger
 from miles_async.run.directory import LEDGER_FILE
-from miles_async.staleness.ledger import Outcome
+from miles_async.staleness.ledger import Outcome, Stage
 from miles_async.staleness.ledger_reader import AttemptRecord, open_ledger
 from tests.integration.real_run import RealRun, real_run
 from tests.integration.stragglers import STRAGGLERS
@@ -40,7 +40,7 @@ def test_recycle_gives_the_prompt_another_attempt(tmp_path: Path) -> None:
         again = next(later for later in rows if later.prompt_id == row.prompt_id and later.attempt_id > row.attempt_id)
         assert again.history == (*row.history, f"stale: {row.reason}")
         story = explain([str(run.run_dir), str(row.attempt_id)])
-        assert f"recycled: {row.reason} at the cut for version {row.target_version}" in story
+        assert f"recycled: {_told(row)}" in story
         assert f"the prompt came again as attempt {again.attempt_id}" in story
 
 
@@ -52,7 +52,7 @@ def test_drop_lets_a_fresh_prompt_take_its_place(tmp_path: Path) -> None:
     assert sorted([*_trained_prompts(rows), *(row.prompt_id for row in dropped)]) == sorted(source_order(len(rows)))
     for row in dropped:
         story = explain([str(run.run_dir), row.prompt_id])
-        assert f"dropped: {row.reason} at the cut for version {row.target_version}" in story
+        assert f"dropped: {_told(row)}" in story
         assert "came again" not in story
 
 
@@ -93,6 +93,10 @@ def _finished(tmp_path: Path, stragglers: str, *flags: str) -> tuple[RealRun, li
     assert summary["groups"]["trained"] == NUM_GROUPS == len(_trained_prompts(rows))
     assert summary["groups"]["in_flight"] == summary["groups"]["buffered"] == summary["groups"]["cut"] == 0
     assert sum(summary["age_histogram"].values()) == NUM_GROUPS * GROUP_SIZE
+    for name in ("recycled", "dropped", "failed", "filtered", "quarantined"):
+        assert sum(step[f"groups/{name}"] for step in run.steps) == summary["groups"][name]
+    aborted = [row for row in rows if row.stage is Stage.IN_FLIGHT and row.outcome is not Outcome.CANCELLED]
+    assert sum(step["groups/aborted"] for step in run.steps) == len(aborted)
     for step in run.steps:
         batch = [row for row in rows if row.step == step["step"]]
         assert len(batch) == BATCH_SIZE
@@ -110,11 +114,22 @@ def _stale(rows: list[AttemptRecord], outcome: Outcome) -> list[AttemptRecord]:
     stale = [row for row in rows if row.outcome is outcome]
     assert {row.attempt_id for row in stale} >= set(STRAGGLERS)
     for row in stale:
-        assert row.reason == f"age {_age(row)}"
-        assert _age(row) > 1
-        assert row.response_lengths is not None
         assert row.step is None
+        if row.stage is Stage.BUFFERED:
+            assert row.reason == f"age {_age(row)}"
+            assert _age(row) > 1
+        else:
+            assert row.target_version is not None
+            assert row.reason == f"aborted at age {row.target_version - row.issued_version}"
+    # The straggler itself is of unknown age; the others of its group are finished, and too old without it.
+    assert {row.stage for row in _of_stragglers(stale)} == {Stage.IN_FLIGHT}
     return stale
+
+
+def _told(row: AttemptRecord) -> str:
+    if row.stage is Stage.IN_FLIGHT:
+        return f"{row.reason} while it was generated, too old for version {row.target_version}"
+    return f"{row.reason} at the cut for version {row.target_version}"
 
 
 def _trained_prompts(rows: list[AttemptRecord]) -> list[str]:

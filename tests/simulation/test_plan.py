@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -74,6 +75,40 @@ def test_a_recommendation_that_throws_tokens_away_says_so(capsys: pytest.Capture
     uneven = ["--latency", "lognormal:20:1.5", "--train-seconds", "10", "--sweep", "max-weight-staleness=1"]
     assert main([*QUICK, *uneven]) == 0
     assert "of the tokens are thrown away: try a higher bound" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_seconds_outside_of_engines_are_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    # covers: C5
+    """A slow reward makes as many samples too old as slow responses do, but these cost no more tokens than others."""
+    settings = ["--train-seconds", "10", "--sweep", "max-weight-staleness=1"]
+    slow = "lognormal:20:1.5"
+
+    def predicted(*latency: str) -> tuple[float, float]:
+        assert main([*QUICK, *settings, *latency]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if "max-weight-staleness" in line)
+        stale, waste = line.split()[-2:]
+        return float(stale.rstrip("%")), float(waste.rstrip("%"))
+
+    in_tokens = predicted("--latency", slow)
+    in_rewards = predicted("--latency", "fixed:0.5", "--reward-seconds", slow)
+    in_environments = predicted("--latency", "fixed:0.5", "--environment-seconds", slow)
+    for stale, waste in (in_rewards, in_environments):
+        assert stale > 5
+        assert waste == pytest.approx(stale, abs=1.5)  # all samples have as many tokens
+    assert in_tokens[1] > 1.5 * in_tokens[0]  # long responses are those that are thrown away
+
+
+def test_the_bound_is_what_its_footnote_says(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--stage-seconds", "7", "--sweep", "max-weight-staleness=1"]
+    assert main([*QUICK, *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    formula = printed.partition("bound: ")[2].partition(". engines")[0]
+    numbers = dict(re.findall(r"(T_\w+) ([\d.]+)", printed.partition("the bound of")[2]))
+    assert set(numbers) == set(re.findall(r"T_\w+", formula)) == {"T_rollout", "T_pause", "T_train", "T_stage"}
+    bound = float(re.search(r"the bound of ([\d.]+) s", printed)[1])  # type: ignore[index]
+    of_formula = eval(formula, {"max": max, **{name: float(number) for name, number in numbers.items()}})
+    assert of_formula == pytest.approx(bound, rel=0.01)
+    assert bound == pytest.approx(67, rel=0.01)
 
 
 def test_what_cannot_work_is_refused_with_the_flag_to_change(capsys: pytest.CaptureFixture[str]) -> None:

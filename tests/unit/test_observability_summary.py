@@ -28,6 +28,7 @@ def seven_steps() -> RunSummary:
             "train/logprob_diff_tokens": 100.0 if step else 300.0,
         }
         summary.record_step(step, metrics, {0: 6, step % 3: 2})
+    summary.record_publication(pause_seconds=9.0, prepare_seconds=0.2, version=0)
     summary.record_publication(pause_seconds=0.2, prepare_seconds=0.1, version=1)
     summary.record_publication(pause_seconds=0.4, prepare_seconds=0.3, version=2)
     summary.record_eval(0, 0.15)
@@ -50,8 +51,8 @@ def test_summary_has_the_promised_keys_and_numbers() -> None:
         "2": 4,
     }  # {0: 2} replaces {0: 6} in 3 steps
     assert result["publish"] == {
-        "count": 2,
-        "pause_seconds_mean": pytest.approx(0.3),
+        "count": 3,
+        "pause_seconds_mean": pytest.approx(0.3),  # nothing is generated before the first one
         "prepare_seconds_mean": pytest.approx(0.2),
     }
     assert result["weight_version"] == 2

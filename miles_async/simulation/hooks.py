@@ -1,0 +1,69 @@
+"""The parts of a run that users exchange, simulated: prompts, episodes with an environment, rewards.
+
+An environment and a reward take time in which engines generate nothing for the sample, and no token costs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from miles_async.clock import now
+from miles_async.protocols import EngineClient, Generate
+from miles_async.simulation.engine import PROMPT_TOKEN
+from miles_async.simulation.settings import SimulationSettings
+from miles_async.types import Attempt, Prompt, Sample
+
+
+class SimulatedPrompts:
+    """An endless source of prompts of one token."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        numbers = range(self._taken, self._taken + count)
+        self._taken += count
+        return [(0, Prompt(prompt_id=f"p{number}", token_ids=(PROMPT_TOKEN,), text="")) for number in numbers]
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self._taken}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._taken = state["taken"]
+
+
+class SimulatedReward:
+    """Takes its time; 0 or 1 by a coin."""
+
+    def __init__(self, settings: SimulationSettings) -> None:
+        self._seconds = settings.reward_seconds
+        self._outage = settings.faults.reward_outage or (math.inf, math.inf)
+        self._chance = random.Random(f"{settings.seed} rewards")
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        if seconds := self._seconds.draw(self._chance):
+            await asyncio.sleep(seconds)
+        if self._outage[0] <= now() < self._outage[1]:
+            raise ConnectionRefusedError("the simulated reward service is down")
+        return float(self._chance.random() < 0.5)
+
+
+class SimulatedEpisode:
+    """A Generate with an environment that takes its time after the response; a sample in flight all the while."""
+
+    def __init__(self, generate: Generate, settings: SimulationSettings) -> None:
+        """``generate``: the response."""
+        self._generate = generate
+        self._seconds = settings.environment_seconds
+        self._chance = random.Random(f"{settings.seed} environments")
+
+    async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
+        """Raises what the response raises."""
+        sample = await self._generate(client, attempt, sample_index)
+        if seconds := self._seconds.draw(self._chance):
+            await asyncio.sleep(seconds)
+        return sample
