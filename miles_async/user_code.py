@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import structlog
@@ -20,6 +21,7 @@ END_SECONDS = 5.0  # that a cancelled coroutine may take to clean up
 
 T = TypeVar("T")
 
+_in_user_code = ContextVar("_in_user_code", default=False)  # inherited by tasks that the code starts
 _left_behind: set[asyncio.Task[Any]] = set()  # the event loop itself only holds weak references
 
 
@@ -31,6 +33,7 @@ async def run_user_code(work: Coroutine[Any, Any, T], *, seconds: float | None =
         UserCodeError: it raised what is no Exception (CancelledError, SystemExit, KeyboardInterrupt).
         OverdueError: it took longer than ``seconds``; the message is ``overdue``.
     """
+    _contain_tasks(asyncio.get_running_loop())
     # No TaskGroup: it would wait forever for code that swallows its cancellation.
     task = asyncio.ensure_future(_outcome(work))
     try:
@@ -64,10 +67,30 @@ def raised(error: Exception) -> str:
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, BaseException | None]:
+    _in_user_code.set(True)
     try:
         return await work, None
     except BaseException as error:  # supervision point: asyncio lets SystemExit of a task end the event loop
         return None, error
+
+
+def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep SystemExit of tasks that user code starts itself (``asyncio.gather``) from ending the event loop."""
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_make_task)
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    if _in_user_code.get() and asyncio.iscoroutine(work):
+        work = _without_exits(work)
+    return asyncio.Task(work, loop=loop, **options)
+
+
+async def _without_exits(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise UserCodeError(f"raised {error!r} in a task") from error
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

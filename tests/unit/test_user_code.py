@@ -73,6 +73,27 @@ async def test_a_cancellation_that_is_not_ours_does_not_reach_our_task_group(wor
     assert sorted(map(type, ended), key=str) == [int, UserCodeError]
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+async def test_tasks_that_it_starts_itself_do_not_end_the_event_loop(error: BaseException) -> None:
+    async def together() -> None:
+        await asyncio.gather(raises(error), returns())
+
+    async def in_a_group() -> None:
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(raises(error), name="mine")
+
+    async def forgotten() -> int:
+        task = asyncio.ensure_future(raises(error))
+        await asyncio.wait([task])
+        return 7
+
+    with pytest.raises(UserCodeError, match=f"{type(error).__name__}.* in a task"):
+        await run_user_code(together())
+    with pytest.raises(ExceptionGroup):
+        await run_user_code(in_a_group())
+    assert await run_user_code(forgotten()) == 7
+
+
 async def test_our_cancellation_ends_it_and_stays_one() -> None:
     cleaned_up = []
 
