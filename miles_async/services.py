@@ -67,6 +67,7 @@ class Circuit:
         self._in_a_row = 0
         self._down_since: float | None = None  # first failure after the last answer
         self._outage_seconds = 0.0  # of outages that are over
+        self._back_at = -math.inf  # end of the last of them
         self._last_error = ""
         self._pause = _SHORTEST_PAUSE
         self._closed = asyncio.Event()
@@ -77,6 +78,13 @@ class Circuit:
     def is_open(self) -> bool:
         """Whether the service is taken to be down."""
         return not self._closed.is_set()
+
+    @property
+    def paused_until(self) -> float:
+        """When work last had to wait for the service, on the loop's clock: now if it does, -inf if it never did."""
+        if not self.is_open or self._down_since is None:
+            return self._back_at
+        return min(now(), self._down_since + self._outage_timeout)
 
     @property
     def outage_seconds(self) -> float:
@@ -121,6 +129,7 @@ class Circuit:
         self._in_a_row = 0
         if self.is_open:
             self._outage_seconds += self._down_seconds()
+            self._back_at = now()
             log.info("service is back", service=self.service, after_seconds=round(self._down_seconds(), 1))
             self._closed.set()
         self._down_since = None
@@ -180,10 +189,9 @@ class Services:
             )
         return self._circuits[service]
 
-    @property
-    def is_any_down(self) -> bool:
-        """Whether some work waits for its service."""
-        return any(circuit.is_open for circuit in self._circuits.values())
+    def paused_until(self) -> float:
+        """When work last had to wait for one of them, on the loop's clock: now if it does, -inf if it never did."""
+        return max((circuit.paused_until for circuit in self._circuits.values()), default=-math.inf)
 
     def gauges(self) -> dict[str, float]:
         """Services that are down now; failed calls and seconds of outages so far, over all services."""

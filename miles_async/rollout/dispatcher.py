@@ -214,18 +214,19 @@ class Dispatcher:
             self._abort_too_old(target_version)
             while (groups := self.pool.cut(target_version)) is None:
                 self._changed.notify_all()  # what was swept left room
-                waits_for_others = not self.pool.can_move() or self.services.is_any_down  # with deadlines of their own
-                if self._progress != seen or waits_for_others:
+                if self._progress != seen or not self.pool.can_move():
                     deadline, seen = loop.time() + self._stall_timeout, self._progress
                 try:
                     async with asyncio.timeout_at(deadline):
                         await self._changed.wait()
                 except TimeoutError as error:
-                    if self.pool.can_move() and not self.services.is_any_down:
+                    idle = loop.time() - self.services.paused_until()
+                    if self.pool.can_move() and idle >= self._stall_timeout:
                         raise StalledError(
                             f"the trainer waits for a batch, and no group finished for {self._stall_timeout:g} s "
                             f"(--stall-timeout): {self.pool.describe()}"
                         ) from error
+                    deadline = loop.time() + self._stall_timeout - max(0.0, idle)
             self._changed.notify_all()
         return groups
 

@@ -156,6 +156,14 @@ def test_what_waited_for_its_reward_too_long_is_recycled_as_any_stale_group() ->
     assert (len(result.steps), result.balance["failed"], result.balance["quarantined"]) == (30, 0, 0)
 
 
+def test_a_stall_counts_from_the_end_of_an_outage() -> None:
+    # covers: C10
+    slow = settings(
+        bound=None, stall_timeout=100.0, reward_seconds=Fixed(60.0), faults=Faults(reward_outage=(70.3, 150.0))
+    )
+    assert len(simulate(slow).steps) == 30
+
+
 def test_an_outage_without_end_ends_the_run_with_the_name_of_the_service() -> None:
     # covers: C10
     with pytest.raises(

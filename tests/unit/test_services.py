@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -66,18 +67,23 @@ async def test_an_outage_is_one_pause_told_once_in_which_one_call_at_a_time_look
         "service_outage_seconds": pytest.approx(circuit.outage_seconds),
     }
     assert 25.0 < circuit.outage_seconds < 60.0
+    assert 40.0 <= services.paused_until() < 50.0
 
 
 @in_virtual_time
 async def test_an_outage_without_end_is_an_error_that_names_the_service() -> None:
     services = Services(outage_timeout=300.0)
     circuit = services.circuit("--custom-rm-path mine:reward")
+    paused = [services.paused_until()]
+    asyncio.get_running_loop().call_later(100.0, lambda: paused.append(services.paused_until()))
     with pytest.raises(ServiceOutageError) as caught:
         await circuit.call(Service(0.0, 1e9))
     assert 300.0 < now() < 300.0 + 2 * 15.0 * 1.5  # it may be waiting in its own backoff, and then at the door
     for words in ("--custom-rm-path mine:reward", "within 300 s (--service-outage-timeout)", "nobody listens"):
         assert words in str(caught.value)
     assert services.gauges()["services_down"] == 1
+    assert paused == [-math.inf, 100.0]
+    assert 300.0 <= services.paused_until() < 302.0  # no longer than it may: then the stall timeout is in force again
     [line] = services.describe()
     assert "--custom-rm-path mine:reward has been down for" in line
 
