@@ -72,7 +72,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
         writers=(ledger, schedule) if schedule else (ledger,),
     )
     assert arguments.model.hf_checkpoint is not None
-    canary = Canary(source, arguments.model.hf_checkpoint, arguments.optimizer.max_tokens_per_gpu)
+    canary = Canary(source, arguments.model.hf_checkpoint, _canary_length(arguments))
     await engines.start()  # last: until here there is nothing to clean up
     evaluation = engines.evaluation
     return {
@@ -86,6 +86,16 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
 def _quadratic_work(arguments: Arguments) -> float:
     assert arguments.model.hf_checkpoint is not None
     return quadratic_work(read_config(arguments.model.hf_checkpoint))
+
+
+def _canary_length(arguments: Arguments) -> int:
+    """Tokens that the trainer can score in one micro-batch, and engines in the context that flags leave them."""
+    contexts = [
+        int(value) // 2
+        for name, _, value in (flag.partition("=") for flag in arguments.engines.sglang_extra)
+        if name == "--context-length"
+    ]
+    return min([arguments.optimizer.max_tokens_per_gpu, *contexts])
 
 
 def _template(arguments: Arguments) -> ChatTemplate:

@@ -26,7 +26,7 @@ def canary(folder: Path, config: dict[str, Any], max_tokens: int = 1000) -> Cana
     ("config", "max_tokens", "length"),
     [
         ({"vocab_size": 256}, 1000, 256),
-        ({"vocab_size": 256, "max_position_embeddings": 64}, 1000, 63),
+        ({"vocab_size": 256, "max_position_embeddings": 64}, 1000, 32),
         ({"text_config": {"vocab_size": 256, "max_position_embeddings": 512}}, 130, 130),
     ],
 )
