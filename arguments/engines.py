@@ -22,7 +22,14 @@ class EnginesArguments:
         (), "generate with SGLang servers that are up already, and are left so", metavar="HOST:PORT"
     )
     engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS")
-    engine_max_restarts: int = flag(3, "times one engine is restarted before it is given up")
+    engine_max_restarts: int = flag(
+        3,
+        "times one engine is restarted within --engine-restart-window before it is given up; a first start that fails "
+        "is tried again, too",
+    )
+    engine_restart_window: float = flag(
+        3600.0, "seconds after which a restart does not count against --engine-max-restarts any more", metavar="SECONDS"
+    )
     request_timeout: float = flag(600.0, "seconds one generation request may take", metavar="SECONDS")
     request_retries: int = flag(5, "tries on another engine after a transient error, with exponential backoff")
     sglang_router_policy: str = flag("consistent_hashing", "how smg spreads requests")

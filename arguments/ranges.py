@@ -64,6 +64,7 @@ ABOVE_ZERO = {
     "rollout_temperature",  # the trainer divides logits by it, and equal samples teach nothing
     "eval_top_p",
     "rollout_kv_use_target",
+    "engine_restart_window",
     "min_group_fraction",
     "environment_timeout",
     "agent_timeout",

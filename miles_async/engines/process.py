@@ -66,9 +66,10 @@ class ChildProcess:
         """None while it runs (or before it started)."""
         return None if self._process is None else self._process.poll()
 
-    def note_shared_memory(self) -> None:
-        """What it has by now, :meth:`stop` removes even if the process has died before."""
+    def note_shared_memory(self) -> frozenset[Path]:
+        """All that it has had so far; :meth:`stop` removes it even if the process has died before."""
         self._segments |= _shared_memory(_family(self.pid))
+        return frozenset(self._segments)
 
     async def wait(self) -> int:
         """Until it ends by itself or by :meth:`stop`; its exit status (negative: the signal)."""

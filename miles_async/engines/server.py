@@ -8,7 +8,9 @@ instance.
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,10 +22,11 @@ import msgspec
 
 from miles_async.cleanup import quietly
 from miles_async.engines.addresses import LOOPBACK, HeldPort, node_host
+from miles_async.engines.cpu_memory import memory_flags
 from miles_async.engines.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.engines.process import ChildProcess
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.run.owned_directory import OwnedDirectory
+from miles_async.run.owned_directory import OwnedDirectory, temporary_parent
 from miles_async.run.room import directory_with_room
 
 _POLL_SECONDS = 0.2
@@ -36,9 +39,6 @@ _CPU_FLAGS = (
     "--sampling-backend=pytorch",
     "--disable-cuda-graph",
     "--disable-overlap-schedule",
-    "--mem-fraction-static=0.1",
-    "--max-total-tokens=16384",
-    "--max-running-requests=64",
 )
 
 
@@ -54,6 +54,9 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout: float = 600.0  # seconds
     single_node: bool = True  # then addresses are 127.0.0.1
     log_dir: str = "logs"
+    longest_sample: int = 2048  # tokens of prompt and response
+    concurrency: int = 64  # requests that it is given at once
+    engines_on_host: int = 1  # that share its memory, on CPU
     held_weights: bool = False  # it can say what its model holds (--verify-weights full, sample)
     dummy_weights: bool = False  # it starts with random weights, which a publication replaces
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
@@ -71,7 +74,8 @@ class EngineServer:
         self._name = f"{spec.group}-{engine_index}"
         self._log_path = Path(spec.log_dir) / f"{self._name}.{incarnation}.log"
         self._process: ChildProcess | None = None
-        self._directory: OwnedDirectory | None = None
+        self._temporary: OwnedDirectory | None = None  # of the server
+        self._directory: OwnedDirectory | None = None  # for what others put on its host
         self._choosing_directory = asyncio.Lock()
 
     async def start(self) -> str:
@@ -84,7 +88,8 @@ class EngineServer:
         # SO_REUSEADDR like us.
         with HeldPort(host) as port, HeldPort(host) as rendezvous:
             command = server_command(self._spec, host, port.number, rendezvous.number, self._seed)
-            environment = server_environment(self._spec)
+            self._temporary = await asyncio.to_thread(OwnedDirectory, temporary_parent(), mode=0o700)
+            environment = server_environment(self._spec) | {"TMPDIR": str(self._temporary.path)}
             self._process = ChildProcess(self._name, command, log_path=self._log_path, environment=environment)
             self._process.start()
             url = f"http://{host}:{port.number}"
@@ -120,8 +125,9 @@ class EngineServer:
         """End it and all its children, at once: it holds nothing worth a SIGTERM, to which it takes 6 s."""
         if self._process is not None:
             await self._process.stop(grace_seconds=0)
-        if self._directory is not None:
-            self._directory.remove()
+        for directory in (self._temporary, self._directory):
+            if directory is not None:
+                directory.remove()
 
     async def _until_up_or_stopped(self, url: str) -> None:
         try:
@@ -137,12 +143,14 @@ class EngineServer:
 
     async def _until_up(self, url: str) -> None:
         assert self._process is not None
+        assert self._temporary is not None
         started = time.monotonic()
         async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
             while self._process.returncode is None:
-                if await _answers(session, url):
+                is_up = await _answers(session, url)
+                self._temporary.owns(self._process.note_shared_memory())  # should this process be killed, too
+                if is_up:
                     await _freeze_garbage_collector(session, url)
-                    self._process.note_shared_memory()
                     return
                 await asyncio.sleep(_POLL_SECONDS)
         seconds = time.monotonic() - started
@@ -180,6 +188,13 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]
     if spec.device == "cpu":
         command += _CPU_FLAGS
+        command += memory_flags(
+            spec.model_path,
+            spec.dtype,
+            longest=spec.longest_sample,
+            running=spec.concurrency,
+            engines=spec.engines_on_host,
+        )
     return [*command, *spec.sglang_extra]
 
 
@@ -192,6 +207,10 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     }
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        # Ranks of one engine look at the same memory one after the other, while neighbours take theirs.
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
+    elif "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # compiled kernels outlive a server, unlike its other files
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     if spec.held_weights:
         environment[HELD_WEIGHTS_VARIABLE] = "1"
     if spec.weight_group_seconds is not None:

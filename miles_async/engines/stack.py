@@ -61,7 +61,12 @@ class EngineStack:
             extra=arguments.router_extra,
         )
         self.supervisor = EngineSupervisor(
-            self.registry, self.router, self.http, groups, max_restarts=arguments.engine_max_restarts
+            self.registry,
+            self.router,
+            self.http,
+            groups,
+            max_restarts=arguments.engine_max_restarts,
+            restart_window=arguments.engine_restart_window,
         )
         self._router_metrics = RouterMetrics(self.http, lambda: self.router.metrics_url)
         self.fleet = Fleet(

@@ -21,6 +21,7 @@ from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LaunchServer, ServerHandle
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.restarts import RestartBudget
 from miles_async.engines.router import Router
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
 from miles_async.together import together
@@ -52,6 +53,7 @@ class EngineGroup:
 class _Engine:
     group: EngineGroup
     index: int
+    budget: RestartBudget
     handle: ServerHandle | None = None
     task: asyncio.Task[None] | None = None  # that follows it
 
@@ -67,6 +69,7 @@ class EngineSupervisor:
         groups: Sequence[EngineGroup],
         *,
         max_restarts: int = 3,
+        restart_window: float = 3600.0,
     ) -> None:
         """Starts nothing."""
         self._registry = registry
@@ -74,6 +77,7 @@ class EngineSupervisor:
         self._api = EngineApi(http)
         self.groups = {group.name: group for group in groups}
         self._max_restarts = max_restarts
+        self._restart_window = restart_window
         self._engines: dict[str, _Engine] = {}
         self._forgotten: dict[str, int] = {}  # id → its last incarnation
         self._scope: asyncio.TaskGroup | None = None  # of supervise()
@@ -83,9 +87,13 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------------------------------------- life
     async def start(self) -> None:
-        """All engines up and ``joining``. Raises the first EngineStartError, having stopped the others."""
+        """All engines up and ``joining``. Raises the first EngineStartError that counts, having stopped the others.
+
+        A start that fails is tried again like that of any engine that is lost. Where every engine has failed once and
+        none has come up, the next failure ends it: the reason is one that stays, such as the model.
+        """
         try:
-            await together(*map(self._start, self._registry.engines.values()))
+            await together(*map(self._start_at_first, self._registry.engines.values()))
         except BaseException:
             await quietly(self.stop())
             raise
@@ -131,7 +139,7 @@ class EngineSupervisor:
         incarnation = self._forgotten.get(engine_id, -1) + 1  # no number is used twice
         record = EngineRecord(engine_id=engine_id, ranks=group.ranks, incarnation=incarnation)
         self._registry.engines[engine_id] = record
-        self._engines[engine_id] = _Engine(group, index)
+        self._engines[engine_id] = _Engine(group, index, RestartBudget(self._max_restarts, self._restart_window))
         return record
 
     async def _start(self, record: EngineRecord) -> None:
@@ -144,21 +152,40 @@ class EngineSupervisor:
         self._registry.notify()
         log.info("engine is up", engine=record.engine_id, url=record.url)
 
+    async def _start_at_first(self, record: EngineRecord) -> None:
+        while True:
+            try:
+                await self._start(record)
+                return
+            except EngineStartError as error:
+                await self._put_away(record, str(error))
+                all_failed = all(other.restarts > 0 for other in self._registry.engines.values())
+                if (all_failed and not self._registry.urls()) or not self._may_restart(record):
+                    raise
+
     def _follow(self, scope: asyncio.TaskGroup, record: EngineRecord) -> None:
         self._engines[record.engine_id].task = scope.create_task(self._keep(record), name=record.engine_id)
 
     async def _keep(self, record: EngineRecord) -> None:
-        """One engine: wait for its end, restart it, again and again, at most ``max_restarts`` times."""
+        """One engine: wait for its end, restart it, again and again, as long as its budget lasts."""
         reason = await (self._until_lost(record) if record.url else self._start_and_follow(record))
         while True:
-            await self._take_out(record, reason)
-            await self.handle(record.engine_id).stop()
-            if record.restarts >= self._max_restarts:
+            await self._put_away(record, reason)
+            if not self._may_restart(record):
                 self._give_up(record)
                 return
-            record.restarts += 1
-            log.warning("restarting engine", engine=record.engine_id, restart=record.restarts)
             reason = await self._start_and_follow(record)
+
+    async def _put_away(self, record: EngineRecord, reason: str) -> None:
+        await self._take_out(record, reason)
+        await self.handle(record.engine_id).stop()
+
+    def _may_restart(self, record: EngineRecord) -> bool:
+        if not self._engines[record.engine_id].budget.take():
+            return False
+        record.restarts += 1
+        log.warning("restarting engine", engine=record.engine_id, restart=record.restarts)
+        return True
 
     async def _start_and_follow(self, record: EngineRecord) -> str:
         """Until it is lost, which may be before it is up; why."""
@@ -174,8 +201,8 @@ class EngineSupervisor:
         log.error("engine given up", engine=record.engine_id, restarts=record.restarts, reason=record.reason)
         if len(self._registry.in_state(EngineState.GONE)) == len(self._registry.engines):
             raise EngineError(
-                f"no engine is left; the last, {record.engine_id}, was restarted {record.restarts} times "
-                f"(--engine-max-restarts): {record.reason}"
+                f"no engine is left; the last, {record.engine_id}, was restarted "
+                f"{self._engines[record.engine_id].budget}: {record.reason}"
             )
 
     async def _until_lost(self, record: EngineRecord) -> str:

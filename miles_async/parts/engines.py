@@ -139,9 +139,21 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         start_timeout=arguments.engines.engine_start_timeout,
         single_node=arguments.cluster.ray_address is None,
         log_dir=str(log_dir),
+        longest_sample=longest_sample(arguments),
+        concurrency=arguments.rollout.rollout_concurrency_per_engine,
+        engines_on_host=sum(each.num_engines for each in server_groups(arguments) if not each.external),
         held_weights=published and arguments.weights.compares_digests,
         dummy_weights=published,
         grammars=arguments.sessions.runs_agent,
         weight_group_seconds=arguments.weights.group_timeout,
         sglang_extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
     )
+
+
+def longest_sample(arguments: Arguments) -> int:
+    """Tokens of the longest prompt with its response, in training or evaluation."""
+    rollout, prompt = arguments.rollout, arguments.data.rollout_max_prompt_len
+    response = max(rollout.rollout_max_response_len, arguments.evaluation.eval_max_response_len or 0)
+    if prompt is None or arguments.sessions.is_multi_turn:
+        return max(arguments.optimizer.max_tokens_per_gpu, response)
+    return prompt + response

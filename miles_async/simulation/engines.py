@@ -47,7 +47,12 @@ class SimulatedEngines:
         self.loads = Loads(self.registry, http)
         group = EngineGroup(engines=settings.num_engines, launch=self._launch)
         self.supervisor = EngineSupervisor(
-            self.registry, router, http, [group], max_restarts=settings.engines.engine_max_restarts
+            self.registry,
+            router,
+            http,
+            [group],
+            max_restarts=settings.engines.engine_max_restarts,
+            restart_window=settings.engines.engine_restart_window,
         )
         self.fleet = Fleet(
             self.registry,

@@ -27,7 +27,12 @@ class Setup:
     """A fleet whose servers are fakes; ``servers[i][n]`` is the n-th start of engine i."""
 
     def __init__(
-        self, num_engines: int, *, make: Callable[[int, int], FakeServer] | None = None, max_restarts: int = 1
+        self,
+        num_engines: int,
+        *,
+        make: Callable[[int, int], FakeServer] | None = None,
+        max_restarts: int = 1,
+        restart_window: float = 3600.0,
     ) -> None:
         self.registry = EngineRegistry()
         self.router = FakeRouter(self.registry)
@@ -41,6 +46,7 @@ class Setup:
             self.http,
             [EngineGroup(engines=num_engines, launch=self._launch)],
             max_restarts=max_restarts,
+            restart_window=restart_window,
         )
         self.fleet = Fleet(self.registry, self.supervisor, self.http, self.traffic)
 
@@ -374,7 +380,7 @@ async def test_restarts_are_bounded_and_the_last_engine_ends_the_run() -> None: 
             await setup.until(lambda: setup.registry.engines["engine-0"].state is not EngineState.JOINING)
 
     crashing = asyncio.ensure_future(keep_crashing())
-    with pytest.raises(EngineError, match=r"restarted 2 times \(--engine-max-restarts\).*out of memory"):
+    with pytest.raises(EngineError, match=r"restarted 2 times in 3600 s \(--engine-max-restarts.*out of memory"):
         async with asyncio.timeout(5):
             await setup.supervisor.supervise()
     crashing.cancel()
@@ -392,6 +398,43 @@ async def test_start_raises_the_first_error_and_stops_the_others() -> None:
     setup = Setup(2, make=make)
     with pytest.raises(EngineStartError, match="no such model"):
         await setup.supervisor.start()
+    assert all(server.stopped for servers in setup.servers for server in servers)
+    await setup.http.close()
+
+
+async def test_an_old_restart_does_not_count() -> None:  # covers: C10
+    async with started(1, max_restarts=1, restart_window=0.05) as setup:
+        for _ in range(4):
+            await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+            await asyncio.sleep(0.06)
+            await setup.servers[0][-1].crash("ended with status -11")
+            await setup.until(lambda: setup.registry.engines["engine-0"].state is not EngineState.JOINING)
+        await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+        assert setup.registry.engines["engine-0"].restarts == 4
+
+
+async def test_a_first_start_that_fails_is_tried_again() -> None:
+    def make(index: int, incarnation: int) -> FakeServer:
+        error = EngineStartError("a neighbour took the memory") if index == 1 and incarnation < 2 else None
+        return FakeServer(FakeEngine(), start_error=error)
+
+    async with started(2, make=make, max_restarts=2) as setup:
+        assert [record.state for record in setup.registry.engines.values()] == [EngineState.JOINING] * 2
+        assert [len(servers) for servers in setup.servers] == [1, 3]
+        assert setup.servers[1][0].stopped
+
+
+async def test_engines_that_all_fail_to_start_are_tried_once_more_and_not_for_long() -> None:
+    class Failing(FakeServer):
+        async def start(self) -> str:
+            await asyncio.sleep(0.01)
+            return await super().start()
+
+    error = EngineStartError("no such model")
+    setup = Setup(2, make=lambda *_: Failing(FakeEngine(), start_error=error), max_restarts=10)
+    with pytest.raises(EngineStartError, match="no such model"):
+        await setup.supervisor.start()
+    assert max(len(servers) for servers in setup.servers) == 2
     assert all(server.stopped for servers in setup.servers for server in servers)
     await setup.http.close()
 

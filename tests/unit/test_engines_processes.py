@@ -218,6 +218,17 @@ def test_only_frozen_engines_start_with_the_weights_of_their_checkpoint(
     assert (spec.dummy_weights, spec.held_weights) == (published, published)
 
 
+async def test_a_server_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes in the temporary directory, SGLang's sockets for instance, goes with it."""
+    program = "import tempfile; [tempfile.NamedTemporaryFile(delete=False) for _ in range(5)]; raise SystemExit('done')"
+    monkeypatch.setattr("miles_async.engines.server.server_command", lambda *_: ["-c", program])
+    monkeypatch.setattr("miles_async.engines.server.temporary_parent", lambda: tmp_path / "tmp")
+    spec = ServerSpec(model_path="m", device="cpu", dtype="float32", log_dir=str(tmp_path))
+    with pytest.raises(EngineStartError, match="done"):
+        await EngineServer(spec, 0, 0).start()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def test_the_users_own_arguments_come_last() -> None:
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32", sglang_extra=("--max-running-requests=7",))
     assert server_command(spec, LOOPBACK, 1, 2, 0)[-1] == "--max-running-requests=7"

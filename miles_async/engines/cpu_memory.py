@@ -1,0 +1,75 @@
+"""How much of a machine's memory an engine on CPU takes: SGLang's own defaults are for GPUs, which nobody shares.
+
+SGLang takes what is free before it loads the model, times ``--mem-fraction-static``, less what is not free any more
+afterwards, whoever took it meanwhile. So the fraction leaves room for neighbours that start in the same moment, and
+``--max-total-tokens`` says what the cache really gets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RUNNING_REQUESTS = 64  # at once; a CPU gains nothing from larger batches
+LEAST_TOKENS = 16384  # kept wherever there is room: prefixes of many prompts
+CACHE_SHARE = 0.25  # of the memory that is free, for the caches of all engines of a run on a machine
+_STATIC_FRACTION = 0.9
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, engines: int) -> tuple[str, ...]:
+    """SGLang's arguments for an engine that shares this machine with others.
+
+    ``longest``: tokens of prompt and response. ``running``: requests that it gets at once. ``engines``: of this run on
+    this machine.
+    """
+    config = _config(model_path)
+    longest = min(longest, config.get("max_position_embeddings") or longest)
+    running = min(running, RUNNING_REQUESTS)
+    wanted = max(2 * running * longest, LEAST_TOKENS)  # twice: prefixes are kept for the next turn, or sample
+    per_token = cache_bytes_per_token(config, dtype)
+    affordable = int(free_bytes() * CACHE_SHARE / engines / per_token) if per_token else LEAST_TOKENS  # or unknown
+    return (
+        f"--mem-fraction-static={_STATIC_FRACTION}",
+        f"--max-total-tokens={max(min(wanted, affordable), longest)}",
+        f"--max-running-requests={RUNNING_REQUESTS}",
+    )
+
+
+def cache_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
+    """Of keys and values, in all layers; None if config.json does not tell."""
+    layers = config.get("num_hidden_layers")
+    item_bytes = _ITEM_BYTES.get(dtype)
+    if not isinstance(layers, int) or item_bytes is None:
+        return None
+    if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector instead
+        return layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * item_bytes
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return None
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return layers * 2 * kv_heads * int(config.get("head_dim") or hidden // heads) * item_bytes
+
+
+def free_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in, that nobody uses."""
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        limit = int((_CGROUP / "memory.max").read_text())
+        free = min(free, limit - int((_CGROUP / "memory.current").read_text()))
+    return max(free, 0)
+
+
+def _config(model_path: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        config = config.get("text_config", config)
+    except (OSError, ValueError, AttributeError):  # a name of the hub, say
+        return {}
+    return config if isinstance(config, dict) else {}

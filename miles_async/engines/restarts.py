@@ -1,0 +1,28 @@
+"""How often an engine may be restarted: a budget per time, since a long run outlives any fixed number of failures."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from miles_async.clock import now
+
+
+class RestartBudget:
+    """At most ``count`` restarts in any ``window`` seconds."""
+
+    def __init__(self, count: int, window: float) -> None:
+        self.count = count
+        self.window = window
+        self._times: deque[float] = deque()
+
+    def take(self) -> bool:
+        """Count a restart at this moment; False, and none counted, if the budget is used up."""
+        while self._times and self._times[0] <= now() - self.window:
+            self._times.popleft()
+        if len(self._times) >= self.count:
+            return False
+        self._times.append(now())
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.count} times in {self.window:g} s (--engine-max-restarts, --engine-restart-window)"
