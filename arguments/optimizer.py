@@ -14,7 +14,7 @@ class OptimizerArguments:
     global_batch_size: int | None = flag(
         None, "samples per optimizer step (default: the whole rollout batch, one step per rollout)"
     )
-    max_tokens_per_gpu: int = flag(8192, "tokens packed into one micro-batch; at least the longest sample")
+    max_tokens_per_gpu: int = flag(8192, "tokens packed into one micro-batch; a longer sample gets one of its own")
     lr: float = flag(1e-6, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: str = flag(

@@ -12,6 +12,7 @@ from arguments import Arguments
 from arguments.data import DataArguments
 from arguments.evaluation import parse_data_sets
 from arguments.problems import refuse
+from arguments.prompt_limit import prompt_limit
 from arguments.server_groups import server_groups
 from miles_async.errors import ConfigurationError
 
@@ -118,19 +119,27 @@ def check_prompts(arguments: Arguments) -> dict[str, int]:
     return {str(data.prompt_data): len(open_prompts(data)) for data in _prompt_files(arguments)}
 
 
-def check_tokenizer(arguments: Arguments) -> None:
-    """Tokenize each prompt file until a prompt is short enough. Raises ConfigurationError or DataError.
+def check_tokenizer(arguments: Arguments) -> list[str]:
+    """Notes on the lengths of prompts. Raises ConfigurationError, or DataError if all prompts of a file are too long.
 
     For the dry run: in a run the rollout process does this before it starts an engine, and importing transformers
     takes seconds.
     """
+    from miles_async.parts.prompt_lengths import length_notes
     from miles_async.prompts.source import FilePromptSource
     from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 
     assert arguments.model.hf_checkpoint is not None
     template = ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
+    notes: list[str] = []
     for data in _prompt_files(arguments):
-        FilePromptSource(data, template.encode).require_usable()
+        held_out = data.prompt_data != arguments.data.prompt_data
+        limit = prompt_limit(arguments, evaluation=held_out)
+        source = FilePromptSource(data, template.encode, limit)
+        source.require_usable()
+        if not held_out:
+            notes += length_notes(arguments, source, limit)
+    return notes
 
 
 def check_hooks(arguments: Arguments) -> None:

@@ -37,8 +37,8 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     check_hooks(arguments)
     prompts = check_prompts(arguments)
     if parsed.dry_run:
-        check_tokenizer(arguments)
-        show(summarize(arguments, prompts) + "\n")
+        notes = check_tokenizer(arguments)
+        show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n")
         return 0
     if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
         show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-from arguments.config_file import read_config_file
-from arguments.data import DataArguments
+from arguments.parser import parse_arguments
+from arguments.prompt_limit import PromptLimit, prompt_limit
 from miles_async.errors import ConfigurationError, DataError
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
@@ -26,16 +25,16 @@ def why_never_issued(run_dir: Path, prompt_id: str, issued: int) -> tuple[str, b
     place = source.find(prompt_id)
     if place is None:
         return f"it never existed: {source.path} has no such prompt", False
-    if limit is not None and place.tokens > limit:
-        return f"it was filtered by length: it has {place.tokens} tokens, and --rollout-max-prompt-len is {limit}", True
+    if limit is not None and place.tokens > limit.tokens:
+        return f"it was filtered by length: it has {place.tokens} tokens, and {limit.reason}", True
     where = f"number {place.position} of {len(source)} in the first epoch"
     return f"it was not reached: it is {where}, and {issued} prompts have been issued", True
 
 
-def _source(run_dir: Path) -> tuple[FilePromptSource, int | None]:
-    values, _ = read_config_file(run_dir / CONFIG_FILE)
-    data = DataArguments(**{f.name: values[f.name] for f in dataclasses.fields(DataArguments) if f.name in values})
-    if (model := values.get("hf_checkpoint")) is None:
+def _source(run_dir: Path) -> tuple[FilePromptSource, PromptLimit | None]:
+    arguments = parse_arguments(["--config", str(run_dir / CONFIG_FILE)]).arguments
+    if (model := arguments.model.hf_checkpoint) is None:
         raise ConfigurationError(f"{run_dir / CONFIG_FILE} names no --hf-checkpoint")
-    template = ChatTemplate(load_tokenizer(model), data.apply_chat_template)
-    return FilePromptSource(data, template.encode), data.rollout_max_prompt_len
+    template = ChatTemplate(load_tokenizer(model), arguments.data.apply_chat_template)
+    limit = prompt_limit(arguments)
+    return FilePromptSource(arguments.data, template.encode, limit), limit

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import Arguments
+from arguments.prompt_limit import trajectory_limit
 from miles_async.engines.addresses import node_host
 from miles_async.engines.process import ChildProcess
 from miles_async.hooks import load_factory, load_object
@@ -91,7 +92,7 @@ class Episodes:
     def _limits(self, sampling: Sampling) -> Limits:
         return Limits(
             response=sampling["max_new_tokens"],
-            total=self._arguments.optimizer.max_tokens_per_gpu,
+            total=trajectory_limit(self._arguments),
             turn=self._arguments.sessions.max_tokens_per_turn,
         )
 

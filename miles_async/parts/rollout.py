@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import structlog
 
 from arguments import Arguments
 from arguments.evaluation import parse_data_sets
 from arguments.model_files import read_config
+from arguments.prompt_limit import prompt_limit, response_length
 from miles_async.engines.addresses import node_host
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
@@ -21,6 +23,7 @@ from miles_async.parts.canary import Canary
 from miles_async.parts.decisions import make_batches, make_pool
 from miles_async.parts.engines import RunEngines
 from miles_async.parts.episode import Episodes, resolve_run_reward, run_services
+from miles_async.parts.prompt_lengths import length_notes
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.protocols import Reward
@@ -38,6 +41,8 @@ from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.pool import Pool
 from miles_async.train_data.work import quadratic_work
 
+log = structlog.get_logger(__name__)
+
 
 async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Mapping[str, Any]:
     """Start engines and router, build the manager. Returns the actor's parts by name."""
@@ -45,8 +50,11 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
     os.environ.update(without_proxies_for(node_host(single_node=arguments.cluster.ray_address is None), os.environ))
     template = _template(arguments)
-    source = FilePromptSource(arguments.data, template.encode)
+    limit = prompt_limit(arguments)
+    source = FilePromptSource(arguments.data, template.encode, limit)
     source.require_usable()
+    for note in length_notes(arguments, source, limit):
+        log.warning("length of prompts", note=note)
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
     engines = RunEngines(arguments, run_dir, device)
@@ -148,8 +156,9 @@ def _evaluator(
     evaluation = arguments.evaluation
     if evaluation.eval_prompt_data is None:
         return None
+    limit = prompt_limit(arguments, evaluation=True)
     sources = {
-        name: FilePromptSource(replace(arguments.data, prompt_data=path), template.encode)
+        name: FilePromptSource(replace(arguments.data, prompt_data=path), template.encode, limit)
         for name, path in parse_data_sets(evaluation.eval_prompt_data).items()
     }
     for source in sources.values():
@@ -158,7 +167,7 @@ def _evaluator(
         "temperature": evaluation.eval_temperature,
         "top_p": evaluation.eval_top_p,
         "top_k": evaluation.eval_top_k,
-        "max_new_tokens": evaluation.eval_max_response_len or arguments.rollout.rollout_max_response_len,
+        "max_new_tokens": response_length(arguments, evaluation=True)[1],
     }
     return Evaluator(
         {name: source.all_prompts for name, source in sources.items()},

@@ -1,7 +1,7 @@
 """The prompt source: an endless, shuffled stream over one file, with a cursor that resumes exactly.
 
-All rows are checked once when the source is opened; prompts are tokenized when they are taken. A prompt
-longer than ``--rollout-max-prompt-len`` is skipped and counted. The order of an epoch is a function of
+All rows are checked once when the source is opened; prompts are tokenized when they are taken. A prompt that is longer
+than the limit (``arguments.prompt_limit``) is skipped and counted. The order of an epoch is a function of
 (``--rollout-seed``, epoch, number of rows) alone, so the cursor is two integers.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from arguments.data import DataArguments
+from arguments.prompt_limit import PromptLimit, asked_limit
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.files import RowFile, open_row_file
 from miles_async.prompts.row import Content, PromptRow, read_row
@@ -65,9 +66,11 @@ class FilePromptSource:
     ``encode`` turns the content of a row into token ids. Raises DataError when the file cannot be used.
     """
 
-    def __init__(self, arguments: DataArguments, encode: Encode) -> None:
+    def __init__(self, arguments: DataArguments, encode: Encode, limit: PromptLimit | None = None) -> None:
+        """``limit``: None: that of ``--rollout-max-prompt-len`` alone."""
         self._arguments = arguments
         self._encode = encode
+        self._limit = limit or asked_limit(arguments)
         self._rows = open_prompts(arguments)
         self._epoch = 0
         self._position = 0  # rows of this epoch that were looked at, skipped ones too
@@ -81,7 +84,7 @@ class FilePromptSource:
 
     @property
     def skipped_too_long(self) -> int:
-        """Times a prompt was skipped for being longer than ``--rollout-max-prompt-len``."""
+        """Times a prompt was skipped for being longer than the limit."""
         return sum(self._skips.values())
 
     @property
@@ -115,10 +118,23 @@ class FilePromptSource:
 
     def require_usable(self) -> None:
         """Raises DataError when no prompt is short enough; reads prompts until one is."""
-        limit = self._arguments.rollout_max_prompt_len
         lengths = (len(self._encode(self._row(index).content)) for index in range(len(self._rows)))
-        if limit is not None and all(length > limit for length in lengths):
-            raise self._all_too_long()
+        if self._limit is not None and all(length > self._limit.tokens for length in lengths):
+            raise self._all_too_long(self._limit)
+
+    def lengths_above(self, tokens: int) -> list[int]:
+        """Token counts of all prompts with more than ``tokens``.
+
+        Only prompts with enough bytes of text are tokenized, since a token has one at least. The first prompt's tokens
+        stand for what the chat template adds to a message.
+        """
+        found = []
+        added = len(self._encode(self._row(0).content))
+        for index in range(len(self._rows)):
+            row = self._row(index)
+            if len(row.text.encode()) + added * len(row.messages) > tokens:
+                found.append(len(self._encode(row.content)))
+        return [length for length in found if length > tokens]
 
     def all_prompts(self) -> Iterator[Prompt]:
         """Every prompt once, in file order, for evaluation; too long ones are skipped and counted.
@@ -131,7 +147,8 @@ class FilePromptSource:
                 usable += 1
                 yield prompt
         if not usable:
-            raise self._all_too_long()
+            assert self._limit is not None
+            raise self._all_too_long(self._limit)
 
     def texts(self) -> Iterator[Sequence[int]]:
         """Token ids of every prompt in file order, of any length. Nothing is counted, and the cursor stays."""
@@ -176,16 +193,16 @@ class FilePromptSource:
 
     def _begin_next_epoch(self) -> None:
         if self._began_at == 0 and self._usable_in_epoch == 0:
-            raise self._all_too_long()
+            assert self._limit is not None
+            raise self._all_too_long(self._limit)
         self._epoch += 1
         self._position = self._began_at = self._usable_in_epoch = 0
         self._order = self._order_of(self._epoch)
 
-    def _all_too_long(self) -> DataError:
-        limit = self._arguments.rollout_max_prompt_len
+    def _all_too_long(self, limit: PromptLimit) -> DataError:
         return DataError(
-            f"{self._rows.path}: all {len(self._rows)} prompts have more than {limit} tokens: "
-            "raise --rollout-max-prompt-len"
+            f"{self._rows.path}: all {len(self._rows)} prompts have more than {limit.tokens} tokens ({limit.reason}): "
+            f"{limit.change}"
         )
 
     def _prompt(self, index: int) -> Prompt | None:
@@ -195,9 +212,8 @@ class FilePromptSource:
         token_ids = tuple(self._encode(row.content))
         if not token_ids:
             raise DataError(f"{self._rows.location(index)}: the tokenizer makes no tokens of this prompt: {row.text!r}")
-        limit = self._arguments.rollout_max_prompt_len
-        if limit is not None and len(token_ids) > limit:
-            self._count_skip(prompt_id, len(token_ids), limit)
+        if self._limit is not None and len(token_ids) > self._limit.tokens:
+            self._count_skip(prompt_id, len(token_ids), self._limit)
             return None
         return Prompt(
             prompt_id=prompt_id,
@@ -214,14 +230,14 @@ class FilePromptSource:
     def _prompt_id(self, row: PromptRow, index: int) -> str:
         return row.row_id if row.row_id is not None else f"{self._rows.path.name}:{self._rows.number(index)}"
 
-    def _count_skip(self, prompt_id: str, length: int, limit: int) -> None:
+    def _count_skip(self, prompt_id: str, length: int, limit: PromptLimit) -> None:
         first_time = prompt_id not in self._skips
         self._skips[prompt_id] = self._skips.get(prompt_id, 0) + 1
         count = len(self._skips)
         if first_time and (count <= FIRST_SKIPS or count in POWERS_OF_TEN):
             logger.warning(
-                "prompt %s skipped: %d tokens, --rollout-max-prompt-len is %d (%d prompts skipped so far)",
-                prompt_id, length, limit, count,
+                "prompt %s skipped: %d tokens, and %s (%d prompts skipped so far)",
+                prompt_id, length, limit.reason, count,
             )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ class Limits:
         if room <= 0:
             raise NoRoomError(
                 f"the conversation has {context.length} tokens, {response} of them after its first turn began: no room "
-                f"for another turn with {self.total} (--max-tokens-per-gpu) and {self.response} "
+                f"for another turn with {self.total} (--max-tokens-per-gpu, the model's positions) and {self.response} "
                 "(--rollout-max-response-len) at most"
             )
         return room if self.turn is None else min(room, self.turn)

@@ -78,6 +78,20 @@ def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Any], ca
     assert not runs
 
 
+def test_dry_run_tells_of_prompts_that_are_too_long(flags: list[str], tmp_path: Path, capsys: Any):
+    """One is skipped, since the model has 128 positions; others outgrow micro-batches, which nothing dies of."""
+    prompts = tmp_path / "train.jsonl"
+    texts = ["rev " + "1" * length for length in (2, 40, 100)]
+    prompts.write_text("".join(json.dumps({"prompt": text, "label": ""}) + "\n" for text in texts))
+    assert main([*flags, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert f"  note: {prompts}: 1 of 3 prompts are skipped: they have up to" in printed
+    assert "--rollout-max-response-len 32 leaves 96 of the model's 128 positions" in printed
+    assert "micro-batches of their own" not in printed
+    assert main([*flags, "--dry-run", "--max-tokens-per-gpu", "64"]) == 0
+    assert "their samples may exceed --max-tokens-per-gpu 64" in capsys.readouterr().out
+
+
 def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
     assert main([*flags, "--dry-run", "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]) == 0
     assert "4 ranks on cpu: DP 2, TP 2\n" in capsys.readouterr().out

@@ -167,7 +167,7 @@ async def test_explain_says_why_a_prompt_was_never_issued(run_dir: Path, prompt:
     data.write_text("".join(f'{{"prompt": "{text}", "label": ""}}\n' for text in texts))
     (run_dir / "config.toml").write_text(
         f'[model]\nhf-checkpoint = "{MODEL}"\n[data]\nprompt-data = "{data}"\nrollout-max-prompt-len = 20\n'
-        "rollout-shuffle = false\n"
+        "rollout-shuffle = false\n[rollout]\nrollout-max-response-len = 64\n"
     )
     assert says.format(data=data) in refused(capsys, "explain", run_dir, prompt)
 

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from arguments import DataArguments
+from arguments.prompt_limit import PromptLimit
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.row import Content
 from miles_async.prompts.source import FilePromptSource, open_prompts
@@ -211,7 +212,7 @@ class TestTooLongPrompts:
         assert {len(prompt.token_ids) for _, prompt in taken} == {3, 4, 5}
         assert source.skipped_too_long >= 4
         assert len(caplog.records) == 2
-        assert "9 tokens, --rollout-max-prompt-len is 5" in caplog.text
+        assert "9 tokens, and --rollout-max-prompt-len is 5" in caplog.text
 
     def test_a_file_of_long_prompts_does_not_flood_the_log(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
         rows = [{"prompt": "x" * 9, "label": "1"} for _ in range(150)]
@@ -230,6 +231,37 @@ class TestTooLongPrompts:
             source_of(self.path(tmp_path), rollout_max_prompt_len=2).require_usable()
         assert not caplog.records
 
+    def test_another_limit_says_what_it_is(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+        limit = PromptLimit(4, "the model is small", "take a larger one")
+        source = FilePromptSource(DataArguments(prompt_data=self.path(tmp_path)), encode, limit)
+        with caplog.at_level(logging.WARNING):
+            assert sorted(len(prompt.token_ids) for prompt in source.all_prompts()) == [3, 4]
+        assert "9 tokens, and the model is small" in caplog.text
+        none = FilePromptSource(
+            DataArguments(prompt_data=self.path(tmp_path)), encode, dataclasses.replace(limit, tokens=2)
+        )
+        with pytest.raises(
+            DataError, match=r"all 5 prompts have more than 2 tokens \(the model is small\): take a larger one"
+        ):
+            none.require_usable()
+
+    @pytest.mark.parametrize("tokens", [-1, 0, 3, 8, 9])
+    def test_lengths_above_a_number_of_tokens(self, tmp_path: Path, tokens: int):
+        found = source_of(self.path(tmp_path)).lengths_above(tokens)
+        assert sorted(found) == sorted(length for length in self.LENGTHS if length > tokens)
+
+    def test_short_prompts_are_not_tokenized_to_find_long_ones(self, tmp_path: Path):
+        rows = [{"prompt": "x" * length, "label": "1"} for length in (5, 100, 2000, 30, 1500)]
+        tokenized: list[int] = []
+
+        def counting(content: Any) -> list[int]:
+            tokenized.append(len(content))
+            return encode(content)
+
+        source = FilePromptSource(DataArguments(prompt_data=write_jsonl(tmp_path / "t.jsonl", rows)), counting)
+        assert sorted(source.lengths_above(1600)) == [2000]
+        assert sorted(tokenized) == [5, 2000]  # the first for what a template adds
+
     def test_a_prompt_of_exactly_the_limit_is_taken(self, tmp_path: Path):
         source = source_of(self.path(tmp_path), rollout_max_prompt_len=9)
         assert len(list(source.all_prompts())) == 5
@@ -237,7 +269,9 @@ class TestTooLongPrompts:
 
     def test_an_epoch_without_any_usable_prompt_is_an_error(self, tmp_path: Path):
         source = source_of(self.path(tmp_path), rollout_max_prompt_len=2)
-        with pytest.raises(DataError, match=r"all 5 prompts have more than 2 tokens: raise --rollout-max-prompt-len"):
+        with pytest.raises(
+            DataError, match=r"all 5 prompts have more than 2 tokens .*: raise --rollout-max-prompt-len"
+        ):
             source.take(1)
         with pytest.raises(DataError, match="raise --rollout-max-prompt-len"):
             list(source.all_prompts())

@@ -1,0 +1,95 @@
+"""How long prompts may be, by flags and model, and what is said about their lengths before a run starts.
+
+# covers: C3
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments import Arguments, DataArguments
+from arguments.parser import assemble
+from arguments.prompt_limit import asked_limit, prompt_limit, trajectory_limit
+from miles_async.parts.prompt_lengths import length_notes
+from miles_async.prompts.source import FilePromptSource
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    return tmp_path
+
+
+def limit_of(arguments: Arguments, *, evaluation: bool = False) -> tuple[int, str, str] | None:
+    limit = prompt_limit(arguments, evaluation=evaluation)
+    return None if limit is None else (limit.tokens, limit.reason, limit.change)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            {},
+            (1024, "--rollout-max-response-len 1024 leaves 1024 of the model's 2048 positions",
+             "lower --rollout-max-response-len"),
+        ),
+        ({"rollout_max_prompt_len": 512}, (512, "--rollout-max-prompt-len is 512", "raise --rollout-max-prompt-len")),
+        (
+            {"rollout_max_prompt_len": 512, "rollout_max_response_len": 2000},
+            (48, "--rollout-max-response-len 2000 leaves 48 of the model's 2048 positions",
+             "lower --rollout-max-response-len"),
+        ),
+        ({"custom_generate_function_path": "a:b"}, (2047, "the model has 2048 positions", "leave them out")),
+        (
+            {"environment_path": "a:b", "max_tokens_per_gpu": 1500},
+            (1499, "trajectories have at most 1500 tokens (--max-tokens-per-gpu, the model's positions)",
+             "raise --max-tokens-per-gpu"),
+        ),
+        (
+            {"environment_path": "a:b"},
+            (2047, "trajectories have at most 2048 tokens (--max-tokens-per-gpu, the model's positions)",
+             "raise --max-tokens-per-gpu"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_lowest_limit_decides(model: Path, flags: dict[str, Any], expected: tuple[int, str, str]) -> None:
+    assert limit_of(assemble({"hf_checkpoint": model} | flags, {})) == expected
+
+
+def test_held_out_prompts_have_room_beside_their_own_responses(model: Path) -> None:
+    arguments = assemble({"hf_checkpoint": model, "eval_max_response_len": 2000}, {})
+    found = limit_of(arguments, evaluation=True)
+    assert found is not None
+    assert found[0] == 48
+    assert "--eval-max-response-len 2000" in found[1]
+    assert limit_of(arguments) != found
+
+
+def test_without_positions_only_what_is_asked_for_counts(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    assert limit_of(assemble({"hf_checkpoint": model}, {})) is None
+    assert prompt_limit(Arguments()) is asked_limit(DataArguments()) is None
+    arguments = assemble({"hf_checkpoint": model, "environment_path": "a:b", "max_tokens_per_gpu": 100}, {})
+    assert trajectory_limit(arguments) == 100
+
+
+def test_notes_tell_how_many_are_skipped_and_how_many_outgrow_a_micro_batch(model: Path) -> None:
+    lengths = [*range(100, 1000, 100), 1200, 1300]
+    data = model / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "x" * length, "label": ""}) + "\n" for length in lengths))
+    arguments = assemble({"hf_checkpoint": model, "prompt_data": data, "max_tokens_per_gpu": 1824}, {})
+    limit = prompt_limit(arguments)
+    source = FilePromptSource(arguments.data, lambda content: [7] * len(content), limit)
+    assert list(length_notes(arguments, source, limit)) == [
+        f"{data}: 2 of 11 prompts are skipped: they have up to 1300 tokens, and --rollout-max-response-len 1024 leaves "
+        "1024 of the model's 2048 positions",
+        f"{data}: 1 of 11 prompts have up to 900 tokens; with --rollout-max-response-len 1024 their samples may exceed "
+        "--max-tokens-per-gpu 1824, and then get micro-batches of their own, which take more memory",
+    ]
+    roomy = replace(arguments, optimizer=replace(arguments.optimizer, max_tokens_per_gpu=8192))
+    assert list(length_notes(roomy, source, None)) == []
