@@ -215,7 +215,7 @@ class WeightSenders(Protocol):
         sender are carried out one after another, in their order; those for a ``repair`` in another thread, so that one
         that hangs holds up no delivery.
 
-        What a transport's two halves say to each other; nobody else calls it.
+        What a transport's two halves say to each other, and the methods of WeightSender itself.
         """
         ...
 
@@ -411,11 +411,18 @@ class WeightTransport(Protocol):
 
 
 class WeightSender(Protocol):
-    """The half of a transport that lives in a sending rank. Other methods are between the two halves."""
+    """The half of a transport that lives in a sending rank. Other methods are between the two halves.
+
+    It has the newest versions that it staged, and any that it was told to keep.
+    """
 
     def stage(self, version: int, tensors: Iterable[tuple[str, Any]]) -> StagedWeights:
         """Write this sender's share of all exported (HF name, torch tensor) to files; without a canary."""
         ...
+
+    def keep(self, version: int) -> None: ...
+
+    def keep_no_longer(self, version: int) -> None: ...
 
     def close(self) -> None:
         """Remove the files, leave groups; idempotent."""

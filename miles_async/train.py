@@ -202,7 +202,7 @@ class Run:
         arguments = self._arguments
 
         def updater(part: str, engines_timeout: float, *, repair: bool = False) -> FleetUpdater:
-            fleet, name = cast(EngineFleet, rollout.part(part)), f"{part} repair" if repair else part
+            fleet, name = cast(EngineFleet, rollout.part(part)), f"{part}-repair" if repair else part
             return FleetUpdater(
                 fleet,
                 choose_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),

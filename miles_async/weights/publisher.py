@@ -91,31 +91,46 @@ class WeightPublisher:
         """
         async with self._lock:
             self._delivered = self._staged[0]
-            return await self._engines.publish(version, self._delivered, apart=self._in_repair)
+            return await self._engines.publish(version, self._delivered, apart=lambda: self._in_repair)
 
     async def repair(self) -> tuple[str, ...]:
         """Bring joining engines to the version that the others serve; after the first. Returns those that now serve."""
         async with self._lock:  # a delivery under way takes those that wait along
             assert self._delivered is not None
             staged = self._delivered
-            self._in_repair = await self._repairs.joining()
+            self._in_repair = joining = await self._repairs.joining()
+        if not joining:
+            return ()
         overtaken = False
 
         @asynccontextmanager
         async def unless_overtaken() -> AsyncIterator[bool]:
             nonlocal overtaken
+            self._in_repair = ()  # a delivery that waits for engines may take them
             async with self._lock, asyncio.timeout(ADMISSION_SECONDS):
                 overtaken = self._delivered is not staged
                 yield not overtaken
 
         try:
-            repaired = await self._repairs.repair(staged, self._in_repair, unless_overtaken())
-            if overtaken:
-                async with self._lock:  # not again
-                    repaired = await self._repairs.repair(self._delivered, repaired, nullcontext(True))
-            return tuple(map(str, repaired))
+            async with self._kept(staged):
+                repaired = await self._repairs.repair(staged, joining, unless_overtaken())
         finally:
             self._in_repair = ()
+        if overtaken:
+            async with self._lock:  # not again
+                waiting = set(await self._repairs.joining())
+                again = [engine for engine in repaired if engine in waiting]
+                repaired = await self._repairs.repair(self._delivered, again, nullcontext(True))
+        return tuple(map(str, repaired))
+
+    @asynccontextmanager
+    async def _kept(self, staged: StagedWeights) -> AsyncIterator[None]:
+        """The senders keep that version meanwhile, however many are staged after it."""
+        for sender in range(staged.senders):
+            await self._trainer.call_sender("keep", (staged.version,), sender=sender, repair=True)
+        yield
+        for sender in range(staged.senders):
+            await self._trainer.call_sender("keep_no_longer", (staged.version,), sender=sender, repair=True)
 
     async def publish_for_evaluation(self) -> None:
         """Bring the engines that only evaluate, if there are any, to the visible version. Raises PublicationError."""

@@ -53,6 +53,7 @@ class Staging:
         self._options = options
         self._directory = OwnedDirectory(options.parent)
         self._staged: dict[int, StagedWeights] = {}  # in the order in which they were staged
+        self._kept: set[int] = set()
 
     def stage(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> StagedWeights:
         """Write all of ``tensors``. Raises TrainerError when that fails."""
@@ -65,9 +66,18 @@ class Staging:
             ) from error
         self._staged.pop(version, None)
         self._staged[version] = staged
-        while len(self._staged) > self._options.keep:
-            shutil.rmtree(self._staged.pop(next(iter(self._staged))).directory, ignore_errors=True)
+        for old in list(self._staged)[: -self._options.keep]:
+            if old not in self._kept:
+                shutil.rmtree(self._staged.pop(old).directory, ignore_errors=True)
         return staged
+
+    def keep(self, version: int) -> None:
+        """Have that version stay, however many are staged after it."""
+        self._kept.add(version)
+
+    def keep_no_longer(self, version: int) -> None:
+        """It goes when the next one is staged, if it is an old one."""
+        self._kept.discard(version)
 
     def file(self, version: int, name: str) -> Path:
         """A file of a staged version. Raises TrainerError if that is not there any more."""

@@ -80,9 +80,12 @@ class FleetUpdater:
         self._told: set[tuple[str, ...]] = set()  # tensors that can't be compared, which somebody was told of
         self._last_loss = "no engine was lost"  # for the message when none is left
 
-    async def publish(self, version: int, staged: StagedWeights, *, apart: Collection[Incarnation] = ()) -> Publication:
-        """Bring every engine to ``staged``, as ``version``, but joining ones that are brought to it ``apart``. Returns
-        when at least one serves it, verified.
+    async def publish(
+        self, version: int, staged: StagedWeights, *, apart: Callable[[], Collection[Incarnation]] = tuple
+    ) -> Publication:
+        """Bring every engine to ``staged``, as ``version``. Returns when at least one serves it, verified.
+
+        ``apart``: joining engines that are left out, since they are being repaired.
 
         Raises PublicationError past ``--publication-timeout``, which does not count waiting for engines to come up.
         """
@@ -152,12 +155,12 @@ class FleetUpdater:
                 f"last state: {self.state.value}; {self._last_loss}"
             ) from error
 
-    async def _members(self, apart: Collection[Incarnation]) -> FleetMembers:
+    async def _members(self, apart: Callable[[], Collection[Incarnation]]) -> FleetMembers:
         members = await self._fleet.members()
-        joining = tuple(engine for engine in members.joining if engine not in apart)
+        joining = tuple(engine for engine in members.joining if engine not in apart())
         return msgspec.structs.replace(members, joining=joining)
 
-    async def _wait_for_engines(self, apart: Collection[Incarnation]) -> FleetMembers:
+    async def _wait_for_engines(self, apart: Callable[[], Collection[Incarnation]]) -> FleetMembers:
         self.state = PublicationState.WAITING_FOR_ENGINES
         members = await self._members(apart)
         if not (members.serving or members.joining):

@@ -22,6 +22,8 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
 from miles_async.simulation.network import Network, Response, SimulatedHttp
+from miles_async.types import StagedWeights
+from miles_async.weights.staging import KEPT_VERSIONS
 from tests.fakes.fake_engine import FakeRouter
 from tests.fakes.fake_sides import CANARY_LOGPROBS, FakeTrainer
 
@@ -230,10 +232,19 @@ class BroadcastingTrainer(FakeTrainer):
         super().__init__([], buckets=buckets)
         self.world: World
         self._patience = patience
+        self._staged: dict[int, None] = {}
+        self._kept: set[int] = set()
         self._threads = {repair: asyncio.Lock() for repair in (False, True)}
 
     def contents(self, version: int) -> Mapping[str, Any]:
         return {f"t{index}": version for index in range(self.buckets)}
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        self._staged[version] = None
+        for old in list(self._staged)[:-KEPT_VERSIONS]:
+            if old not in self._kept:
+                del self._staged[old]
+        return await super().stage_weights(version)
 
     async def call_sender(
         self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
@@ -248,7 +259,12 @@ class BroadcastingTrainer(FakeTrainer):
                 return "127.0.0.1", 1
             case "join_group", name:
                 await self._meet(name, "join")
-            case "send_bucket", name, _, index:
+            case "keep", version:
+                self._kept.add(version)
+            case "keep_no_longer", version:
+                self._kept.remove(version)
+            case "send_bucket", name, version, index:
+                assert version in self._staged
                 return await self._meet(name, (f"t{index}",))
             case "leave_group", name:
                 self.world.groups.pop(name).broken.set()

@@ -15,7 +15,7 @@ import pytest
 from arguments import WeightsArguments
 from miles_async.simulation.run import quiet_logs
 from miles_async.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
-from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.publisher import ADMISSION_SECONDS, WeightPublisher
 from miles_async.weights.senders.object_store import ObjectStoreSender
 from miles_async.weights.staging import StagingOptions
 from miles_async.weights.transports.choice import choose_transport
@@ -196,6 +196,42 @@ def test_a_repair_that_hangs_delays_no_publication(path: str) -> None:
     play(3, scenario)
 
 
+def test_a_repaired_engine_that_hangs_as_it_is_admitted_delays_a_publication_by_seconds() -> None:
+    # covers: C8, C10
+    async def scenario(world: World, publisher: WeightPublisher) -> None:
+        await publisher.publish(0)
+        world.servers["engine-2"].die()
+        world.hanging["engine-2"] = "/model_info"
+        await world.supervisor.wait_for_joining()
+        repair = asyncio.ensure_future(publisher.repair())
+        await asyncio.sleep(1.0)
+        before = asyncio.get_running_loop().time()
+        assert (await publisher.publish(1)).engines == ("engine-0", "engine-1")
+        assert asyncio.get_running_loop().time() - before <= ADMISSION_SECONDS
+        assert await repair == ()
+        assert world.registry.engines["engine-2"].incarnation == 2, "it was fenced"
+
+    play(3, scenario)
+
+
+def test_a_publication_takes_repaired_engines_if_there_are_no_others() -> None:
+    # covers: C8, C10
+    async def scenario(world: World, publisher: WeightPublisher) -> None:
+        await publisher.publish(0)
+        world.servers["engine-1"].die()
+        world.seconds_per_call["engine-1"] = 0.5
+        await world.supervisor.wait_for_joining()
+        repair = asyncio.ensure_future(publisher.repair())
+        await asyncio.sleep(1.0)
+        world.start_seconds = 10_000.0
+        world.servers["engine-0"].die()
+        assert (await publisher.publish(1)).engines == ("engine-1",)
+        assert await repair == ()
+        assert world.registry.engines["engine-1"].version == 1
+
+    play(2, scenario)
+
+
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 1.0])
 def test_a_repair_that_is_overtaken_is_done_again_and_not_overtaken_for_ever(seconds: float) -> None:
     # covers: C8
@@ -216,6 +252,7 @@ def test_a_repair_that_is_overtaken_is_done_again_and_not_overtaken_for_ever(sec
         assert "engine-2" in published[-1].engines
         assert any("engine-2" not in publication.engines for publication in published)
         assert {record.version for record in world.registry.engines.values()} == {20}
+        assert not repairs.done(), "it failed"
         repairs.cancel()
         await asyncio.gather(repairs, return_exceptions=True)
 

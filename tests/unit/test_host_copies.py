@@ -50,7 +50,8 @@ class FileTrainer(FakeTrainer):
         self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
     ) -> Any:
         result = getattr(self._sender, method)(*arguments)
-        self.sent_bytes[arguments[1]] = result[0].nbytes
+        if method == "put_file":
+            self.sent_bytes[arguments[1]] = result[0].nbytes
         return result
 
 

@@ -134,6 +134,20 @@ def test_only_the_newest_versions_are_kept(staging: Staging) -> None:  # covers:
         staging.bucket(10, 0)
 
 
+def test_a_version_that_is_kept_stays_until_it_is_kept_no_longer(staging: Staging) -> None:
+    # covers: P5
+    first = Path(staging.stage(10, tensors(10)).directory)
+    staging.keep(10)
+    for version in (11, 12, 13):
+        staging.stage(version, tensors(version))
+    assert staging.bucket(10, 0).numel() > 0
+    with pytest.raises(TrainerError, match=r"version 11 are not staged, only \[10, 12, 13\]"):
+        staging.bucket(11, 0)
+    staging.keep_no_longer(10)
+    staging.stage(14, tensors(14))
+    assert not first.exists()
+
+
 def test_a_version_may_be_staged_again(staging: Staging) -> None:
     staging.stage(1, tensors(1))
     staging.stage(2, tensors(2))
