@@ -114,7 +114,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """One try of a prompt: the unit that is admitted, generated, buffered and accounted for.
 
-    ``attempt_id`` is unique over the run (``prompt_id`` repeats in every epoch and in every retry), so
+    ``attempt_id`` is unique in a run directory (``prompt_id`` repeats in every epoch and in every retry), so
     overlapping epochs never mix prompts. It rises in order of admission; the cut takes oldest first.
     """
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from miles_async.engines.server import EngineServer, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
+from miles_async.run.ray_errors import why_gone
 
 _STOP_SECONDS = 10.0
 
@@ -77,8 +78,8 @@ class _RayServer:
             if isinstance(error.cause, EngineStartError):
                 raise error.cause from None
             raise EngineStartError(f"engine actor failed: {error}") from error
-        except ray.exceptions.RayActorError as error:
-            raise EngineStartError(f"engine actor died while it started: {error}") from error
+        except ray.exceptions.RayError as error:
+            raise EngineStartError(f"engine actor died while it started: {why_gone(error)}") from error
         except TimeoutError:
             raise EngineStartError(
                 f"Ray did not place the engine within {deadline:g} s: it needs {self._options}, and this "
@@ -91,7 +92,7 @@ class _RayServer:
         try:
             return await self._actor.wait_exit.remote()
         except ray.exceptions.RayError as error:
-            return f"its actor is gone: {error}"
+            return f"its actor is gone: {why_gone(error)}"
 
     async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
         import ray
@@ -102,8 +103,8 @@ class _RayServer:
             return await self._actor.on_host.remote(function, room, *arguments)  # Ray resolves references here
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, EngineError) else EngineError(str(error)) from None
-        except ray.exceptions.RayActorError as error:
-            raise EngineError(f"its actor is gone: {error}") from error
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"its actor is gone: {why_gone(error)}") from error
 
     async def stop(self) -> None:
         import ray

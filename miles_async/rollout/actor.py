@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 
 from miles_async import garbage
 from miles_async.errors import EngineError
+from miles_async.run.ray_errors import why_gone
 
 BuildParts = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -64,10 +65,8 @@ async def _result(reference: ray.ObjectRef[Any]) -> Any:
         return await reference
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
-    except ray.exceptions.RayActorError as error:
-        # Ray explains at length; what comes first names the process and how it ended.
-        found = " ".join(str(error).split("Some common causes")[0].split())
-        raise EngineError(f"the rollout manager's process died: {found}") from error
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"the rollout manager's process died: {why_gone(error)}") from error
 
 
 class RolloutProcess:

@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 import ray
 import structlog
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from miles_async.cleanup import quietly
 from miles_async.errors import MilesAsyncError, StalledError, TrainerError
 from miles_async.protocols import Metrics
+from miles_async.run.ray_errors import why_gone
 from miles_async.trainer.actor import (
     REPAIRS_THREAD,
     WEIGHTS_THREAD,
@@ -129,10 +130,10 @@ class TrainerGroup:
                 concurrency_group=REPAIRS_THREAD if repair else WEIGHTS_THREAD
             )
             return await call.remote(method, arguments)
-        except RayActorError as error:
-            self._kill()
-            raise _cause({rank: error}) from None
         except RayTaskError as error:
+            raise _cause({rank: error}) from None
+        except RayError as error:  # the rank is gone
+            self._kill()
             raise _cause({rank: error}) from None
 
     async def save(self, directory: Path) -> None:
@@ -224,10 +225,8 @@ def _cause(errors: dict[int, Exception]) -> MilesAsyncError:
         return cause
     others = sorted(set(errors) - {rank})
     also = f" (ranks {others} failed after it)" if others else ""
-    if isinstance(error, RayActorError):
-        # Ray explains at length; what comes first names the process and how it ended.
-        found = " ".join(str(error).split("Some common causes")[0].split())
-        return TrainerError(f"trainer rank {rank} died{also}: {found}")
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+        return TrainerError(f"trainer rank {rank} died{also}: {why_gone(error)}")
     text = str(cause).strip() or repr(cause)
     log.error("trainer rank failed", rank=rank, traceback=str(error))
     return TrainerError(f"trainer rank {rank} failed{also}: {type(cause).__name__}: {text}")
@@ -235,7 +234,7 @@ def _cause(errors: dict[int, Exception]) -> MilesAsyncError:
 
 def _rank_of_suspicion(error: Exception) -> int:
     """A process that died, then an error on purpose, then any other, last a lost connection: that is a follower."""
-    if isinstance(error, RayActorError):
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
         return 0
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, MilesAsyncError):
