@@ -65,7 +65,7 @@ class Circuit:
         self._outage_timeout = outage_timeout
         self._max_failures = max_failures
         self._in_a_row = 0
-        self._down_since: float | None = None  # first failure after the last answer
+        self._down_since: float | None = None  # None while it is not down
         self._outage_seconds = 0.0  # of outages that are over
         self._back_at = -math.inf  # end of the last of them
         self._last_error = ""
@@ -82,14 +82,14 @@ class Circuit:
     @property
     def paused_until(self) -> float:
         """When work last had to wait for the service, on the loop's clock: now if it does, -inf if it never did."""
-        if not self.is_open or self._down_since is None:
+        if self._down_since is None:
             return self._back_at
         return min(now(), self._down_since + self._outage_timeout)
 
     @property
     def outage_seconds(self) -> float:
         """Seconds of all outages so far."""
-        return self._outage_seconds + (self._down_seconds() if self.is_open else 0.0)
+        return self._outage_seconds + self._down_seconds()
 
     async def call(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return what ``work`` returns, called again after each failure of the service, with backoff and jitter.
@@ -117,6 +117,11 @@ class Circuit:
                 own, overdue = own + others_answered, overdue + is_overdue
                 if own > self._max_failures or (is_overdue and (others_answered or overdue >= MAX_OVERDUE)):
                     raise ServiceUnavailableError(f"{self.service}: {_text(error)}") from error
+                if self._down_seconds() > self._outage_timeout:
+                    raise ServiceOutageError(
+                        f"expected {self.service} to be back within {self._outage_timeout:g} s "
+                        f"(--service-outage-timeout), found it down for {self._down_seconds():.0f} s: {_text(error)}"
+                    ) from error
             else:
                 self._answers += 1
                 self.works()
@@ -131,15 +136,15 @@ class Circuit:
             self._outage_seconds += self._down_seconds()
             self._back_at = now()
             log.info("service is back", service=self.service, after_seconds=round(self._down_seconds(), 1))
+            self._down_since = None
             self._closed.set()
-        self._down_since = None
 
     def describe(self) -> str:
         """One line for whoever asks why nothing moves (C10)."""
         return f"{self.service} has been down for {self._down_seconds():.0f} s: {self._last_error}"
 
     def _down_seconds(self) -> float:
-        """Since the first failure after the last answer."""
+        """Of this outage."""
         return 0.0 if self._down_since is None else now() - self._down_since
 
     def _failed(self, error: BaseException, *, counts: bool) -> None:
@@ -149,8 +154,8 @@ class Circuit:
         if not counts:
             return
         self._in_a_row += 1
-        self._down_since = now() if self._down_since is None else self._down_since
         if self._in_a_row >= OPEN_AFTER and not self.is_open:
+            self._down_since = now()
             self._pause = _SHORTEST_PAUSE
             self._closed.clear()
             log.warning("service is down, its work waits", service=self.service, error=self._last_error)
@@ -165,11 +170,6 @@ class Circuit:
                     await self._closed.wait()
                     return
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            if self._down_seconds() > self._outage_timeout:
-                raise ServiceOutageError(
-                    f"expected {self.service} to be back within {self._outage_timeout:g} s "
-                    f"(--service-outage-timeout), found it down for {self._down_seconds():.0f} s: {self._last_error}"
-                )
 
 
 class Services:

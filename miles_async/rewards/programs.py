@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from miles_async.errors import ServiceUnavailableError
 from miles_async.rewards import sandbox
 
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # and nothing of ours, which has keys in it
@@ -36,7 +37,7 @@ class Limits:
 def run_program(source: str, text: str, limits: Limits) -> str | None:
     """What the program prints when it reads ``text``; None if it fails, takes too long or prints too much.
 
-    Raises RuntimeError when the sandbox cannot be set up.
+    Raises ServiceUnavailableError when the sandbox cannot be set up.
     """
     with _started("program", source, text, limits) as process:
         ended = _ends(process, limits.seconds)
@@ -47,7 +48,7 @@ def run_program(source: str, text: str, limits: Limits) -> str | None:
 def run_statements(source: str, statements: str, limits: Limits) -> bool:
     """Whether no statement fails that is executed after the program, in another process than the program's.
 
-    Raises RuntimeError when the sandbox cannot be set up.
+    Raises ServiceUnavailableError when the sandbox cannot be set up.
     """
     with ExitStack() as stack:
         with ExitStack() as pipes:  # closed here as soon as both have them: a half that dies is the end of its pipes
@@ -72,14 +73,14 @@ class _Confined:
         self.status: int | None = None
 
     def end(self) -> str:
-        """What it has printed; kills it if it still runs. Raises RuntimeError if it could not be confined."""
+        """What it has printed; kills it if it runs. Raises ServiceUnavailableError if it could not be confined."""
         too_slow = self.process.poll() is None
         self.process.kill()
         self.status = self.process.wait()
         told = os.read(self._status_end, 4096)
         if told != sandbox.STARTED and (told or not too_slow):  # a busy machine may not even have started it
             found = told.decode(errors="replace") or f"no answer, exit status {self.status}"
-            raise RuntimeError(f"the sandbox for code cannot be set up: {found}")
+            raise ServiceUnavailableError(f"the sandbox for code cannot be set up: {found}")
         self._stdout.seek(0)
         return self._stdout.read().decode(errors="replace")
 

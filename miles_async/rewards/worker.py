@@ -1,7 +1,8 @@
 """The process at the other end of ``workers.WorkerPool``: calls functions by name until its stdin ends.
 
 A message is 4 bytes of length and JSON. For a request ``[modules, module, function, arguments]`` it answers with an
-empty message when all modules are imported and the function starts, then with ``[true, result]`` or ``[false, error]``.
+empty message when all modules are imported and the function starts, then with ``["result", result]``,
+``["error", text]``, or ``["outage", text]`` for a ServiceUnavailableError.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from miles_async.errors import ServiceUnavailableError
 from miles_async.rewards.confinement import die_with_parent, keep_memory_private
 
 MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not take the machine along
@@ -37,9 +39,12 @@ def _serve(request: bytes, replies: BinaryIO) -> None:
             importlib.import_module(needed)
         function = getattr(importlib.import_module(module), name)
         _write(replies, b"")
-        reply = [True, function(*arguments)]
+        reply = ["result", function(*arguments)]
     except Exception as error:  # supervision point: whatever it raises is the reply
-        reply = [False, f"{type(error).__name__}: {error}"]
+        reply = [
+            "outage" if isinstance(error, ServiceUnavailableError) else "error",
+            f"{type(error).__name__}: {error}",
+        ]
     _write(replies, msgspec.json.encode(reply))
 
 

@@ -40,14 +40,14 @@ class WorkerPool:
         """What ``function(*arguments)`` returns in a worker: a function of a module, JSON in and out.
 
         ``needs``: modules to import before its time runs. ``more_seconds``: beyond the timeout, for a function that
-        keeps it itself. Raises RewardError if it raises or takes too long, which is
-        its arguments' doing; ServiceUnavailableError if the worker doesn't start or dies, which may be the machine's.
+        keeps it itself. Raises RewardError if it raises or takes too long, which is its arguments' doing;
+        ServiceUnavailableError if it raises that, or the worker doesn't start or dies, which the machine may do, too.
         """
         request = msgspec.json.encode([needs, function.__module__, function.__qualname__, arguments])
         async with self._turns:
             worker = await self._take()
             try:
-                succeeded, result = await self._ask(worker, request, self._timeout + more_seconds)
+                kind, result = await self._ask(worker, request, self._timeout + more_seconds)
             except (asyncio.IncompleteReadError, ConnectionError):
                 raise ServiceUnavailableError(
                     f"the process that verifies died (exit status {await _end(worker)})"
@@ -56,7 +56,9 @@ class WorkerPool:
                 _kill(worker)
                 raise
             self._idle.append(worker)
-        if not succeeded:
+        if kind == "outage":
+            raise ServiceUnavailableError(result)
+        if kind == "error":
             raise RewardError(result)
         return result
 
@@ -81,7 +83,7 @@ class WorkerPool:
         self._all = {known for known in self._all if known.returncode is None} | {worker}
         return worker
 
-    async def _ask(self, worker: Process, request: bytes, timeout: float) -> tuple[bool, Any]:
+    async def _ask(self, worker: Process, request: bytes, timeout: float) -> tuple[str, Any]:
         assert worker.stdin is not None
         message = b""
         try:
@@ -98,8 +100,8 @@ class WorkerPool:
                 message = message or await _read(worker)  # empty: the function runs
         except TimeoutError:
             raise RewardError(f"took longer than --reward-timeout {self._timeout:g} s") from None
-        succeeded, result = msgspec.json.decode(message)
-        return succeeded, result
+        kind, result = msgspec.json.decode(message)
+        return kind, result
 
 
 def _kill(worker: Process) -> None:

@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from arguments import RewardArguments
-from miles_async.errors import ConfigurationError, RewardError
+from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards import code_tests, confinement
 from miles_async.rewards.code_tests import CodeReward, sandbox_level
 from miles_async.rewards.confinement import landlock_version
@@ -416,5 +416,15 @@ def test_a_time_limit_that_is_over_before_the_program_starts_is_no_error():
 
 
 def test_a_sandbox_that_cannot_be_set_up_is_an_error_not_a_wrong_answer():
-    with pytest.raises(RuntimeError, match="the sandbox for code cannot be set up"):
+    with pytest.raises(ServiceUnavailableError, match="the sandbox for code cannot be set up"):
         run("print(1)", memory=1 << 70)
+
+
+async def test_a_sandbox_that_cannot_be_set_up_says_nothing_about_the_sample():
+    # covers: C6
+    workers = WorkerPool(1, timeout=60.0)
+    try:
+        with pytest.raises(ServiceUnavailableError, match="the sandbox for code cannot be set up"):
+            await CodeReward(workers, limits(memory=1 << 63), 60.0)(prompt(SUMS), make_sample([0], text="```\n1\n```"))
+    finally:
+        await workers.close()

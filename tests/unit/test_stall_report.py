@@ -45,7 +45,7 @@ def test_the_rollout_manager_says_who_waits_for_whom() -> None:
         text = run_in_virtual_time(look(), limit_seconds=100)
     lines = text.splitlines()
     titles = [line for line in lines if not line.startswith(" ")]
-    assert titles == ["pool", "engines", "requests", "live attempts", "tasks"]
+    assert titles == ["pool", "engines", "requests", "services", "live attempts", "tasks"]
     assert "attempts in flight" in lines[1]
     assert "engine-0 serving" in text
     assert any("in_flight, issued under version 0" in line for line in lines)
