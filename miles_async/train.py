@@ -268,6 +268,7 @@ class Run:
             balance=self._stats.get("balance") or self._balance_on_disk(),
             trainer_idle_seconds=self._summary.stage_seconds("wait"),
             rollout_idle_seconds=self._stats.get("seconds", 0.0) - self._stats.get("busy_seconds", 0.0),
+            rollout_seconds=self._stats.get("seconds", 0.0),
             wall_seconds=now - self._started,
             weight_version=self._version,
         )

@@ -71,15 +71,16 @@ class RunSummary:
         wall_seconds: float,
         weight_version: int | None = None,
         *,
-        loop_seconds: float | None = None,
+        rollout_seconds: float = 0.0,
     ) -> dict[str, Any]:
         """The summary.
 
         ``balance``: groups issued, and how many ended or stand where. ``wall_seconds``: the whole run.
-        ``loop_seconds``: what idle seconds are a fraction of; by default the sum of all steps, since
-        start-up is nobody's idling. ``weight_version``: by default the last one published.
+        Start-up is nobody's idling: the trainer's idle seconds are a fraction of all steps, the rollout side's of
+        ``rollout_seconds``, from the first publication to the end of the last step, evaluations between steps included;
+        0 if nobody measured them. ``weight_version``: by default the last one published.
         """
-        loop = loop_seconds or self._stages.get("step") or wall_seconds
+        steps = self._stages.get("step") or wall_seconds
         groups = {name: int(balance.get(name, 0)) for name in ("issued", *GROUP_ENDS, *GROUP_STAGES)}
         groups |= {name: int(count) for name, count in balance.items()}
         return {
@@ -93,8 +94,8 @@ class RunSummary:
             "age_histogram": {str(age): count for age, count in sorted(self._ages.items()) if count},
             "groups": groups,
             "balanced": groups["issued"] == sum(count for name, count in groups.items() if name != "issued"),
-            "trainer_idle_fraction": _fraction(trainer_idle_seconds, loop),
-            "rollout_idle_fraction": _fraction(rollout_idle_seconds, loop),
+            "trainer_idle_fraction": _fraction(trainer_idle_seconds, steps),
+            "rollout_idle_fraction": _fraction(rollout_idle_seconds, rollout_seconds),
             "publish": {
                 "count": len(self._pauses),
                 "pause_seconds_mean": _mean(self._pauses[1:]),  # of the first nobody feels anything

@@ -59,12 +59,17 @@ def test_summary_has_the_promised_keys_and_numbers() -> None:
     assert result["stage_seconds"] == {"step": 14.0, "wait": 3.5}
 
 
-def test_idle_is_a_fraction_of_the_steps_not_of_start_up() -> None:
-    result = seven_steps().finish(BALANCE, 3.5, 7.0, wall_seconds=60.0)
+def test_idle_is_a_fraction_of_the_time_it_was_measured_in_not_of_start_up() -> None:
+    result = seven_steps().finish(BALANCE, 3.5, 7.0, wall_seconds=60.0, rollout_seconds=28.0)
     assert result["trainer_idle_fraction"] == pytest.approx(3.5 / 14)
-    assert result["rollout_idle_fraction"] == pytest.approx(0.5)
-    given = seven_steps().finish(BALANCE, 3.5, 7.0, wall_seconds=60.0, loop_seconds=35.0)
-    assert given["trainer_idle_fraction"] == pytest.approx(0.1)
+    assert result["rollout_idle_fraction"] == pytest.approx(7 / 28)
+
+
+def test_a_short_run_with_long_evaluations_is_not_idle_all_the_time() -> None:
+    """The rollout side's seconds go on between steps."""
+    short = seven_steps().finish(BALANCE, 3.5, 20.0, wall_seconds=60.0, rollout_seconds=40.0)
+    assert short["rollout_idle_fraction"] == pytest.approx(0.5)
+    assert seven_steps().finish(BALANCE, 3.5, 0.0, wall_seconds=60.0)["rollout_idle_fraction"] is None  # not measured
 
 
 def test_logprob_difference_is_weighted_by_tokens_and_skips_steps_without_any() -> None:
