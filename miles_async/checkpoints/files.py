@@ -112,7 +112,12 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
 def describe_disk(path: Path) -> str:
     """How full the disk of ``path`` is."""
     usage = shutil.disk_usage(_existing(path))
-    return f"the disk of {_existing(path)} has {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+    return f"the disk of {_existing(path)} has {readable_size(usage.free)} of {readable_size(usage.total)} free"
+
+
+def readable_size(count: int) -> str:
+    """Bytes in GiB, or in MiB below one."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def free_bytes(path: Path) -> int:

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_async.checkpoints.files import Checkpoint, describe_disk, find_checkpoint, free_bytes, in_the_way
+from miles_async.checkpoints.files import (
+    Checkpoint,
+    describe_disk,
+    find_checkpoint,
+    free_bytes,
+    in_the_way,
+    readable_size,
+)
 from miles_async.checkpoints.manifest import check_whole
 from miles_async.errors import CheckpointError
 
@@ -35,7 +42,7 @@ def checkpoint_problems(
         yield from _used_directory(save, loaded)
     if free_bytes(save) < least_bytes:
         yield (
-            f"--save {save}: a checkpoint takes {least_bytes / 2**30:.1f} GiB or more, and {describe_disk(save)}: make "
+            f"--save {save}: a checkpoint takes {readable_size(least_bytes)} or more, and {describe_disk(save)}: make "
             "room, or choose another disk"
         )
 
