@@ -11,7 +11,7 @@ import datetime
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -87,25 +87,27 @@ class WeightGroup:
         """``call`` in a thread of its own: operations have deadlines, but NCCL has none while it sets up a
         communicator, which is part of the first one. A thread that stays in one is given up.
         """
-        outcome: Future[Result] = Future()
+        outcome: Future[tuple[Result | None, str | None]] = Future()  # no exception: its traceback would keep the group
 
         def run() -> None:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # the current device is per thread
             try:
-                outcome.set_result(call())
+                outcome.set_result((call(), None))
+            except RuntimeError as error:  # torch's errors of processes that are gone or late are all of this kind
+                outcome.set_result((None, str(error)))
             except BaseException as error:  # supervision point: it is raised where the outcome is waited for
                 outcome.set_exception(error)
 
         threading.Thread(target=run, name=f"process group {self.name}", daemon=True).start()
         try:
-            return outcome.result(seconds + _GRACE_SECONDS)
+            result, problem = outcome.result(seconds + _GRACE_SECONDS)
         except TimeoutError:
             problem = f"no end of an operation within {seconds:g} s"
-        except RuntimeError as error:  # torch's errors of processes that are gone or late are all of this kind
-            problem = str(error)
-        self._abort()
-        raise GroupBrokenError(problem)
+        if problem is not None:
+            self._abort()
+            raise GroupBrokenError(problem)
+        return cast(Result, result)
 
     def _abort(self) -> None:
         process_group, self._process_group, self._store = self._process_group, None, None
