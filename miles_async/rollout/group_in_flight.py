@@ -81,6 +81,8 @@ class GroupInFlight:
 
     def abort_samples(self, indices: Iterable[int]) -> None:
         """End those that are not finished; the group goes on without them."""
+        if len(self._finished) == self._whole:
+            return  # the rest are being stopped
         for index in set(indices) - self._finished.keys() - self._left_out:
             self._left_out.add(index)
             self._aborted += 1

@@ -1,4 +1,4 @@
-"""The age bound and the bookkeeping that keeps it: versions, policy, admission, buffer, ledger, attempts,
+"""The age bound and the bookkeeping that keeps it: versions, policy, admission, beginnings, buffer, ledger, attempts,
 and the pool that moves them together.
 
 Read in that order. Pure Python and numpy: no Ray, no network, no wall clock, no asyncio, so that everything
