@@ -352,6 +352,35 @@ async def test_a_group_goes_on_without_its_samples_in_flight_that_are_too_old() 
         cut.cancel()
 
 
+async def test_nothing_of_a_lost_try_is_held_against_the_next() -> None:
+    # covers: C5, C6
+    bench = Bench(n_samples_per_prompt=1, total_groups=BATCH)
+    slots = bench.dispatcher.concurrency.slots
+
+    def lost_halfway(call: int) -> Exception | Generation | None:
+        if call < BATCH:
+            return answer([7], 0, "abort")  # kept, as of version 0
+        if call < 2 * BATCH:
+            slots.resize(0)  # so that the next try has to wait
+            return TransientEngineError("lost")
+        return None
+
+    bench.engine.script = lost_halfway
+    bench.engine.gate.clear()
+    async with running(bench):
+        await until(lambda: len(bench.engine.requests) == BATCH)
+        bench.engine.gate.set()
+        await until(lambda: bench.engine.calls == 2 * BATCH)
+        await until(lambda: slots.in_use == 0)
+        bench.engine.version = 2
+        cut = asyncio.ensure_future(bench.dispatcher.cut(2))
+        await asyncio.sleep(0.02)
+        assert bench.dispatcher.pool.balance().aborted == 0
+        slots.resize(8)
+        assert [group.oldest_version for group in await cut] == [2, 2]
+        assert bench.balance()["issued"] == BATCH
+
+
 async def test_a_generate_that_does_not_let_itself_be_aborted_counts_once() -> None:
     # covers: C2, C3
     ended: list[int] = []
