@@ -91,6 +91,9 @@ class LastResort:
         while not self._over.is_set():
             if _signalled(self._heard):
                 self.interrupted = True
+                # While Ray starts, a handler of its C++ core (absl's) may come before ours: it has set an alarm that
+                # aborts this process in three seconds.
+                signal.alarm(0)
                 deadline = min(deadline, time.monotonic() + self._patience)
             if not lost and (lost := self._lost()):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)

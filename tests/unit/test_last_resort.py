@@ -18,7 +18,7 @@ from miles_async.run.own_ray import OwnRay
 # covers: C10
 
 DRIVER = """
-import asyncio, os, sys, time
+import asyncio, os, signal, sys, time
 from miles_async.run import last_resort
 
 def end(interrupted, reason):
@@ -29,6 +29,8 @@ async def main(resort):
     resort.interrupts_this_task()
     if "up" in sys.argv:
         resort.all_is_up()
+    if "alarm" in sys.argv:
+        signal.alarm(2)
     print("ready", flush=True)
     if "stuck" in sys.argv:
         while True:
@@ -79,6 +81,13 @@ def test_a_run_that_is_up_gets_time_to_end(drivers: list[subprocess.Popen[str]])
     process = driver(drivers, "stuck", "up")
     process.send_signal(signal.SIGTERM)
     time.sleep(2)
+    assert process.poll() is None
+
+
+def test_an_alarm_that_rays_handler_set_does_not_end_it(drivers: list[subprocess.Popen[str]]) -> None:
+    process = driver(drivers, "stuck", "up", "alarm")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(4)
     assert process.poll() is None
 
 
