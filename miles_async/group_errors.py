@@ -13,6 +13,7 @@ that anyway.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,13 +22,38 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 @contextmanager
 def errors_are_raised() -> Iterator[None]:
-    """For process groups that are made inside; the process's other groups are as before."""
-    before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"
+    """For process groups that are made inside, by several threads maybe; the process's other groups are as before."""
+    _environment.enter()
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[BLOCKING_WAIT]
-        else:
-            os.environ[BLOCKING_WAIT] = before
+        _environment.leave()
+
+
+class _Environment:
+    """Has the variable as long as anybody is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: str | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = os.environ.get(BLOCKING_WAIT)
+                os.environ[BLOCKING_WAIT] = "1"
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside:
+                return
+            if self._before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = self._before
+
+
+_environment = _Environment()

@@ -147,6 +147,13 @@ def test_groups_are_made_so_that_their_errors_are_raised_and_no_other_group_is(
     group_of().join()
     assert found == ["1"]
     assert BLOCKING_WAIT not in os.environ
+    first, second = errors_are_raised(), errors_are_raised()  # of a delivery and a repair
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os.environ[BLOCKING_WAIT] == "1"
+    second.__exit__(None, None, None)
+    assert BLOCKING_WAIT not in os.environ
     monkeypatch.setenv(BLOCKING_WAIT, "0")
     with errors_are_raised():
         assert os.environ[BLOCKING_WAIT] == "1"
