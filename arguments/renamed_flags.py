@@ -89,7 +89,7 @@ def _words(name: str) -> list[str]:
 
 
 def _likest(words: Sequence[str], flags: Iterable[str], fits: Callable[..., bool]) -> list[str]:
-    """The flags that fit ``words``, the one that is spelt most like them first."""
+    """Flags that fit ``words``, most similar first."""
     found = [flag for flag in flags if fits(words, _words(flag))]
     return sorted(found, key=lambda flag: -_likeness(words, _words(flag)))
 

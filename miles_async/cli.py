@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _replace_unprintable() -> None:
-    """Print "?" for characters that a terminal of another encoding (LC_ALL=C, a pipe to an old tool) lacks."""
+    """Print "?" for characters that the encoding of the terminal or pipe lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

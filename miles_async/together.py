@@ -22,7 +22,7 @@ async def together(*work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def gathered(*work: Coroutine[Any, Any, Result]) -> list[Result]:
-    """What each of them returns. The first error ends the others, and is raised as it is."""
+    """Run coroutines concurrently and return their results in order; raise the first error."""
     try:
         async with asyncio.TaskGroup() as scope:
             tasks = [scope.create_task(part) for part in work]

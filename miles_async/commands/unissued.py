@@ -13,7 +13,7 @@ from miles_async.run.directory import CONFIG_FILE
 
 
 def why_never_issued(run_dir: Path, prompt_id: str, issued: int) -> tuple[str, bool]:
-    """(One clause about a prompt that the ledger of ``run_dir`` lacks, whether there is such a prompt).
+    """Explain why the ledger of ``run_dir`` lacks a prompt: (a clause, whether the prompt exists).
 
     The data and the tokenizer are read from where the run's configuration says, relative paths from here. ``issued``:
     prompts in the ledger.

@@ -113,14 +113,14 @@ class ChatTemplate:
         return text
 
     def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Messages of the developer are the system's where the template doesn't know that role."""
+        """Map the role developer to system if the template doesn't know it."""
         if all(message["role"] != "developer" for message in messages) or self._writes_developer:
             return list(messages)
         return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
     @cached_property
     def _writes_developer(self) -> bool:
-        """Whether the template writes messages of that role: many leave roles out that they don't know."""
+        """Whether the template renders that role; many silently skip roles that they don't know."""
         import jinja2
 
         probe = [{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}]

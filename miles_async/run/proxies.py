@@ -14,7 +14,7 @@ _EXCEPTIONS = ("NO_PROXY", "no_proxy")  # some clients read one, some the other
 
 
 def without_proxies(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that talks to nobody outside of the run.
+    """Copy of ``environment`` without proxies, for a process that contacts nothing outside of the run.
 
     The variables are left out: smg's HTTP client does not apply ``NO_PROXY=*`` to addresses that are numbers.
     """
@@ -22,7 +22,7 @@ def without_proxies(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_proxies_for(host: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to ``environment`` so that this node and ``host`` are reached directly, and nothing else changes."""
+    """Variables to add to ``environment`` so that this node and ``host`` bypass its proxies."""
     known = [name.strip() for variable in _EXCEPTIONS for name in environment.get(variable, "").split(",")]
     hosts = dict.fromkeys([*filter(None, known), "localhost", "127.0.0.1", host])
     return dict.fromkeys(_EXCEPTIONS, ",".join(hosts))

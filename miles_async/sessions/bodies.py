@@ -1,7 +1,7 @@
-"""Bodies of requests: read no further than what can be of use, and checked for what they are.
+"""Reading of request bodies, within limits.
 
-Rendering and tokenizing a text takes 130 times its size in memory, for all sessions in one process. So what is longer
-than any conversation that fits is refused before it is even read.
+Rendering and tokenizing a text takes 130 times its size in memory, in the one process of all sessions. A request that
+is longer than any conversation that fits the context is therefore refused before it is read.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from aiohttp import web
 from miles_async.errors import NoRoomError, TrajectoryError
 
 BYTES_PER_TOKEN = 32
-"""Of a request, for a token of the context. Text has 1 to 6, escaped as JSON up to 12; names and ids come on top."""
+"""Bytes of a request allowed per token of context. Text has 1 to 6, or 12 where JSON escapes it; ids come on top."""
 
 _ALWAYS = 1 << 16  # bytes that every request may have
 _PIECE = 1 << 16
 
 
 def most_bytes(max_total: int) -> int:
-    """How long a request may be where conversations have ``max_total`` tokens at most."""
+    """Size limit of a request, in bytes, for a context of ``max_total`` tokens."""
     return _ALWAYS + BYTES_PER_TOKEN * max_total
 
 
 async def read_conversation(request: web.Request, max_total: int) -> bytes:
-    """The body. Raises NoRoomError if it is longer than any conversation of ``max_total`` tokens."""
+    """Read a body. Raises NoRoomError if it is longer than any conversation of ``max_total`` tokens."""
     limit = most_bytes(max_total)
     body = bytearray()
     if (request.content_length or 0) <= limit:
@@ -43,7 +43,10 @@ async def read_conversation(request: web.Request, max_total: int) -> bytes:
 
 
 async def read_object(request: web.Request, expected: str, kind: Any) -> Any:
-    """A short JSON object as a ``kind``, which may be empty. Raises TrajectoryError with what was ``expected``."""
+    """Read a short JSON object as a ``kind``; an empty body is an empty object.
+
+    Raises TrajectoryError naming what was ``expected``.
+    """
     if (request.content_length or 0) > _ALWAYS:
         raise TrajectoryError(f"expected {expected}, found {request.content_length} bytes")
     body = await request.read()

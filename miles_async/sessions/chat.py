@@ -1,4 +1,4 @@
-"""Answers to requests for chat completions as OpenAI has them: in one piece, and as streams. No network here."""
+"""OpenAI chat-completion responses, whole and streamed. No network here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def completion(turns: Sequence[Turn], request: ChatRequest, completion_id: str, decode: Decode) -> dict[str, Any]:
-    """The answer in one piece; a choice per turn."""
+    """Build the response; one choice per turn."""
     choices = [
         {
             "index": index,
@@ -78,7 +78,7 @@ def _finish_reason(turn: Turn) -> str:
 
 
 def _logprobs(turn: Turn, request: ChatRequest, decode: Decode) -> dict[str, Any] | None:
-    """Of all tokens that were sampled: reasoning, calls and what ended the turn, too."""
+    """Log-probs of all sampled tokens, including reasoning, calls and the stop token."""
     if not request.logprobs:
         return None
     ids, logprobs = turn.sampled.output_ids.tolist(), turn.sampled.logprobs.tolist()

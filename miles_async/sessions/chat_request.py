@@ -1,4 +1,4 @@
-"""Requests for chat completions as OpenAI has them: what is read, and what is refused by name."""
+"""Parsing and validation of OpenAI chat-completion requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_CHOICES = 128  # OpenAI's limit of n
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a request. Sampling parameters are the run's: the trainer's log-probs assume them."""
+    """Fields of a request that are honored. Sampling parameters are the run's: the trainer's log-probs assume them."""
 
     messages: list[dict[str, Any]]
     model: str = ""
@@ -34,23 +34,23 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the answer."""
+        """Maximum number of tokens per answer; None if the request sets none."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def choices(self) -> int:
-        """Answers that are wanted."""
+        """Number of answers requested."""
         return 1 if self.n is None else self.n
 
     @property
     def stops(self) -> list[str]:
-        """More strings that end the turn."""
+        """Additional stop strings; empty ones are ignored."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """What the model is told of."""
+        """Tools shown to the model."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -60,7 +60,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What ``response_format`` and ``tool_choice`` make the model say. Raises TrajectoryError."""
+        """Constraint set by ``response_format`` and ``tool_choice``. Raises TrajectoryError if one is not supported."""
         schema, called = _schema(self.response_format), self._called_tools()
         if schema is None and not called:
             return None
@@ -69,7 +69,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         return Constraint(schema=schema, tools=self.offered_tools, parallel=self.parallel_calls)
 
     def _called_tools(self) -> list[dict[str, Any]]:
-        """The tools one of which must be called, by ``tool_choice``."""
+        """Tools of which ``tool_choice`` demands a call; empty if calls are optional."""
         match self.tool_choice:
             case None | "auto" | "none":
                 return []
@@ -87,7 +87,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Raises TrajectoryError for what is no request, or asks for what there isn't."""
+    """Parse a request body. Raises TrajectoryError if it is malformed or asks for something unsupported."""
     try:
         request = msgspec.json.decode(body, type=ChatRequest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -111,7 +111,7 @@ def _name(tool: Mapping[str, Any]) -> Any:
 
 
 def _schema(response_format: Any) -> Mapping[str, Any] | None:
-    """The JSON Schema of the answer; None for free text."""
+    """JSON Schema of the answer; None for free text."""
     match response_format:
         case None | {"type": "text"}:
             return None

@@ -1,4 +1,4 @@
-"""Errors as OpenAI has them: a status, and a JSON body that its clients read."""
+"""OpenAI-style errors: a status and a JSON body."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def problem(message: str, code: str, status: int) -> dict[str, Any]:
 
 
 def gone(kind: type[web.HTTPError], message: str, code: str) -> web.HTTPError:
-    """An error of HTTP, to be raised."""
+    """Build an HTTP error with such a body, to be raised."""
     body = msgspec.json.encode(problem(message, code, kind.status_code)).decode()
     return kind(text=body, content_type="application/json")
 
 
 @web.middleware
 async def as_json(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-    """Answers every error with such a body."""
+    """Middleware that turns every error into such a body."""
     try:
         return await handler(request)
     except MilesAsyncError as error:

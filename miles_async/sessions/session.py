@@ -65,7 +65,7 @@ class Session:
             task.cancel()
 
     def constraint(self, asked: ChatRequest) -> Constraint | None:
-        """What the request makes the model say. Raises TrajectoryError where this run cannot train on that."""
+        """Constraint of a request. Raises TrajectoryError if the run's loss does not correct for constraints."""
         constraint = asked.constraint
         if constraint is not None and not self._may_constrain:
             raise TrajectoryError(

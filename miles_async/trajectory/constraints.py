@@ -1,4 +1,4 @@
-"""What a turn is made to say: JSON of a schema, or calls of tools; as a grammar for the engine.
+"""Constraints on a turn (JSON of a schema, calls of tools) as a grammar for the engine.
 
 SGLang samples among the tokens that the grammar allows, so the log-probs that it returns are those of the policy
 restricted to these tokens: of what sampled them, and not of the policy alone. docs/agents.md says what the loss makes
@@ -17,7 +17,7 @@ from typing import Any
 from miles_async.errors import TrajectoryError
 
 GRAMMAR = "structural_tag"
-"""SGLang's sampling parameter."""
+"""Name of SGLang's sampling parameter for a grammar."""
 
 Format = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -25,7 +25,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
-    """What a turn is made to say: any of what is given here."""
+    """Restricts a turn to any of the alternatives that are given."""
 
     schema: Mapping[str, Any] | None = None  # a JSON text of this JSON Schema
     tools: Tools = ()  # calls of these functions, one at least
@@ -33,10 +33,10 @@ class Constraint:
 
 
 def grammar(constraint: Constraint, before: str, *, call_style: str | None, splits_reasoning: bool) -> str:
-    """The value of ``GRAMMAR``.
+    """Build the value of ``GRAMMAR``.
 
     Args:
-        constraint: what it makes the turn say.
+        constraint: the alternatives.
         before: what the template wrote in front of the turn, which may begin the reasoning.
         call_style: how calls are written, a name of ``CALL_STYLES``.
         splits_reasoning: the turn may begin with reasoning, which is free.

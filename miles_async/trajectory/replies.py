@@ -74,7 +74,7 @@ class ReplyParser:
 
 
 def _until(text: str, stops: Sequence[str]) -> str:
-    """The text in front of the first of ``stops``."""
+    """Cut the text at the first occurrence of any of ``stops``."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)]
 
 

@@ -53,7 +53,7 @@ class TurnTaker:
 
     @property
     def decode(self) -> Callable[[Sequence[int]], str]:
-        """Tokens → text, special tokens included."""
+        """Decoder that keeps special tokens."""
         return self.trajectory.renderer.chat.decode_all
 
     async def take(

@@ -116,7 +116,7 @@ class Trajectory:
         return turn
 
     def _continued(self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Context:
-        """The tokens of the turns that ``conversation`` went through, and what comes after them."""
+        """Context that appends to the turns that ``conversation`` went through."""
         parent, length = self._last_common_turn(conversation, tools, options)
         path = [*_path(parent)]
         sampled = _positions(path)
@@ -142,7 +142,7 @@ class Trajectory:
     def _from_start(
         self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any], written: str
     ) -> Context:
-        """A branch of its own, of the whole conversation as the template has ``written`` it."""
+        """Context of a new branch: the whole conversation as the template has ``written`` it."""
         appended = np.array(self.renderer.chat.tokenize(written), np.int32)
         return Context(
             parent=None,
@@ -158,7 +158,7 @@ class Trajectory:
         )
 
     def _text_of(self, context: Context) -> str:
-        """All tokens of a context as text."""
+        """Decode all tokens of a context."""
         text = context.appended_text
         while (parent := context.parent) is not None:
             said = self.renderer.chat.decode_all(parent.sampled.output_ids[: context.kept].tolist())
@@ -167,7 +167,7 @@ class Trajectory:
         return text
 
     def _with_replies(self, conversation: Sequence[Message]) -> list[Message]:
-        """With each reply as the model gave it: agents leave reasoning out, which the template may want."""
+        """Replace echoed replies by the originals: agents drop reasoning, which the template may render."""
         replies = {turn: (*_conversation(turn.context.parent), *turn.context.messages) for turn in self.turns}
         result: list[Message] = []
         for message in conversation:
