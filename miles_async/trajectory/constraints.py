@@ -37,7 +37,7 @@ def grammar(constraint: Constraint, before: str, *, call_style: str | None, spli
 
     Args:
         constraint: the alternatives.
-        before: what the template wrote in front of the turn, which may begin the reasoning.
+        before: what the template wrote in front of the turn, which may begin the reasoning, or begin and end it.
         call_style: how calls are written, a name of ``CALL_STYLES``.
         splits_reasoning: the turn may begin with reasoning, which is free.
 
@@ -50,9 +50,10 @@ def grammar(constraint: Constraint, before: str, *, call_style: str | None, spli
     if constraint.tools:
         said.append(_calls(constraint.tools, constraint.parallel, call_style))
     elements = [_one_of(said)]
-    if before.rstrip().endswith("<think>"):
+    written = before.rstrip()
+    if written.endswith("<think>"):
         elements.insert(0, _reasoning(begin=""))
-    elif splits_reasoning:
+    elif splits_reasoning and not written.endswith("</think>"):  # else the template has closed it
         elements.insert(0, {"type": "optional", "content": _reasoning(begin="<think>")})
     return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
 

@@ -80,9 +80,8 @@ async def test_several_answers_are_branches_of_one_conversation() -> None:
     model = ScriptedModel(lambda call, input_ids: [*CHAT.tokenize(f"answer {call}"), *END])
     async with agent_of(model) as agent:
         answer = await agent.chat(QUESTION, n=3)
-        assert [(choice.index, choice.message.content) for choice in answer.choices] == [
-            (index, f"answer {index}") for index in range(3)
-        ]
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert {choice.message.content for choice in answer.choices} == {"answer 0", "answer 1", "answer 2"}
         prompt = len(CHAT.encode([QUESTION]))
         said = sum(len(CHAT.tokenize(f"answer {n}")) + 1 for n in range(3))
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, said)
@@ -182,10 +181,12 @@ def test_a_constraint_allows_what_the_parser_of_its_style_reads(style: str) -> N
     assert PARSERS[style](two, TOOLS) == ("", [("search", {"query": "x"})] * 2)
 
 
-def test_reasoning_that_the_template_began_comes_first() -> None:
-    tag = grammar(Constraint(schema={"type": "object"}), "<think>\n", call_style=None, splits_reasoning=False)
-    assert accepts(tag, "hm\n</think>\n\n{}")
-    assert not accepts(tag, "{}")
+def test_reasoning_comes_first_unless_the_template_has_closed_it() -> None:
+    schema = Constraint(schema={"type": "object"})
+    begun = grammar(schema, "<think>\n", call_style=None, splits_reasoning=False)
+    assert [accepts(begun, text) for text in ("hm\n</think>\n\n{}", "{}")] == [True, False]
+    closed = grammar(schema, "<think>\n\n</think>\n\n", call_style=None, splits_reasoning=True)
+    assert [accepts(closed, text) for text in ("{}", "<think>\nhm\n</think>\n\n{}")] == [True, False]
 
 
 async def test_what_a_grammar_forced_carries_no_loss_and_its_turns_are_counted() -> None:
