@@ -116,6 +116,7 @@ class WeightPublisher:
                 repaired = await self._repairs.repair(staged, joining, unless_overtaken())
         finally:
             self._in_repair = ()
+            self._engines.last_loss = self._repairs.last_loss or self._engines.last_loss
         if overtaken:
             async with self._lock:  # not again
                 waiting = set(await self._repairs.joining())

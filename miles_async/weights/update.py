@@ -78,7 +78,7 @@ class FleetUpdater:
         self._engines_timeout = engines_timeout
         self._poll_seconds = poll_seconds
         self._told: set[tuple[str, ...]] = set()  # tensors that can't be compared, which somebody was told of
-        self._last_loss = "no engine was lost"  # for the message when none is left
+        self.last_loss = ""  # which engine was lost last, and why: for the message when none is left
 
     async def publish(
         self, version: int, staged: StagedWeights, *, apart: Callable[[], Collection[Incarnation]] = tuple
@@ -152,7 +152,7 @@ class FleetUpdater:
             raise PublicationError(
                 f"version {version} was not published within {self._arguments.publication_timeout:g} s "
                 "(--publication-timeout); "
-                f"last state: {self.state.value}; {self._last_loss}"
+                f"last state: {self.state.value}; {self.last_loss or 'no engine was lost'}"
             ) from error
 
     async def _members(self, apart: Callable[[], Collection[Incarnation]]) -> FleetMembers:
@@ -174,7 +174,7 @@ class FleetUpdater:
         except TimeoutError as error:
             raise PublicationError(
                 f"the trainer waited {self._engines_timeout:g} s for an engine to publish to; starting: "
-                f"{members.starting or 'none'}; {self._last_loss}"
+                f"{members.starting or 'none'}; {self.last_loss or 'no engine was lost'}"
             ) from error
 
     async def _update(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> _Update:
@@ -201,7 +201,7 @@ class FleetUpdater:
             await update.each("continue", fleet.resume)
         if self._arguments.verify_weights != "off":
             await self._compare_scores(staged, update)
-        self._last_loss = update.last_loss or self._last_loss
+        self.last_loss = update.last_loss or self.last_loss
         update.pause_seconds = now() - started
         update.sent_fraction = self._transport.sent_fraction
         return update
@@ -209,7 +209,7 @@ class FleetUpdater:
     async def _admit(self, staged: StagedWeights, update: _Update) -> None:
         started = now()
         await update.each("admit", lambda present: self._fleet.admit(present, staged.version))
-        self._last_loss = update.last_loss or self._last_loss
+        self.last_loss = update.last_loss or self.last_loss
         update.pause_seconds += now() - started
 
     async def _compare_digests(self, staged: StagedWeights, update: _Update, joining: Collection[Incarnation]) -> None:

@@ -256,6 +256,6 @@ async def test_a_base_that_is_not_what_it_was_costs_that_engine(tmp_path: Path, 
     base.write_bytes(data)
     publication = await setup.publisher.publish(1)
     assert (publication.engines, publication.fenced) == (("engine-0",), ("engine-1",))
-    assert "made from version 0 and what changed: expected digest" in setup.updater._last_loss
+    assert "made from version 0 and what changed: expected digest" in setup.updater.last_loss
     setup.check(1)
     setup.sender.close()

@@ -241,6 +241,20 @@ async def test_repair_touches_joining_engines_only_and_uses_the_served_version()
     assert fleet.serving == ["engine-0", "engine-1"]
 
 
+async def test_an_engine_that_was_lost_in_a_repair_is_named_when_none_is_left() -> None:
+    # covers: C10
+    fleet = FakeFleet([])
+    publisher = make(fleet, engines_timeout=0.05)
+    await publisher.publish(0)
+    fleet.serving, fleet.joining = [], ["engine-1"]
+    fleet.faults["flush"] = {"engine-1"}
+    assert await publisher.repair() == ()
+    with pytest.raises(
+        PublicationError, match=r"waited 0.05 s for an engine.*engine-1 was lost: flush_cache: .*refused"
+    ):
+        await publisher.publish(1)
+
+
 async def test_what_is_staged_and_not_delivered_repairs_nobody() -> None:
     fleet = FakeFleet([])
     publisher = make(fleet)
@@ -305,7 +319,7 @@ async def test_engine_that_holds_something_else_is_fenced_and_nothing_is_committ
     publication = await publisher.publish(1)
     assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
     assert fleet.serving == ["engine-1"]
-    assert "t0 has other elements than were sent (and 1 more)" in publisher._engines._last_loss
+    assert "t0 has other elements than were sent (and 1 more)" in publisher._engines.last_loss
 
 
 async def test_tensors_that_are_skipped_may_differ() -> None:
