@@ -284,7 +284,7 @@ class HeldWeights(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says that its model holds, over all its ranks; or one of them."""
 
     parts: Mapping[str, tuple[HeldPart, ...]]  # by name of the tensor that its loader was given
-    replaced: tuple[str, ...] = ()  # tensors that were loaded into memory that something else replaced since
+    other_form: tuple[str, ...] = ()  # tensors that were loaded and are kept otherwise than they were sent
     unfilled: Mapping[str, int] = {}  # parameters of the model → elements that no tensor was copied to, other than 0
 
 

@@ -100,7 +100,7 @@ def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
             parts[name] = (*parts.get(name, ()), *some)
     return HeldWeights(
         parts=parts,
-        replaced=tuple(dict.fromkeys(name for rank in ranks for name in rank.replaced)),
+        other_form=tuple(dict.fromkeys(name for rank in ranks for name in rank.other_form)),
         unfilled=ChainMap(*(dict(rank.unfilled) for rank in ranks)),
     )
 

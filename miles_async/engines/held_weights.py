@@ -7,11 +7,10 @@ that memory, whatever has happened to it since, with each element's place in the
 - A parameter that was there when the model was made has to be filled by what is sent: each of its elements was copied
   from a tensor, or is zero (the padding of a vocabulary). Two kinds of memory are exempt, since no checkpoint has them:
   buffers, and parameters that come later. They are computed, from the configuration or from what was loaded.
-- A tensor whose memory was replaced after it was loaded (quantized, reordered for a kernel) can't be compared. It is
-  reported as such.
+- A tensor whose memory was replaced after it was loaded (quantized, reordered for a kernel) can't be compared, and
+  neither can one of those that SGLang's loaders compute with (COMPUTED). They are reported as such.
 
-For SGLang 0.5.23, through its own hooks. A tensor that a loader casts, moves or computes with before it copies it
-counts as not held.
+For SGLang 0.5.23, through its own hooks. A tensor that a loader casts or moves before it copies it counts as not held.
 """
 
 from __future__ import annotations
@@ -31,6 +30,9 @@ from miles_async.engines.region_digest import region_digest
 from miles_async.tensor_digest import to_text
 from miles_async.types import HeldPart, HeldWeights, TensorShare
 
+# Class of SGLang's → parts of names of tensors that its loader computes with: (1 + weight) is what Gemma multiplies by.
+COMPUTED: dict[str, tuple[str, ...]] = {"GemmaForCausalLM": ("norm.weight",)}
+
 
 class WatchedModel:
     """A model of which every load is watched."""
@@ -47,18 +49,21 @@ class WatchedModel:
         storages = [memory.untyped_storage() for memory in (*self._model.parameters(), *self._model.buffers())]
         live = {storage._cdata: storage for storage in storages}
         memories: dict[str, list[tuple[Copied, Tensor]]] = {}
-        replaced = []
+        other_form = []
         for name, copies in self._watch.copies.items():
             memories[name] = [(copied, memory) for copied in copies if (memory := copied.memory(live)) is not None]
-            if len(memories[name]) < len(copies):
-                replaced.append(name)
+            if len(memories[name]) < len(copies) or (copies and self._is_computed(name)):
+                other_form.append(name)
                 memories[name] = []
         digests = iter(_digests(pair for name in memories if share.includes(name) for pair in memories[name]))
         parts = {
             name: tuple(_part(*pair, next(digests) if share.includes(name) else "") for pair in pairs)
             for name, pairs in memories.items()
         }
-        return HeldWeights(parts=parts, replaced=tuple(replaced), unfilled=self._unfilled(live))
+        return HeldWeights(parts=parts, other_form=tuple(other_form), unfilled=self._unfilled(live))
+
+    def _is_computed(self, name: str) -> bool:
+        return any(part in name for part in COMPUTED.get(type(self._model).__name__, ()))
 
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = self._watch.load(load, *args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Map
         writers=(ledger, schedule) if schedule else (ledger,),
     )
     assert arguments.model.hf_checkpoint is not None
-    canary = Canary(source, arguments.model.hf_checkpoint, _canary_length(arguments))
+    canary = Canary(source, arguments.model.hf_checkpoint, canary_length(arguments))
     await engines.start()  # last: until here there is nothing to clean up
     evaluation = engines.evaluation
     return {
@@ -96,13 +97,10 @@ def _quadratic_work(arguments: Arguments) -> float:
     return quadratic_work(read_config(arguments.model.hf_checkpoint))
 
 
-def _canary_length(arguments: Arguments) -> int:
+def canary_length(arguments: Arguments) -> int:
     """Tokens that the trainer can score in one micro-batch, and engines in the context that flags leave them."""
-    contexts = [
-        int(value) // 2
-        for name, _, value in (flag.partition("=") for flag in arguments.engines.sglang_extra)
-        if name == "--context-length"
-    ]
+    extra = arguments.engines.sglang_extra  # "--name", "value", ...
+    contexts = [int(value) // 2 for name, value in pairwise(extra) if name == "--context-length"]
     return min([arguments.optimizer.max_tokens_per_gpu, *contexts])
 
 

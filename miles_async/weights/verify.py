@@ -127,7 +127,7 @@ def compare_digests(
         return any(part in name for part in skip)
 
     metas = {meta.name: meta for bucket in staged.buckets.values() for meta in bucket}
-    incomparable = tuple(name for name in metas if name in held.replaced or is_skipped(name))
+    incomparable = tuple(name for name in metas if name in held.other_form or is_skipped(name))
     comparable = [meta for name, meta in metas.items() if name not in set(incomparable)]
     wrong = [
         f"{name} {what}"
@@ -152,7 +152,7 @@ def compare_digests(
 def _not_sent(sent: Iterable[str], held: HeldWeights) -> Iterator[tuple[str, str]]:
     names = set(sent)
     for name, parts in held.parts.items():
-        if name not in names and (parts or name in held.replaced):
+        if name not in names and (parts or name in held.other_form):
             yield name, "is held and was not sent"
     for name, elements in held.unfilled.items():
         yield name, f"is a parameter of the engine's model with {elements} elements other than 0 that no tensor filled"

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from arguments.data import DataArguments
+from arguments.parser import parse_arguments
 from miles_async.parts.canary import Canary
+from miles_async.parts.rollout import canary_length
 from miles_async.prompts.source import FilePromptSource
 
 
@@ -36,3 +38,16 @@ async def test_the_first_prompts_as_far_as_model_and_trainer_take_them(
     # covers: C8
     tokens = await canary(tmp_path, config, max_tokens).tokens()
     assert bytes(tokens) == (b"a" * 100 + b"b" * 100 + b"c" * 100)[:length]
+
+
+@pytest.mark.parametrize(
+    ("flags", "length"),
+    [
+        ((), 8192),
+        (("--max-tokens-per-gpu", "300"), 300),
+        (("--sglang-mem-fraction-static", "0.5", "--sglang-context-length", "200"), 100),
+    ],
+)
+def test_flags_that_bound_it(flags: tuple[str, ...], length: int) -> None:
+    arguments = parse_arguments(["--hf-checkpoint", "m", *flags]).arguments
+    assert canary_length(arguments) == length

@@ -230,13 +230,13 @@ async def test_what_an_engine_holds_is_told_over_all_its_ranks() -> None:
     norm = HeldPart(0, (4,), (1,), "float32", "cc")
     async with started(1) as setup:
         setup.servers[0][0].engine.held = [
-            HeldWeights(parts={"w": (part,), "norm": (norm,)}, replaced=("q",), unfilled={f"bias-{rank}": 3})
+            HeldWeights(parts={"w": (part,), "norm": (norm,)}, other_form=("q",), unfilled={f"bias-{rank}": 3})
             for rank, part in enumerate(parts)
         ]
         held = (await setup.fleet.held_weights((E0,), TensorShare()))[E0]
     assert isinstance(held, HeldWeights)
     assert held.parts == {"w": tuple(parts), "norm": (norm, norm)}
-    assert held.replaced == ("q",)
+    assert held.other_form == ("q",)
     assert dict(held.unfilled) == {"bias-0": 3, "bias-1": 3}
 
 

@@ -82,7 +82,7 @@ def test_what_is_replaced_after_loading_is_reported_and_not_kept_alive() -> None
     assert loaded.expired()
     assert found(watched) == {"q": "", "k": ""}
     held = watched.held(ALL)
-    assert (held.replaced, held.unfilled) == (("q", "k"), {})
+    assert (held.other_form, held.unfilled) == (("q", "k"), {})
 
 
 def test_memory_that_shrank_is_not_read() -> None:
@@ -155,4 +155,25 @@ def test_a_loader_that_discards_what_it_is_given_holds_nothing_of_it() -> None:
     model.load_weights(WEIGHTS.items())
     assert found(watched) == {"q": "", "k": ""}
     held = watched.held(ALL)
-    assert (held.replaced, held.unfilled) == ((), {"qk": 24})
+    assert (held.other_form, held.unfilled) == ((), {"qk": 24})
+
+
+class GemmaForCausalLM(Fused):
+    """Named like SGLang's, whose loader adds 1 to norms in place."""
+
+    def load_weights(self, weights: Given) -> None:
+        super().load_weights((name, tensor.add_(1.0) if "norm.weight" in name else tensor) for name, tensor in weights)
+
+
+def test_tensors_that_a_loader_is_known_to_compute_with_are_reported() -> None:
+    # covers: M16
+    model = GemmaForCausalLM()
+    watched = WatchedModel(model)
+    model.load_weights([("q", WEIGHTS["q"]), ("norm.weight", WEIGHTS["k"].clone())])
+    held = watched.held(ALL)
+    assert (held.other_form, held.unfilled) == (("norm.weight",), {})
+    assert found(watched) == {"q": EXPECTED["q"], "norm.weight": ""}
+    model.load_weights = lambda weights: discards(model, weights)  # type: ignore[method-assign,assignment]
+    watched = WatchedModel(model)
+    model.load_weights([("norm.weight", WEIGHTS["k"])])
+    assert watched.held(ALL).other_form == (), "never copied is not kept in another form"

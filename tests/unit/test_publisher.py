@@ -351,7 +351,7 @@ async def test_what_was_not_compared_is_told_once_and_counted() -> None:
     # covers: M16
     fleet = FakeFleet([])
     right = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
-    fleet.held["engine-0"] = HeldWeights(parts={"t0": (), "t1": (right,)}, replaced=("t0",))
+    fleet.held["engine-0"] = HeldWeights(parts={"t0": (), "t1": (right,)}, other_form=("t0",))
     publisher = make(fleet)
     with capture_logs() as logs:
         publications = [await publisher.publish(version) for version in range(2)]

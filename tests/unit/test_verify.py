@@ -109,7 +109,7 @@ def test_memory_that_nothing_was_sent_for_is_found() -> None:
 
 def test_tensors_in_another_form_are_named_and_not_compared() -> None:
     # covers: M16
-    found = msgspec.structs.replace(held(weights(), q=()), replaced=("q",))
+    found = msgspec.structs.replace(held(weights(), q=()), other_form=("q",))
     result = compare_digests(staged(weights()), found, skip=("norm",))
     assert (result.problem, result.compared, result.incomparable) == (None, 3, ("q", "norm"))
 
