@@ -19,7 +19,7 @@ class PromptLimit:
 
 
 def asked_limit(data: DataArguments) -> PromptLimit | None:
-    """The one of ``--rollout-max-prompt-len``."""
+    """The limit that ``--rollout-max-prompt-len`` asks for."""
     tokens = data.rollout_max_prompt_len
     if tokens is None:
         return None
@@ -49,7 +49,7 @@ def prompt_limit(arguments: Arguments, *, evaluation: bool = False) -> PromptLim
 
 
 def trajectory_limit(arguments: Arguments) -> int:
-    """Tokens of a trajectory of several turns, prompt included."""
+    """Tokens that a trajectory of several turns may have, prompt included."""
     most = arguments.optimizer.max_tokens_per_gpu
     return min(most, model_positions(arguments) or most)
 

@@ -1,4 +1,4 @@
-"""What the lengths of a run's prompts mean, known before it starts."""
+"""Notes on the lengths of training prompts, made before a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of a sample before it is rewarded, whoever generated it: the trainer cannot use anything else."""
+"""Check a sample before it is rewarded, whoever generated it: does the trainer get all that it needs?"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _attention(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _latent_attention(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+    """The same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     rotated, plain, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
     key = rotated + plain
@@ -53,7 +53,7 @@ def _latent_attention(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _feed_forward(config: Mapping[str, Any]) -> int:
-    """Weights of all layers that a token passes through; a mixture's tokens pass some of its experts."""
+    """Feed-forward weights of all layers that one token passes through: some of a mixture's experts."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     dense = 3 * hidden * config["intermediate_size"]
     experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)

@@ -19,7 +19,7 @@ from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny_qwen3
-from tests.integration.toy_batches import to_shards, toy_samples
+from tests.integration.toy_batches import ToySample, to_batch, to_shards, toy_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -96,6 +96,18 @@ def _single_rank(
     before = {name: tensor.clone() for name, tensor in trained.export_weights()}
     seen["infinite"] = _error(lambda: trained.train(to_shards([infinite], dp_size=1, micro_batches=1)[0]))
     seen["moved by infinity"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
+
+    trained.close()
+    trained = backend("still", lr=0.0)
+    token = ToySample(
+        tokens=np.zeros(1, np.int32),
+        loss_mask=np.zeros(1, np.uint8),
+        rollout_logprobs=np.zeros(1, np.float32),
+        weight_versions=np.full(1, -1, np.int32),
+        advantage=0.0,
+    )
+    filled = type(shard)(**{**_fields(shard), "optimizer_steps": ((*shard.optimizer_steps[0], to_batch([token])),)})
+    seen["without filler"], seen["with filler"] = trained.train(shard), trained.train(filled)
 
     (scratch / "occupied").mkdir()
     (scratch / "occupied" / "file").touch()
@@ -178,6 +190,13 @@ def test_empty_micro_batches_are_allowed(seen: dict[str, Any]) -> None:
     """Ranks have equally many micro-batches even if there are not that many samples."""
     assert np.isfinite(seen["empty micro-batch"]["grad_norm"])
     assert seen["empty micro-batch"]["skipped_optimizer_steps"] == 0
+
+
+def test_a_micro_batch_of_one_token_without_loss_changes_nothing(seen: dict[str, Any]) -> None:
+    """What ``train_data.dp_split`` fills up with, where a rank has fewer sequences than others have micro-batches."""
+    for name in ("loss", "grad_norm", "loss_tokens"):
+        assert seen["with filler"][name] == pytest.approx(seen["without filler"][name], rel=1e-6)
+    assert seen["with filler"]["tokens"] == seen["without filler"]["tokens"] + 1
 
 
 def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, Any]) -> None:
