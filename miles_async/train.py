@@ -104,6 +104,8 @@ def _to_the_end(training: Run) -> int:
         except BaseException as error:
             # What fails when Ray's processes got the same signal is no failure of the run.
             if last_resort.interrupted or isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+                if isinstance(error, Exception):
+                    log.warning("something failed while the run was being ended", error=repr(first_error(error)))
                 training.try_to_report("interrupted")
                 return EXIT_INTERRUPTED
             training.try_to_report("failed")

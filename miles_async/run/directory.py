@@ -15,7 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from miles_async.errors import ConfigurationError
-from miles_async.run.process import RUN_FILE, describe_driver, note_run_process
+from miles_async.run.process import (
+    RUN_FILE,
+    describe_driver,
+    find_driver,
+    note_run_process,
+    read_run_process,
+)
 
 CONFIG_FILE = "config.toml"  # every flag in force
 LEDGER_FILE = "ledger.sqlite"
@@ -95,15 +101,17 @@ def _locked(directory: Path) -> int:
     lock = os.open(directory / RUN_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = False
     except BlockingIOError:
+        taken = True
+    except OSError:  # a file system without locks: what the file says has to do
+        taken = os.fstat(lock).st_size > 0 and find_driver(read_run_process(directory)) is not None
+    if taken:
         os.close(lock)
         raise ConfigurationError(
             f"--run-dir {directory} belongs to a run that is under way: {describe_driver(directory)}. Choose another "
             f"--run-dir, or end that run with `miles-async stop {directory}`"
-        ) from None
-    except OSError:
-        os.close(lock)
-        raise
+        )
     return lock
 
 

@@ -70,6 +70,9 @@ class RealRun:
     def wait_for_steps(self, count: int, timeout: float) -> None:
         self._until(lambda: len(self.steps) >= count, timeout, f"{count} steps")
 
+    def wait_for_output(self, text: str, timeout: float) -> None:
+        self._until(lambda: text in self.output, timeout, repr(text))
+
     def wait(self, timeout: float) -> int:
         """The exit code."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.replay import Replay
-from tests.integration.real_run import QUICKSTART, RealRun, real_run, shared_memory, traceback_in
+from tests.integration.real_run import QUICKSTART, REVERSE, ROOT, RealRun, real_run, shared_memory, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
@@ -170,6 +171,25 @@ def test_interruption_stops_cleanly_and_says_what_was_done(
     assert summary["balanced"]
     assert summary["groups"]["cancelled"] > 0
     assert summary["groups"]["in_flight"] == 0
+
+
+def test_sigterm_to_the_group_ends_a_start_within_seconds(tmp_path: Path) -> None:
+    """As ``timeout``, scancel and systemd send it: Ray's own processes get it, too. Before that, another run wants the
+    same directory.
+    """
+    # covers: C10
+    with real_run(tmp_path / "run") as run:
+        run.wait_for_output("starting engines", RUN_SECONDS)
+        command = [*REVERSE, "--run-dir", str(run.run_dir)]
+        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert second.returncode == 2
+        assert f"belongs to a run that is under way: process {run.process.pid} on " in second.stderr
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.wait(30) == 130, run.output
+        run.assert_nothing_left()
+    assert not traceback_in(run.output), run.output
+    assert run.summary["ending"] == "interrupted"
 
 
 def test_engine_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path) -> None:

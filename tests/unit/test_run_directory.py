@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -67,6 +68,20 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path: Path, holder: subprocess.
     claim(tmp_path / "run")
     (aside,) = tmp_path.glob("run.2*")
     assert (aside / "metrics.jsonl").read_text() == "mine"
+
+
+def test_without_locks_the_process_in_the_file_decides(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(ConfigurationError, match=f"process {holder.pid} "):
+        check_run_directory(tmp_path / "run")
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait(10)
+    claim(tmp_path / "run")
 
 
 def test_runs_one_after_the_other_are_all_kept(tmp_path: Path) -> None:
