@@ -105,7 +105,9 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     try:
         ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **options)
     except Exception as error:  # supervision point: no cluster, another version, no memory; Ray raises what it likes
-        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
+        # Ray sends its token to no address that it was given, unless it is told to.
+        token = "; a cluster with tokens, which `ray start` makes by default, wants RAY_AUTH_MODE=token here"
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}{token if address else ''}") from error
 
 
 def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
