@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.commands.ledger import explain, ledger
+from miles_async.replay import Replay
 from miles_async.run.directory import LEDGER_FILE
 from miles_async.staleness.ledger import Outcome, Stage
 from miles_async.staleness.ledger_reader import AttemptRecord, open_ledger
@@ -79,10 +80,21 @@ def test_wait_holds_publications_back_until_they_are_trained(tmp_path: Path) -> 
     assert all(_age(row) == 1 for row in held_up_by)
 
 
-def _finished(tmp_path: Path, stragglers: str, *flags: str) -> tuple[RealRun, list[AttemptRecord]]:
+def test_what_engines_are_too_slow_for_is_aborted_there_and_replayed(tmp_path: Path) -> None:
+    # covers: C11
+    uneven = ("--rollout-temperature", "2.5", "--rollout-max-response-len", "100")  # most end soon, some never do
+    run, rows = _finished(tmp_path, None, *uneven, "--max-weight-staleness", "1", "--num-rollout", "16", "--record")
+    aborted = [row for row in rows if row.stage is Stage.IN_FLIGHT]
+    assert aborted
+    assert all((row.target_version or 0) >= row.issued_version + 2 for row in aborted)
+    assert run.summary["age_max"] == 1
+    assert len(list(Replay.of_run(run.run_dir))) == 16
+
+
+def _finished(tmp_path: Path, stragglers: str | None, *flags: str) -> tuple[RealRun, list[AttemptRecord]]:
     """A run to its end, and its ledger, which balances and agrees with what the run says of itself."""
-    hook = f"tests.integration.stragglers:{stragglers}"
-    with real_run(tmp_path / "run", *FLAGS, *flags, "--custom-generate-function-path", hook) as run:
+    hook = ("--custom-generate-function-path", f"tests.integration.stragglers:{stragglers}") if stragglers else ()
+    with real_run(tmp_path / "run", *FLAGS, *flags, *hook) as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
     summary, rows = run.summary, attempts(run.run_dir)
@@ -90,9 +102,9 @@ def _finished(tmp_path: Path, stragglers: str, *flags: str) -> tuple[RealRun, li
         assert reader.balance().summary() == summary["groups"]
     assert "balanced: issued = " in ledger([str(run.run_dir)])
     assert summary["groups"]["issued"] == len(rows)
-    assert summary["groups"]["trained"] == NUM_GROUPS == len(_trained_prompts(rows))
+    assert summary["groups"]["trained"] == summary["steps"] * BATCH_SIZE == len(_trained_prompts(rows))
     assert summary["groups"]["in_flight"] == summary["groups"]["buffered"] == summary["groups"]["cut"] == 0
-    assert sum(summary["age_histogram"].values()) == NUM_GROUPS * GROUP_SIZE
+    assert sum(summary["age_histogram"].values()) == summary["steps"] * BATCH_SIZE * GROUP_SIZE
     for name in ("recycled", "dropped", "failed", "filtered", "quarantined"):
         assert sum(step[f"groups/{name}"] for step in run.steps) == summary["groups"][name]
     aborted = [row for row in rows if row.stage is Stage.IN_FLIGHT and row.outcome is not Outcome.CANCELLED]
