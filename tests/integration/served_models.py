@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,12 +13,12 @@ from tests.integration.tiny_models import VOCAB, save_tiny
 MAX_LENGTH = 512
 
 
-def save_served(family: str, directory: Path, *, seed: int, dtype: str = "float32", **config: Any) -> Path:
+def save_served(family: str, directory: Path, *, seed: int, dtype: str = "float32") -> Path:
     """A model of ``tiny_models.FAMILIES`` with a tokenizer of the words t0 .. t63."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    save_tiny(family, directory, seed=seed, dtype=dtype, **({"max_position_embeddings": MAX_LENGTH} | config))
+    save_tiny(family, directory, seed=seed, dtype=dtype, max_position_embeddings=MAX_LENGTH)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2", pad_token="t0").save_pretrained(directory)
