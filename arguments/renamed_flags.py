@@ -61,8 +61,8 @@ OWNED_PASS_THROUGH_FLAGS = {
 
 
 def explain_unknown(name: str, valid: Sequence[str]) -> str:
-    """What is wrong with a flag (or key of a file) that does not exist, and those that are spelt like it or have
-    its words.
+    """Explain that a flag (or key of a file) does not exist, and suggest those that are spelt like it or have its
+    words.
 
     >>> explain_unknown("--max-weight-stalenes", ["--max-weight-staleness", "--lr"])
     'unknown flag --max-weight-stalenes; did you mean --max-weight-staleness?'

@@ -97,7 +97,7 @@ class Environment(Protocol):
         ...
 
     async def step(self, turn: AssistantTurn) -> Observation:
-        """What the turn of the model leads to. Whatever it raises costs its attempt, not the run. With
+        """Answer the model's turn. Whatever it raises costs its attempt, not the run. With
         ServiceUnavailableError (or OSError, such as ConnectionError and TimeoutError) the episode begins again when the
         service is back.
         """
@@ -323,7 +323,7 @@ class EngineFleet(Protocol):
     async def held_weights(
         self, engines: Sequence[Incarnation], share: TensorShare
     ) -> Mapping[Incarnation, HeldWeights | Exception]:
-        """What they hold, while they are paused, with digests of a share of it."""
+        """Report what each engine holds while it is paused, with digests of a share of it."""
         ...
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:

@@ -140,11 +140,11 @@ class Circuit:
             self._closed.set()
 
     def describe(self) -> str:
-        """One line for whoever asks why nothing moves (C10)."""
+        """Describe the outage in one line, for the report of a stall (C10)."""
         return f"{self.service} has been down for {self._down_seconds():.0f} s: {self._last_error}"
 
     def _down_seconds(self) -> float:
-        """Of this outage."""
+        """Seconds since this outage began."""
         return 0.0 if self._down_since is None else now() - self._down_since
 
     def _failed(self, error: BaseException, *, counts: bool) -> None:

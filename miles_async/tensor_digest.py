@@ -36,12 +36,12 @@ Words = npt.NDArray[np.int64]
 
 
 def row_multipliers(first: int, count: int) -> Words:
-    """Of rows ``first`` .. ``first + count``."""
+    """Multipliers of rows ``first`` .. ``first + count``."""
     return _multipliers(_ROW_SEED, _power_of_two(first + count))[first : first + count]
 
 
 def word_multipliers(first: int, count: int) -> Words:
-    """Of words ``first`` .. ``first + count`` of any row."""
+    """Multipliers of words ``first`` .. ``first + count`` of any row."""
     return _multipliers(_WORD_SEED, _power_of_two(first + count))[first : first + count]
 
 

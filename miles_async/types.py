@@ -281,7 +281,7 @@ class TensorShare(msgspec.Struct, frozen=True):
 
 
 class HeldWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says that its model holds, over all its ranks; or one of them."""
+    """Contents of an engine's model as it reports them, over all its ranks or for one of them."""
 
     parts: Mapping[str, tuple[HeldPart, ...]]  # by name of the tensor that its loader was given
     other_form: tuple[str, ...] = ()  # tensors that were loaded and are kept otherwise than they were sent

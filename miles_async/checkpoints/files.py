@@ -31,7 +31,7 @@ class Checkpoint:
 
 
 class _Owner(msgspec.Struct):
-    """What is read of position.json here."""
+    """The part of position.json that is read here."""
 
     run: str
 

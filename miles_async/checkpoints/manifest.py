@@ -50,7 +50,7 @@ SHAPING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """What a run notes in each of its checkpoints."""
+    """Facts about a run that each of its checkpoints carries."""
 
     run: str
     model: Mapping[str, Any]  # fingerprint()
@@ -71,13 +71,13 @@ def new_run_name(run_dir: Path) -> str:
 
 
 def fingerprint(hf_checkpoint: Path) -> dict[str, Any]:
-    """What tells models apart whose tensors differ: fields of config.json."""
+    """Fields of config.json that tell models with different tensors apart."""
     config = read_config(hf_checkpoint)
     return {name: config[name] for name in SHAPING if config.get(name) is not None}
 
 
 def least_bytes(hf_checkpoint: Path) -> int:
-    """What a checkpoint of this model takes at least: in fp32 weights and Adam's two moments, at 4 bytes per element,
+    """Least size of a checkpoint of this model: in fp32 weights and Adam's two moments, at 4 bytes per element,
     are three times the weights' files if these are in fp32 too, and more if they are in fewer bits.
     """
     return 3 * sum(path.stat().st_size for path in hf_checkpoint.glob("*.safetensors"))

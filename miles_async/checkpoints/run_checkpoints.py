@@ -118,8 +118,8 @@ class RunCheckpoints:
     def _note_layout(self, manifest: Manifest) -> None:
         saved, ours = manifest.ranks, dict(self._identity.ranks)
         if saved != ours:
-            anew = any(saved.get(name) != ours.get(name) for name in SEEDED_BY)
-            generators = "seeded anew" if anew else "restored"
+            reseeded = any(saved.get(name) != ours.get(name) for name in SEEDED_BY)
+            generators = "seeded again" if reseeded else "restored"
             log.warning("checkpoint of another layout of ranks", saved=saved, now=ours, random_generators=generators)
 
     def _complete(self, position: Position, final: Path) -> None:

@@ -1,4 +1,4 @@
-"""What ``--save`` and ``--load`` mean together, known before anything starts.
+"""Meaning of ``--save`` and ``--load`` together, known before anything starts.
 
 Only paths, nothing heavy, milliseconds: ``--dry-run`` asks here too.
 """

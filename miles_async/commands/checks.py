@@ -1,4 +1,4 @@
-"""What can be known before a run starts, beyond its flags: model, tokenizer, prompts, hooks, other programs' flags.
+"""Checks before a run starts, beyond its flags: model, tokenizer, prompts, hooks, other programs' flags.
 
 ``miles-async train`` checks all of it first, and ``--dry-run`` stops there.
 """

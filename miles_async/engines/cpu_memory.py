@@ -43,7 +43,7 @@ def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, eng
 
 
 def cache_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
-    """Of keys and values, in all layers; None if config.json does not tell."""
+    """Bytes of keys and values of a token, in all layers; None if config.json does not tell."""
     layers = config.get("num_hidden_layers")
     item_bytes = _ITEM_BYTES.get(dtype)
     if not isinstance(layers, int) or item_bytes is None:

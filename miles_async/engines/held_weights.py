@@ -45,7 +45,7 @@ class WatchedModel:
         model.load_weights = partial(self._load, model.load_weights)  # type: ignore[assignment,arg-type]
 
     def held(self, share: TensorShare) -> HeldWeights:
-        """What it holds now, with digests of the tensors of ``share``."""
+        """Report what the model holds now, with digests of the tensors of ``share``."""
         storages = [memory.untyped_storage() for memory in (*self._model.parameters(), *self._model.buffers())]
         live = {storage._cdata: storage for storage in storages}
         memories: dict[str, list[tuple[Copied, Tensor]]] = {}

@@ -67,7 +67,7 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """What ``torch.cat`` made of parts of tensors."""
+    """Result of ``torch.cat`` over parts of tensors."""
 
     result: weakref.ref[Tensor]
     dimension: int

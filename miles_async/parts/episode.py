@@ -153,7 +153,7 @@ class SessionsOfRun:
 
 
 def _circuit(arguments: Arguments, services: Services) -> Circuit:
-    """Of what trajectories need besides engines; users' code alone can say that it is down."""
+    """Circuit of what trajectories need besides engines; only users' code can say that it is down."""
     origins = {
         "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
         "--environment-path": arguments.sessions.environment_path,

@@ -47,7 +47,7 @@ class CodeReward:
 
 
 def sandbox_level(wanted: str) -> str:
-    """What confines programs on this machine (``sandbox.LEVELS``), by ``--reward-sandbox``. Told to the log.
+    """Confinement of programs on this machine (``sandbox.LEVELS``), by ``--reward-sandbox``. Told to the log.
 
     Raises ConfigurationError if it cannot be had.
     """

@@ -1,4 +1,4 @@
-"""What stands between a run and its reward, whoever wrote it."""
+"""Guard between a run and its reward, whoever wrote the reward."""
 
 from __future__ import annotations
 

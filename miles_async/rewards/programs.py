@@ -27,7 +27,7 @@ _START = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one program may take, and what confines it."""
+    """Limits of one program, and its confinement."""
 
     seconds: float
     memory_bytes: int  # of address space
@@ -73,7 +73,10 @@ class _Confined:
         self.status: int | None = None
 
     def end(self) -> str:
-        """What it has printed; kills it if it runs. Raises ServiceUnavailableError if it could not be confined."""
+        """Return what the program printed; kill it if it still runs.
+
+        Raises ServiceUnavailableError if it could not be confined.
+        """
         too_slow = self.process.poll() is None
         self.process.kill()
         self.status = self.process.wait()

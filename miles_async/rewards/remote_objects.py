@@ -230,7 +230,7 @@ def _call(function: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
 
 
 def _next(iterator: Any) -> tuple[Any] | None:
-    """What comes next in a tuple, None at the end: StopIteration must not cross generators."""
+    """Return the next item in a tuple, None at the end: StopIteration must not cross generators."""
     for item in iterator:
         return (item,)
     return None

@@ -1,4 +1,4 @@
-"""What runs in a confined process: a program, or one of the two halves of tests that call its functions.
+"""Code of a confined process: a program, or one of the two halves of tests that call its functions.
 
 ``program`` is the program itself: it reads its input and prints. For tests that are statements, ``serve`` executes the
 program and answers calls of its functions, and ``judge`` executes the statements, in another process: what they expect

@@ -59,7 +59,7 @@ def read_run_process(run_dir: Path) -> RunProcess:
 
 
 def describe_driver(run_dir: Path) -> str:
-    """Who drives the run in ``run_dir``, for people: pid, command and since when."""
+    """Describe the process that drives the run in ``run_dir``: pid, command and since when."""
     try:
         run = read_run_process(run_dir)
     except ConfigurationError:  # it has the directory, and has not written the file yet

@@ -1,4 +1,4 @@
-"""What Ray says when a process of the run is gone, as one line."""
+"""Ray's errors about processes that are gone, as one line."""
 
 from __future__ import annotations
 

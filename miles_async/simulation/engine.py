@@ -40,7 +40,7 @@ def simulated_digest(version: int) -> str:
 
 
 def held_weights(version: int) -> HeldWeights:
-    """What an engine that holds ``version`` says of the tensors of SimulatedTrainer."""
+    """Answer of an engine that holds ``version`` about the tensors of SimulatedTrainer."""
     part = HeldPart(offset=0, shape=(1,), strides=(1,), dtype="float32", digest=simulated_digest(version))
     return HeldWeights(parts={name: (part,) for name in TENSORS})
 

@@ -1,9 +1,9 @@
 """The age bound and the bookkeeping that keeps it: versions, policy, admission, beginnings, buffer, ledger, attempts,
 and the pool that moves them together.
 
-Read in that order. Pure Python and numpy: no Ray, no network, no wall clock, no asyncio, so that everything
-DESIGN.md promises in C1–C6 can be checked here by property tests alone (``tests/property``). Only the ledger's file
-(``ledger_store``, ``ledger_reader``) is I/O, and it is given its times.
+Read in that order. Pure Python and numpy: no Ray, no network, no wall clock, no asyncio, so that everything that
+docs/architecture.md promises in C1–C6 can be checked here by property tests alone (``tests/property``). Only the
+ledger's file (``ledger_store``, ``ledger_reader``) is I/O, and it is given its times.
 
 ::
 

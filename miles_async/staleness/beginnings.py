@@ -1,4 +1,4 @@
-"""What is certain of the versions of samples that are still being generated.
+"""Certain facts about the versions of samples that are still being generated.
 
 The oldest version among a sample's loss tokens decides its age, and is known for certain only when the sample is
 finished. But any version that one of its loss tokens has for certain is a bound: the sample is at least that old.

@@ -45,7 +45,7 @@ ENDS_FROM: Mapping[Outcome, Collection[Stage]] = {
     Outcome.QUARANTINED: {Stage.IN_FLIGHT},
     Outcome.CANCELLED: set(Stage),
 }
-"""What may end how: only what was cut is trained, and what was cut is never too old."""
+"""Stages that each outcome may follow: only what was cut is trained, and what was cut is never too old."""
 
 
 STALE = frozenset({Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED})

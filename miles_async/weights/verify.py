@@ -54,7 +54,7 @@ def canary_tolerance(given: float | None, *, bf16: bool) -> float:
 # ---------------------------------------------------------------------------------------------- the canary
 @dataclass(frozen=True, slots=True)
 class CanaryVerdict:
-    """What an engine's log-probs of the canary say about its weights."""
+    """Verdict on an engine's weights by its log-probs of the canary."""
 
     problem: str | None  # why they cannot come from the staged weights
     difference: float  # mean of |engine - trainer|

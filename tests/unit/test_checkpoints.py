@@ -285,4 +285,4 @@ async def test_another_layout_of_ranks_is_said(tmp_path: Path, capsys: pytest.Ca
     await run_checkpoints("mine", load=tmp_path, ranks={**RANKS, "DP": 1, "TP": 2}).load()
     said = capsys.readouterr().out
     assert "checkpoint of another layout of ranks" in said
-    assert "seeded anew" in said
+    assert "seeded again" in said

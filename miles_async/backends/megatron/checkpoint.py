@@ -116,7 +116,7 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong first, without torch's collection of tracebacks."""
+    """First cause of a failure, without torch's collection of tracebacks."""
     if isinstance(error, CheckpointException):
         if not error.failures:
             return "a rank failed; rank 0 knows which and why"

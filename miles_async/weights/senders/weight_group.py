@@ -115,7 +115,7 @@ class WeightGroup:
             _abort_process_group(process_group)
 
     def _new_process_group(self) -> dist.ProcessGroup:
-        """What SGLang does on its side, as rank 0.
+        """Do what SGLang does on its side, as rank 0.
 
         ``dist.new_group`` can't: its members would have to be ranks of the trainer's own world.
         """
