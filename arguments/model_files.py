@@ -7,6 +7,7 @@ describes: each would otherwise fail minutes later, in every process that loads 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ _INDEX = "model.safetensors.index.json"
 def directory_problems(path: Path, flag: str) -> Iterator[str]:
     """Why ``path``, given with ``flag``, is not the directory of a whole model; one line per problem."""
     where = f"{flag} {path}"
-    if not path.exists():
+    if not os.path.exists(path):
         yield f"{where}: there is no such directory (nothing is downloaded: `hf download` it first)"
     elif not path.is_dir():
         yield f"{where}: expected a Hugging Face model directory, found a file"
-    elif not (path / "config.json").is_file():
+    elif not os.path.isfile(path / "config.json"):
         yield f"{where}: the directory has no config.json, so it is not a Hugging Face model directory"
     elif not (config := read_config(path)):
         yield f"{where}: config.json is not a JSON object"

@@ -5,6 +5,7 @@ Each check yields one line per problem, naming the flag and what was found.
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
     for flag, path in files:
         if path is None:
             continue
-        if not path.exists():
+        if not os.path.exists(path):
             yield f"{flag} {path}: there is no such file"
         elif not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
             yield f"{flag} {path}: expected a .jsonl or .parquet file"
@@ -103,7 +104,7 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
             f"--save-retain-interval {retained} keeps checkpoints of every {retained} steps, and --save-interval "
             f"{interval or 'none'} does not write them: give a multiple of --save-interval"
         )
-    if checkpoint.load is not None and not checkpoint.load.is_dir():
+    if checkpoint.load is not None and not os.path.isdir(checkpoint.load):
         yield f"--load {checkpoint.load}: there is no such directory; leave --load out to start a new run"
     run_dir = arguments.observability.run_dir.absolute()
     if checkpoint.load is not None and checkpoint.load.absolute().is_relative_to(run_dir):
@@ -130,9 +131,9 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
 
 def _output_problem(path: Path) -> str | None:
     """Why nothing can be written below ``path``. Tried, since permission bits don't tell (root, /proc, full disks)."""
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):
         return "expected a directory, found a file"
-    nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.exists(parent))
     try:
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b"0")

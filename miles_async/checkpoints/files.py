@@ -110,8 +110,11 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
 
 
 def describe_disk(path: Path) -> str:
-    """How full the disk of ``path`` is."""
-    usage = shutil.disk_usage(_existing(path))
+    """How full the disk of ``path`` is. Raises nothing, since it is asked where something failed there already."""
+    try:
+        usage = shutil.disk_usage(_existing(path))
+    except OSError as error:
+        return f"how full its disk is cannot be told: {error}"
     return f"the disk of {_existing(path)} has {readable_size(usage.free)} of {readable_size(usage.total)} free"
 
 

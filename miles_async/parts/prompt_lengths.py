@@ -10,20 +10,32 @@ from miles_async.prompts.source import FilePromptSource
 
 
 def length_notes(arguments: Arguments, source: FilePromptSource, limit: PromptLimit | None) -> Iterator[str]:
-    """One line about training prompts that are skipped, and one about those whose samples may outgrow a micro-batch."""
-    if limit is not None and (skipped := source.lengths_above(limit.tokens)):
+    """One line about training prompts that are skipped, and one about those whose samples may outgrow a micro-batch.
+
+    Only long prompts are tokenized, and once: there may be millions.
+    """
+    flag, response = response_length(arguments)
+    most = arguments.optimizer.max_tokens_per_gpu
+    room = None if arguments.sessions.is_multi_turn else most - response  # else trajectories end at the limit
+    bounds = [limit.tokens] if limit is not None else []
+    if room is not None and room > 0:
+        bounds.append(room)
+    lengths = source.lengths_above(min(bounds)) if bounds else []
+    skipped = [tokens for tokens in lengths if limit is not None and tokens > limit.tokens]
+    if limit is not None and skipped:
         yield (
             f"{source.path}: {len(skipped)} of {len(source)} prompts are skipped: they have up to {max(skipped)} "
             f"tokens, and {limit.reason}"
         )
-    if arguments.sessions.is_multi_turn:  # trajectories end at --max-tokens-per-gpu
+    if room is None:
         return
-    flag, response = response_length(arguments)
-    most = arguments.optimizer.max_tokens_per_gpu
-    long = [tokens for tokens in source.lengths_above(most - response) if limit is None or tokens <= limit.tokens]
+    consequence = f"exceed --max-tokens-per-gpu {most}, and then get micro-batches of their own, which take more memory"
+    if room <= 0:
+        yield f"with {flag} {response} samples of any prompt may {consequence}"
+        return
+    long = [tokens for tokens in lengths if tokens > room and (limit is None or tokens <= limit.tokens)]
     if long:
         yield (
             f"{source.path}: {len(long)} of {len(source)} prompts have up to {max(long)} tokens; with {flag} "
-            f"{response} their samples may exceed --max-tokens-per-gpu {most}, and then get micro-batches of their "
-            "own, which take more memory"
+            f"{response} their samples may {consequence}"
         )

@@ -16,6 +16,7 @@ from arguments import Arguments
 from arguments.evaluation import parse_data_sets
 from arguments.model_files import read_config
 from arguments.prompt_limit import prompt_limit, response_length
+from arguments.server_groups import server_groups
 from miles_async.engines.addresses import node_host
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
@@ -99,8 +100,10 @@ def _quadratic_work(arguments: Arguments) -> float:
 
 def canary_length(arguments: Arguments) -> int:
     """Tokens that the trainer can score in one micro-batch, and engines in the context that flags leave them."""
-    extra = arguments.engines.sglang_extra  # "--name", "value", ...
-    contexts = [int(value) // 2 for name, value in pairwise(extra) if name == "--context-length"]
+    published = [group.sglang_extra for group in server_groups(arguments) if group.role != "frozen"]
+    words = [word for extra in (arguments.engines.sglang_extra, *published) for word in extra]
+    settings = pairwise(part for word in words for part in word.split("=", 1))  # "--name", "value" or "--name=value"
+    contexts = [int(value) // 2 for name, value in settings if name == "--context-length" and value.isdecimal()]
     return min([arguments.optimizer.max_tokens_per_gpu, *contexts])
 
 

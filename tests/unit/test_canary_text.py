@@ -51,3 +51,13 @@ async def test_the_first_prompts_as_far_as_model_and_trainer_take_them(
 def test_flags_that_bound_it(flags: tuple[str, ...], length: int) -> None:
     arguments = parse_arguments(["--hf-checkpoint", "m", *flags]).arguments
     assert canary_length(arguments) == length
+
+
+def test_every_group_that_gets_weights_bounds_it(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(
+        "[groups.train.sglang]\ncontext-length = 300\n"
+        '[groups.judge]\nrole = "frozen"\nsglang = { context-length = 20 }\n'
+    )
+    flags = ["--hf-checkpoint", "m", "--server-groups", str(fleet), "--sglang-context-length", "400"]
+    assert canary_length(parse_arguments(flags).arguments) == 150

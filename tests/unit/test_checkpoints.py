@@ -268,6 +268,21 @@ async def test_a_full_disk_is_named_with_flag_and_directory(tmp_path: Path, erro
     assert names(tmp_path / "save") == []  # nothing that fills it further
 
 
+async def test_a_disk_that_answers_nothing_more_does_not_hide_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C10
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    side = Side()
+    checkpoints = run_checkpoints("mine", side, save=tmp_path / "save")
+    side.fails = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr("shutil.disk_usage", stale)
+    with pytest.raises(CheckpointError, match=r"iter_0000007 was not saved: .*Input/output error; .*Stale file handle"):
+        await checkpoints.save(Position(step=7))
+
+
 async def test_what_cannot_be_restored_is_named_with_flag_and_directory(tmp_path: Path) -> None:
     await save("mine", 10, save=tmp_path)
     side = Side()

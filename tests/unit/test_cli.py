@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -256,6 +257,28 @@ def test_a_dry_run_refuses_a_model_without_tokenizer_or_template(flags: list[str
     load_tokenizer.cache_clear()
     assert main([*flags, "--dry-run"]) == 2
     assert "no usable tokenizer there" in capsys.readouterr().err
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which nothing may be looked up, by root neither."""
+    directory, stat = Path("/proc/closed"), os.stat
+
+    def refusing(path: Any, **keywords: Any) -> os.stat_result:
+        if str(path).startswith(str(directory)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **keywords)
+
+    monkeypatch.setattr("os.stat", refusing)
+    return directory
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--save", "--load", "--hf-checkpoint", "--prompt-data"])
+def test_paths_that_may_not_be_looked_at_are_problems_with_flags(
+    flags: list[str], closed: Path, flag: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*flags, "--dry-run", flag, str(closed / "inside")]) == 2
+    assert f"{flag} {closed / 'inside'}: " in capsys.readouterr().err
 
 
 def test_outputs_never_overwrite_inputs(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -93,3 +93,26 @@ def test_notes_tell_how_many_are_skipped_and_how_many_outgrow_a_micro_batch(mode
     ]
     roomy = replace(arguments, optimizer=replace(arguments.optimizer, max_tokens_per_gpu=8192))
     assert list(length_notes(roomy, source, None)) == []
+
+
+def test_long_prompts_are_tokenized_once_and_none_where_any_sample_may_outgrow_a_micro_batch(model: Path) -> None:
+    data = model / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "x" * length, "label": ""}) + "\n" for length in (10, 900, 1500)))
+    tokenized: list[int] = []
+
+    def encode(content: Any) -> list[int]:
+        tokenized.append(len(content))
+        return [7] * len(content)
+
+    def notes(**flags: Any) -> list[str]:
+        arguments = assemble({"hf_checkpoint": model, "prompt_data": data} | flags, {})
+        tokenized.clear()
+        limit = prompt_limit(arguments)
+        return list(length_notes(arguments, FilePromptSource(arguments.data, encode, limit), limit))
+
+    assert len(notes(max_tokens_per_gpu=1824)) == 2
+    assert sorted(tokenized) == [10, 900, 1500]  # the first for what a template adds
+    skipped, long = notes(max_tokens_per_gpu=1024)
+    assert "1 of 3 prompts are skipped" in skipped
+    assert long.startswith("with --rollout-max-response-len 1024 samples of any prompt may exceed")
+    assert sorted(tokenized) == [10, 1500]
