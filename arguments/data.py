@@ -18,7 +18,7 @@ class DataArguments:
     metadata_key: str | None = flag(None, "column with anything else that rewards or environments need")
     prompt_id_key: str | None = flag(None, "column with a unique id (default: file name and row number)")
     apply_chat_template: bool = flag(True, "render messages with the tokenizer's chat template")
-    rollout_shuffle: bool = flag(True, "shuffle prompts anew in every epoch")
+    rollout_shuffle: bool = flag(True, "shuffle prompts, in another order every epoch")
     rollout_seed: int = flag(42, "seed of the shuffle")
     rollout_max_prompt_len: int | None = flag(
         None, "prompts with more tokens are skipped and counted (default: what the model has room for)"

@@ -228,7 +228,7 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
 
 
 def check_group_filters(arguments: Arguments) -> Iterator[str]:
-    """Filters exist, and let something pass: one that never does would have the run generate for ever (C3)."""
+    """Filters exist, and let something pass: one that never does would have the run generate forever (C3)."""
     try:
         filters = dict(parse_group_filters(arguments.rewards.group_filter))
     except ConfigurationError as error:

@@ -23,7 +23,7 @@ class WeightsArguments:
     keep_aborted: bool = flag(
         True,
         "with --pause-generation-mode abort: what was generated is kept, and goes on under the new version; else "
-        "requests are generated anew, so that no sample mixes versions",
+        "requests are generated again, so that no sample mixes versions",
     )
     publish_order: str = flag(
         "all",
