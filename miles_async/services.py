@@ -27,20 +27,30 @@ T = TypeVar("T")
 OPEN_AFTER = 3  # failures in a row, without an answer in between
 MAX_OVERDUE = 3  # deadlines that one call may miss while nobody else is answered
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0  # seconds
+_TOO_MANY_REQUESTS = 429  # of the HTTP statuses below 500 the one that says nothing about the request
 _FILES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def is_outage(error: BaseException) -> bool:
     """Whether an error of user code says that a service is down: it, or what led to it, is a failed connection, a
-    timeout or ServiceUnavailableError.
+    timeout, HTTP status 429 or 5xx, or ServiceUnavailableError.
     """
     if isinstance(error, MilesAsyncError):
         return isinstance(error, ServiceUnavailableError)
-    return any(
-        isinstance(cause, OSError | aiohttp.ClientConnectionError | ServiceUnavailableError)
-        and not isinstance(cause, _FILES)
-        for cause in causes(error)
-    )
+    for cause in causes(error):
+        if (status := _http_status(cause)) is not None:  # requests and urllib make OSErrors of refusals, too
+            return status >= 500 or status == _TOO_MANY_REQUESTS
+        is_connection = isinstance(cause, OSError | aiohttp.ClientConnectionError | ServiceUnavailableError)
+        if is_connection and not isinstance(cause, _FILES):
+            return True
+    return False
+
+
+def _http_status(error: BaseException) -> int | None:
+    """HTTP status that an error of requests, httpx, OpenAI's client, aiohttp or urllib is about; None: no answer."""
+    response = getattr(error, "response", None)
+    found = (getattr(response, "status_code", None), getattr(error, "status", None))
+    return next((status for status in found if isinstance(status, int) and 400 <= status < 600), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -94,9 +94,9 @@ async def _without_exits(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
+    _left_behind.add(task)  # before waiting, which a second cancellation ends
+    task.add_done_callback(_left_behind.discard)
     task.cancel()
     await asyncio.wait([task], timeout=END_SECONDS)
     if not task.done():
-        _left_behind.add(task)
-        task.add_done_callback(_left_behind.discard)
         log.warning("user code goes on although it was cancelled", waited_seconds=END_SECONDS, task=repr(task))

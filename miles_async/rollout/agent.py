@@ -17,7 +17,7 @@ import structlog
 from miles_async.errors import OverdueError, RequestRejectedError, ServiceUnavailableError, TransientEngineError
 from miles_async.protocols import EngineClient
 from miles_async.rollout.generate import routing_key
-from miles_async.services import is_outage
+from miles_async.services import causes, is_outage
 from miles_async.types import Attempt, Prompt, Sample
 from miles_async.user_code import raised, run_user_code
 
@@ -112,8 +112,10 @@ def _failure(error: Exception, collected: Collected) -> Exception:
         return TransientEngineError(f"a request of the agent failed: {collected.failure}")
     if collected.ending in ("aborted", "expired"):
         return TransientEngineError(f"the session of the agent ended as {collected.ending}")
-    if isinstance(error, OverdueError) and collected.waiting:
-        return TransientEngineError("engines kept the agent waiting until its time (--agent-timeout) was up")
+    if collected.waiting and any(isinstance(cause, TimeoutError | OverdueError) for cause in causes(error)):
+        return TransientEngineError(
+            f"engines kept the agent waiting until its time (--agent-timeout), or its client's, was up: {error!r}"
+        )
     if isinstance(error, OverdueError):
         return RequestRejectedError(str(error))
     if is_outage(error):

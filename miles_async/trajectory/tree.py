@@ -286,7 +286,7 @@ class _Arrays:
         if not carries_loss:  # they do in another branch
             self.append(tokens)
         elif sampled.constrained:
-            chosen = logprobs < 0  # the only token that a grammar allows is nobody's choice
+            chosen = ~(logprobs >= 0)  # the only token that a grammar allows is nobody's choice; NaN is for the guard
             chosen |= not chosen.any()  # but every turn has an age
             versions = np.where(chosen, sampled.weight_versions[:count], NO_VERSION).astype(np.int32)
             self._append(tokens, chosen.astype(np.uint8), logprobs, versions)

@@ -185,6 +185,15 @@ async def test_an_agent_whose_time_is_up_was_slow_itself_or_waited_for_engines(w
         await outcome_of(hang, collected(waiting=waiting), timeout=0.02)
 
 
+@pytest.mark.parametrize(("waiting", "kind"), [(True, TransientEngineError), (False, ServiceUnavailableError)])
+async def test_an_agents_client_that_gives_up_on_engines_is_no_outage_of_a_service(waiting: bool, kind: type) -> None:
+    async def give_up(base_url: str, prompt: Prompt) -> None:
+        raise RuntimeError("request timed out") from TimeoutError()
+
+    with pytest.raises(kind, match="request timed out"):
+        await outcome_of(give_up, collected(waiting=waiting))
+
+
 def test_an_agent_is_checked_at_the_start() -> None:
     assert load_object(f"{__name__}:OwnAgent", Agent, "--agent-path")
 

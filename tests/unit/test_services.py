@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import urllib.error
 from collections.abc import Awaitable, Callable, Coroutine
+from email.message import Message
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -190,6 +194,14 @@ def chained(outer: Exception, inner: Exception) -> Exception:
         return error
 
 
+class RequestsError(OSError):
+    """As ``raise_for_status`` of requests makes it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.response = SimpleNamespace(status_code=status)
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -200,6 +212,14 @@ def chained(outer: Exception, inner: Exception) -> Exception:
         (ServiceUnavailableError("503"), True),
         (chained(RuntimeError("client"), ConnectionResetError()), True),
         (FileNotFoundError("tests.json"), False),
+        (RequestsError(503), True),
+        (RequestsError(429), True),
+        (RequestsError(422), False),
+        (chained(RuntimeError("client"), RequestsError(422)), False),
+        (urllib.error.HTTPError("http://reward", 502, "bad gateway", Message(), None), True),
+        (urllib.error.HTTPError("http://reward", 400, "bad request", Message(), None), False),
+        (aiohttp.ClientResponseError(Mock(), (), status=503), True),
+        (aiohttp.ClientResponseError(Mock(), (), status=404), False),
         (KeyError("answer"), False),
         (RewardError("no label"), False),
         (chained(TransientEngineError("engine"), ConnectionResetError()), False),  # engines have a budget of their own

@@ -17,7 +17,9 @@ import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
 
+from miles_async.errors import TransientEngineError
 from miles_async.prompts.templates import ChatTemplate
+from miles_async.rollout.sample_guard import check_sample
 from miles_async.trajectory.constraints import CALL_STYLES, GRAMMAR, Constraint, grammar
 from miles_async.trajectory.replies import PARSERS
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
@@ -208,6 +210,21 @@ async def test_what_a_grammar_forced_carries_no_loss_and_its_turns_are_counted()
     assert constrained.loss_mask[said].tolist() == [n % 2 for n in range(len(constrained.tokens[said]))]
     assert set(constrained.weight_versions[constrained.loss_mask == 1]) == {4}
     assert free.loss_mask[said].all()
+
+
+async def test_a_broken_log_prob_is_not_taken_for_a_token_that_a_grammar_forced() -> None:
+    # covers: C12
+    class Broken(ScriptedModel):
+        async def generate(self, *args: Any, **options: Any) -> Any:
+            generation = await super().generate(*args, **options)
+            generation.logprobs[1] = np.nan
+            return generation
+
+    async with agent_of(Broken(says('{"number": 68}'), version=4)) as agent:
+        await agent.chat(QUESTION, response_format={"type": "json_object"})
+        sample = (await agent.collect()).sample
+    with pytest.raises(TransientEngineError, match="found nan"):
+        check_sample(sample)
 
 
 async def test_a_turn_under_a_grammar_that_a_publication_aborts_begins_again() -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
+import structlog
+from aiohttp import web
 
 from miles_async.engines.client import http_error
 from miles_async.errors import StalledError, TransientEngineError
+from miles_async.sessions.problems import as_json
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.turn import take_turn
 from tests.fakes import session_agents
@@ -215,6 +219,15 @@ async def test_an_agent_that_hangs_up_ends_its_generation() -> None:
         assert (await agent.status())["idle_seconds"] > 0
         collected = await agent.collect()
     assert (collected.sample, collected.waiting) == (None, True)
+
+
+async def test_an_answer_to_a_client_that_has_gone_is_no_error_of_the_server() -> None:
+    async def answers(request: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    with structlog.testing.capture_logs() as logs, pytest.raises(ConnectionResetError):
+        await as_json(Mock(), answers)
+    assert not logs
 
 
 async def test_parallel_requests_become_branches() -> None:

@@ -134,3 +134,24 @@ async def test_a_deadline_holds_for_code_that_swallows_its_cancellation(monkeypa
     over.set()
     await asyncio.sleep(0.01)
     assert not user_code._left_behind
+
+
+async def test_code_that_is_cancelled_twice_while_it_cleans_up_is_held_until_it_ends() -> None:
+    over = asyncio.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await over.wait()
+
+    task = asyncio.ensure_future(run_user_code(slow_to_end()))
+    await asyncio.sleep(0.01)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert task.cancelled()
+    assert len(user_code._left_behind) == 1  # the event loop itself would let it be collected
+    over.set()
+    await asyncio.sleep(0.01)
+    assert not user_code._left_behind
