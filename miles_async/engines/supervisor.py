@@ -126,7 +126,7 @@ class EngineSupervisor:
         await self._registry.wait_until(lambda: bool(self._registry.in_state(EngineState.JOINING)))
 
     def handle(self, engine_id: str) -> ServerHandle:
-        """Of its last start. Raises EngineError before the first."""
+        """Handle of the engine's latest start. Raises EngineError before the first."""
         handle = self._engines[engine_id].handle
         if handle is None:
             raise EngineError(f"{engine_id} was never started")
@@ -263,12 +263,14 @@ class EngineSupervisor:
             await self._take_out(record, reason)
 
     async def make_routable(self, record: EngineRecord, url: str) -> None:
-        """It serves from now on. Raises EngineError if the router does not take it."""
+        """Have a joining engine serve from now on. Raises EngineError if the router does not take it."""
         incarnation = record.incarnation
         await self._router.add(url)
-        if record.incarnation == incarnation:  # else it died meanwhile, and is out of the router again
+        if record.incarnation == incarnation and record.state is EngineState.JOINING:
             record.state = EngineState.SERVING
             self._registry.notify()
+        elif self._registry.answering_at(url) is None:  # lost or drained meanwhile, maybe before the router had it
+            await self._unregister(url)
 
     async def _take_out(self, record: EngineRecord, reason: str) -> None:
         """Void everything known of this engine; no-op if it is out already."""

@@ -311,6 +311,28 @@ async def test_an_engine_that_dies_while_it_is_admitted_does_not_serve() -> None
         assert setup.registry.in_state(EngineState.SERVING) == ()
 
 
+@pytest.mark.parametrize("end", ["dies", "is drained"])
+async def test_an_engine_that_ends_before_the_router_has_it_does_not_stay_there(end: str) -> None:
+    async with started(2) as setup:
+        await setup.publish((E0,), 1)
+        server, real_add = setup.servers[1][0], setup.router.add
+
+        async def end_then_add(url: str, timeout: float = 0.0) -> None:
+            if end == "dies":
+                await server.crash()
+                await setup.until(lambda: setup.registry.engines["engine-1"].incarnation > 0)
+            else:
+                await setup.supervisor.scale("engine", 1)
+                await setup.until(lambda: "engine-1" not in setup.registry.engines)
+            await real_add(url)
+
+        setup.router.add = end_then_add  # type: ignore[method-assign]
+        server.engine.weight_version = "1"
+        await setup.fleet.admit((E1,), 1)
+        assert setup.router.registered == [setup.servers[0][0].engine.url]
+        assert (await setup.fleet.members()).serving == (E0,)
+
+
 async def test_an_engine_that_restarts_while_another_answers_slowly_is_not_admitted() -> None:
     # covers: C8
     async with started(2) as setup:
