@@ -79,7 +79,8 @@ def sweep_temporary() -> None:
 
 def _remove(directory: Path) -> None:
     with suppress(OSError):
-        for line in (directory / _ELSEWHERE).read_text().splitlines():
+        ours = directory.lstat().st_uid == os.getuid()  # in /tmp others could name our files in one of theirs
+        for line in (directory / _ELSEWHERE).read_text().splitlines() if ours else ():
             inode, _, path = line.partition(" ")
             with suppress(OSError):
                 if os.lstat(path).st_ino == int(inode):

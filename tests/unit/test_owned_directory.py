@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from miles_async.run.owned_directory import OwnedDirectory, sweep
 
 OWNER = """
@@ -46,6 +48,16 @@ def test_files_elsewhere_go_with_it_unless_they_are_others_by_then(tmp_path: Pat
     other.rename(segments[2])
     directory.remove()
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["third"]
+
+
+def test_files_that_another_user_names_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "mine"
+    mine.touch()
+    directory = OwnedDirectory(tmp_path / "tmp")
+    directory.owns([mine])
+    monkeypatch.setattr("os.getuid", lambda: directory.path.stat().st_uid + 1)
+    directory.remove()
+    assert mine.exists()
 
 
 def test_what_a_killed_owner_left_is_removed_and_what_a_live_one_has_is_not(tmp_path: Path) -> None:
