@@ -301,14 +301,16 @@ class Run:
 
     def end_at_once(self, interrupted: bool, reason: str) -> NoReturn:
         """End this process and all others of the run from another thread: the main one is stuck."""
-        print(f"error: {reason}; ending all processes of the run", file=sys.stderr, flush=True)
-        run = read_run_process(self._run_dir)
-        kill_marked(run)
-        self.try_to_report("interrupted" if interrupted else "failed")
-        sweep_temporary()
-        sweep(staging_directory(self._arguments, self._run_dir))
-        shutil.rmtree(Path(run.control).parent, ignore_errors=True)
-        os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
+        try:
+            print(f"error: {reason}; ending all processes of the run", file=sys.stderr, flush=True)
+            run = read_run_process(self._run_dir)
+            kill_marked(run)
+            self.try_to_report("interrupted" if interrupted else "failed")
+            sweep_temporary()
+            sweep(staging_directory(self._arguments, self._run_dir))
+            shutil.rmtree(Path(run.control).parent, ignore_errors=True)
+        finally:  # even if the run directory is gone
+            os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
 
     def _balance_on_disk(self) -> dict[str, int]:
         """What the ledger knows when the rollout side is gone: all but its last moment."""

@@ -45,7 +45,7 @@ class ControlServer:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)  # what cleans /tmp may have taken it
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

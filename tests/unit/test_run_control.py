@@ -48,6 +48,12 @@ async def test_a_command_is_answered(
     assert "the run does not answer" in capsys.readouterr().err
 
 
+async def test_a_socket_that_was_removed_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "control"
+    async with ControlServer(path, {"engines": engines}):
+        path.unlink()
+
+
 def test_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", str(tmp_path)]) == 2
     assert "expected a run directory" in capsys.readouterr().err

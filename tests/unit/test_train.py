@@ -94,3 +94,19 @@ def test_a_directory_that_cannot_be_written_is_named(arguments: Arguments, tmp_p
     below = replace(arguments, observability=ObservabilityArguments(run_dir=tmp_path / "file" / "run"))
     with pytest.raises(ConfigurationError, match=f"--run-dir {tmp_path / 'file' / 'run'}: "):
         train.run(below)
+
+
+def test_a_last_resort_ends_the_process_even_without_a_run_directory(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class EndedError(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise EndedError(status)
+
+    monkeypatch.setattr("os._exit", end)
+    run = train.Run(arguments, tmp_path / "removed", tmp_path / "control")
+    with pytest.raises(EndedError) as ended:
+        run.end_at_once(False, "Ray has ended")
+    assert ended.value.args == (train.EXIT_FAILED,)
