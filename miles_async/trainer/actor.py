@@ -1,7 +1,8 @@
 """One trainer rank as a Ray actor: the training backend, and on a sending rank the weights' way out.
 
-Methods are blocking, since training is. They run in two threads: ``train`` and everything collective over the ranks in
-one, the transport of weights in the other, so that an engine which fails to answer never holds up training.
+Methods are blocking, since training is. They run in three threads: ``train`` and everything collective over the ranks
+in one, the transport of weights in another, and in the third that for repairs: an engine which fails to answer never
+holds up training, and one which fails in its repair holds up no delivery.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RankInfo:
 
 
 class TrainerActor:
-    """Made by TrainerGroup. Every method is called on all ranks at once, except those of the weights thread."""
+    """Made by TrainerGroup. Every method is called on all ranks at once, except :meth:`call_sender`."""
 
     def __init__(self, rank: int, world_size: int, *, single_node: bool, log_file: Path | None) -> None:
         if log_file is not None:

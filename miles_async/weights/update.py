@@ -54,7 +54,7 @@ class PublicationState(Enum):
 
 
 class FleetUpdater:
-    """Brings staged weights to the engines of one fleet. One call at a time: who calls sees to that."""
+    """Brings staged weights to the engines of one fleet. Not reentrant; callers must serialize."""
 
     def __init__(
         self,
