@@ -80,7 +80,10 @@ def run(arguments: Arguments) -> int:
     run_dir = arguments.observability.run_dir
     staged = staging_directory(arguments, run_dir)
     sweep(staged)  # of a run that was killed, before its directory is moved aside
-    temporary = OwnedDirectory(temporary_parent(), mode=0o700)
+    try:
+        temporary = OwnedDirectory(temporary_parent(), mode=0o700)
+    except OSError as error:
+        raise ConfigurationError(f"the run has no place for temporary files (TMPDIR): {error}") from error
     try:
         with claimed(run_dir, temporary.path / "control"):
             configure_logging(run_dir, arguments.observability.log_level)

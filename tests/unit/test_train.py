@@ -110,3 +110,12 @@ def test_a_last_resort_ends_the_process_even_without_a_run_directory(
     with pytest.raises(EndedError) as ended:
         run.end_at_once(False, "Ray has ended")
     assert ended.value.args == (train.EXIT_FAILED,)
+
+
+def test_a_directory_for_temporary_files_that_cannot_be_written_is_named(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(train, "temporary_parent", lambda: tmp_path / "file" / "tmp")
+    with pytest.raises(ConfigurationError, match=rf"temporary files \(TMPDIR\): .*{tmp_path / 'file' / 'tmp'}"):
+        train.run(arguments)
