@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from arguments import Arguments
 from arguments.data import DataArguments
 from arguments.model_files import read_config
+from arguments.server_groups import context_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +30,30 @@ def asked_limit(data: DataArguments) -> PromptLimit | None:
 def prompt_limit(arguments: Arguments, *, evaluation: bool = False) -> PromptLimit | None:
     """The lowest limit of training prompts, or of held-out ones: what is asked for, and what can be generated at all.
 
-    Engines refuse a request whose prompt and response exceed the model's positions. Trajectories of several turns have
-    a limit of their own; in one turn, a sample may exceed ``--max-tokens-per-gpu``.
+    Engines refuse a request whose prompt and response exceed their context. Trajectories of several turns have a limit
+    of their own; in one turn, a sample may exceed ``--max-tokens-per-gpu``. Raises ConfigurationError for a file of
+    ``--server-groups`` that cannot be read.
     """
     limits = [asked] if (asked := asked_limit(arguments.data)) else []
-    positions = model_positions(arguments)
     if arguments.sessions.is_multi_turn:
         most = trajectory_limit(arguments)
-        reason = f"trajectories have at most {most} tokens (--max-tokens-per-gpu, the model's positions)"
+        reason = f"trajectories have at most {most} tokens (--max-tokens-per-gpu, or the context of model and engines)"
         limits.append(PromptLimit(most - 1, reason, "raise --max-tokens-per-gpu"))
-    elif positions is not None and arguments.rollout.custom_generate_function_path is not None:
-        limits.append(PromptLimit(positions - 1, f"the model has {positions} positions", "leave them out"))
-    elif positions is not None:
-        flag, response = response_length(arguments, evaluation=evaluation)
-        room = positions - response
-        reason = f"{flag} {response} leaves {room} of the model's {positions} positions"
-        limits.append(PromptLimit(room, reason, f"lower {flag}"))
+    elif (context := engine_context(arguments)) is not None:
+        if arguments.rollout.custom_generate_function_path is not None:
+            reason = f"more than {context.tokens - 1} leave no room for a response in {context.name}"
+            limits.append(PromptLimit(context.tokens - 1, reason, "leave them out"))
+        else:
+            flag, response = response_length(arguments, evaluation=evaluation)
+            room = context.tokens - response
+            limits.append(PromptLimit(room, f"{flag} {response} leaves {room} of {context.name}", f"lower {flag}"))
     return min(limits, key=lambda limit: limit.tokens, default=None)
 
 
 def trajectory_limit(arguments: Arguments) -> int:
     """Tokens that a trajectory of several turns may have, prompt included."""
-    most = arguments.optimizer.max_tokens_per_gpu
-    return min(most, model_positions(arguments) or most)
+    most, context = arguments.optimizer.max_tokens_per_gpu, engine_context(arguments)
+    return most if context is None else min(most, context.tokens)
 
 
 def response_length(arguments: Arguments, *, evaluation: bool = False) -> tuple[str, int]:
@@ -62,8 +64,21 @@ def response_length(arguments: Arguments, *, evaluation: bool = False) -> tuple[
     return "--rollout-max-response-len", arguments.rollout.rollout_max_response_len
 
 
-def model_positions(arguments: Arguments) -> int | None:
-    """``max_position_embeddings`` of the model; None where its config.json does not say."""
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Tokens that an engine may have for prompt and response."""
+
+    tokens: int
+    name: str
+
+
+def engine_context(arguments: Arguments) -> Context | None:
+    """The least of the model's positions and what flags leave engines of them; None where nothing tells."""
     path = arguments.model.hf_checkpoint
     positions = read_config(path).get("max_position_embeddings") if path is not None else None
-    return positions if isinstance(positions, int) else None
+    contexts = [
+        Context(length, f"the {length} tokens of --sglang-context-length") for length in context_lengths(arguments)
+    ]
+    if isinstance(positions, int):
+        contexts.append(Context(positions, f"the model's {positions} positions"))
+    return min(contexts, key=lambda context: context.tokens, default=None)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +92,18 @@ def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
 def of_role(groups: Sequence[ServerGroup], role: str) -> tuple[ServerGroup, ...]:
     """Those groups."""
     return tuple(group for group in groups if group.role == role)
+
+
+def context_lengths(arguments: Arguments) -> list[int]:
+    """Tokens of context of the engines that get weights, where flags of SGLang say so, by group."""
+    lengths: list[int] = []
+    for group in server_groups(arguments):
+        if group.role != "frozen" and not group.external:
+            words = (*arguments.engines.sglang_extra, *group.sglang_extra)  # the last one wins
+            parts = pairwise(part for word in words for part in word.split("=", 1))
+            given = [int(value) for name, value in parts if name == "--context-length" and value.isdecimal()]
+            lengths += given[-1:]
+    return lengths
 
 
 def check_server_groups(arguments: Arguments) -> Iterator[str]:

@@ -60,8 +60,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
     if isinstance(positions, int) and longest > positions:
         yield (
             f"prompt and response may have {longest} tokens, more than the model's max_position_embeddings "
-            f"{positions}: "
-            "lower --rollout-max-response-len or --rollout-max-prompt-len"
+            f"{positions}: lower --rollout-max-response-len or --rollout-max-prompt-len"
         )
 
 

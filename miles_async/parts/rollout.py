@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from arguments import Arguments
 from arguments.evaluation import parse_data_sets
 from arguments.model_files import read_config
 from arguments.prompt_limit import prompt_limit, response_length
-from arguments.server_groups import server_groups
+from arguments.server_groups import context_lengths
 from miles_async.engines.addresses import node_host
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
@@ -100,10 +99,7 @@ def _quadratic_work(arguments: Arguments) -> float:
 
 def canary_length(arguments: Arguments) -> int:
     """Tokens that the trainer can score in one micro-batch, and engines in the context that flags leave them."""
-    published = [group.sglang_extra for group in server_groups(arguments) if group.role != "frozen"]
-    words = [word for extra in (arguments.engines.sglang_extra, *published) for word in extra]
-    settings = pairwise(part for word in words for part in word.split("=", 1))  # "--name", "value" or "--name=value"
-    contexts = [int(value) // 2 for name, value in settings if name == "--context-length" and value.isdecimal()]
+    contexts = [length // 2 for length in context_lengths(arguments)]
     return min([arguments.optimizer.max_tokens_per_gpu, *contexts])
 
 

@@ -44,15 +44,18 @@ def limit_of(arguments: Arguments, *, evaluation: bool = False) -> tuple[int, st
             (48, "--rollout-max-response-len 2000 leaves 48 of the model's 2048 positions",
              "lower --rollout-max-response-len"),
         ),
-        ({"custom_generate_function_path": "a:b"}, (2047, "the model has 2048 positions", "leave them out")),
+        (
+            {"custom_generate_function_path": "a:b"},
+            (2047, "more than 2047 leave no room for a response in the model's 2048 positions", "leave them out"),
+        ),
         (
             {"environment_path": "a:b", "max_tokens_per_gpu": 1500},
-            (1499, "trajectories have at most 1500 tokens (--max-tokens-per-gpu, the model's positions)",
+            (1499, "trajectories have at most 1500 tokens (--max-tokens-per-gpu, or the context of model and engines)",
              "raise --max-tokens-per-gpu"),
         ),
         (
             {"environment_path": "a:b"},
-            (2047, "trajectories have at most 2048 tokens (--max-tokens-per-gpu, the model's positions)",
+            (2047, "trajectories have at most 2048 tokens (--max-tokens-per-gpu, or the context of model and engines)",
              "raise --max-tokens-per-gpu"),
         ),
     ],
@@ -76,6 +79,16 @@ def test_without_positions_only_what_is_asked_for_counts(model: Path) -> None:
     assert prompt_limit(Arguments()) is asked_limit(DataArguments()) is None
     arguments = assemble({"hf_checkpoint": model, "environment_path": "a:b", "max_tokens_per_gpu": 100}, {})
     assert trajectory_limit(arguments) == 100
+
+
+def test_engines_with_a_shorter_context_bound_prompts_and_trajectories(model: Path) -> None:
+    passed = {"--sglang-mem-fraction-static": ("0.5",), "--sglang-context-length": ("1500",)}
+    arguments = assemble({"hf_checkpoint": model}, passed)
+    reason = "--rollout-max-response-len 1024 leaves 476 of the 1500 tokens of --sglang-context-length"
+    assert limit_of(arguments) == (476, reason, "lower --rollout-max-response-len")
+    assert trajectory_limit(assemble({"hf_checkpoint": model}, passed)) == 1500
+    external = assemble({"hf_checkpoint": model, "rollout_external": ("127.0.0.1:1",)}, passed)
+    assert trajectory_limit(external) == 2048  # the flag does not reach servers that are up already
 
 
 def test_notes_tell_how_many_are_skipped_and_how_many_outgrow_a_micro_batch(model: Path) -> None:

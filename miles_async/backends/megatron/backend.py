@@ -155,17 +155,18 @@ class MegatronBackend:
         """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError."""
         from safetensors import SafetensorError
 
+        config_file = directory / "config.json"
         try:
             if dist.get_rank() == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 _copy_companions(self._directory, directory)
                 config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
-                (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+                config_file.write_text(json.dumps(config, indent=2) + "\n")
             self._model.bridge.save_hf_weights(self._model.modules, str(directory), show_progress=False)
             dist.barrier()
             if dist.get_rank() == 0:
                 for file in directory.glob("*.safetensors"):
-                    file.chmod(0o644)  # safetensors lets nobody else read it
+                    shutil.copymode(config_file, file)  # safetensors lets nobody else read it, whatever the umask
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"--save-hf {directory}: cannot export: {error}") from error
 
