@@ -66,7 +66,9 @@ class ServiceUnavailableError(MilesAsyncError):
 
 
 class OverdueError(ServiceUnavailableError):
-    """User code missed its deadline: the fault of its service if that answers nobody, else its own."""
+    """User code missed its deadline: for all that is known the fault of its service if that answers nobody, else its
+    own.
+    """
 
 
 class ServiceOutageError(MilesAsyncError):

@@ -110,6 +110,7 @@ class Circuit:
         Raises:
             Exception: what ``work`` raises and :func:`is_outage` does not recognize.
             ServiceUnavailableError: it fails although the service answers others.
+            OverdueError: it misses ``MAX_OVERDUE`` deadlines while nobody is answered. May be its own fault or not.
             ServiceOutageError: the service has been down for longer than ``--service-outage-timeout``.
         """
         own = overdue = 0
@@ -125,8 +126,10 @@ class Circuit:
                 self._failed(error, counts=not others_answered)
                 is_overdue = isinstance(error, OverdueError)
                 own, overdue = own + others_answered, overdue + is_overdue
-                if own > self._max_failures or (is_overdue and (others_answered or overdue >= MAX_OVERDUE)):
+                if own > self._max_failures or (is_overdue and others_answered):
                     raise ServiceUnavailableError(f"{self.service}: {_text(error)}") from error
+                if overdue >= MAX_OVERDUE:
+                    raise OverdueError(f"{self.service}: {_text(error)}") from error
                 if self._down_seconds() > self._outage_timeout:
                     raise ServiceOutageError(
                         f"expected {self.service} to be back within {self._outage_timeout:g} s "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from miles_async.errors import RewardError, ServiceOutageError, ServiceUnavailableError
+from miles_async.errors import OverdueError, RewardError, ServiceOutageError, ServiceUnavailableError
 from miles_async.protocols import Reward
 from miles_async.services import Circuit
 from miles_async.train_data.advantages import check_reward
@@ -17,7 +17,7 @@ CLOSE_SECONDS = 10.0
 
 
 class GuardedReward:
-    """A Reward that raises RewardError only: neither a bad sample nor a short outage of a service may end a run."""
+    """A Reward whose errors end no run: neither a bad sample's, nor those of a short outage of a service."""
 
     def __init__(self, reward: Reward, timeout: float | None, circuit: Circuit | None = None) -> None:
         """``timeout``: seconds of one try; None for a reward that keeps the time itself. ``circuit``: of the service
@@ -28,10 +28,16 @@ class GuardedReward:
         self._circuit = circuit
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        """Return a reward that can be trained on. Raises RewardError, and ServiceOutageError, which ends the run."""
+        """Return a reward that can be trained on.
+
+        Raises:
+            RewardError: the sample has none.
+            OverdueError: it or its service hangs; which of them cannot be told.
+            ServiceOutageError: which ends the run.
+        """
         try:
             return check_reward(float(await self._asked(prompt, sample)))
-        except (RewardError, ServiceOutageError):
+        except (RewardError, OverdueError, ServiceOutageError):
             raise
         except ServiceUnavailableError as error:  # although its service answers others
             raise RewardError(str(error)) from error

@@ -19,6 +19,7 @@ import structlog
 from arguments.rollout import RolloutArguments
 from miles_async.errors import (
     MilesAsyncError,
+    OverdueError,
     RequestRejectedError,
     RewardError,
     ServiceUnavailableError,
@@ -172,6 +173,8 @@ class Dispatcher:
                 self._beginnings.forget(routing_key(attempt, index))
                 failures.append(str(error))
                 log.info("sample failed, trying it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
+            except OverdueError as error:  # a service that hangs, for all that is known, and not the prompt
+                raise AttemptFailed(str(error), infrastructure=True) from error
             except (RequestRejectedError, RewardError, ServiceUnavailableError) as error:
                 raise AttemptFailed(str(error), infrastructure=False) from error
             except Exception as error:  # supervision point: a user's Generate costs its attempt, not the run

@@ -120,7 +120,10 @@ class StalenessBuffer:
         fresh = [
             sample for sample in group.samples if not is_stale(oldest_version(sample), target_version, self._bound)
         ]
-        return group_of(group.attempt, fresh) if fresh and len(fresh) >= self._min_samples else None
+        if not fresh or len(fresh) < self._min_samples:
+            return None
+        rest = group_of(group.attempt, fresh)
+        return msgspec.structs.replace(rest, stopped=group.stopped, aborted=group.aborted)
 
     def _note_version(self, attempt_id: int, version: int) -> None:
         if version not in self._by_version:

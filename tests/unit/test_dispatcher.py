@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -652,11 +653,26 @@ async def test_abort_at_the_length_limit_is_the_end() -> None:
     assert min(budget for _, budget in bench.engine.requests) == 6
 
 
-async def test_reward_that_hangs_costs_its_attempt_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_LONGEST_PAUSE", 0.1)  # alone, it may be its service that hangs: it is asked thrice
+async def test_a_service_that_answers_nobody_in_time_never_quarantines_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # covers: C6
+    monkeypatch.setattr(services, "_LONGEST_PAUSE", 0.1)
 
     async def hang(prompt: Prompt, sample: Sample) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    bench = Bench(reward=hang, reward_timeout=0.02, quarantine=0)
+    async with running(bench):
+        await until(lambda: bench.balance()["failed"] > 2 * BATCH)  # so that one has failed twice
+    assert bench.balance()["quarantined"] == 0
+
+
+async def test_reward_that_hangs_costs_its_attempt_only() -> None:
+    async def hang(prompt: Prompt, sample: Sample) -> float:
         if prompt.prompt_id == "p0":
+            await bench.services.circuit("rewards").call(partial(reward, prompt, sample))  # others are answered
             await asyncio.sleep(60)
         return 1.0
 

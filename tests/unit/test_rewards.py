@@ -16,7 +16,13 @@ from msgspec import structs
 
 from arguments import RewardArguments
 from arguments.rewards import REWARD_NAMES, parse_rm_type
-from miles_async.errors import ConfigurationError, RewardError, ServiceOutageError, ServiceUnavailableError
+from miles_async.errors import (
+    ConfigurationError,
+    OverdueError,
+    RewardError,
+    ServiceOutageError,
+    ServiceUnavailableError,
+)
 from miles_async.hooks import load_object
 from miles_async.protocols import Generate, GroupFilter, PromptSource, Reward
 from miles_async.rewards import guard
@@ -237,7 +243,7 @@ class TestGuardedReward:
             await asyncio.sleep(60)
             return 1.0
 
-        with pytest.raises(RewardError, match=r"longer than --reward-timeout 0\.01 s"):
+        with pytest.raises(OverdueError, match=r"longer than --reward-timeout 0\.01 s"):
             await GuardedReward(reward, timeout=0.01)(PROMPT, sample("21"))
 
 

@@ -104,7 +104,7 @@ def test_completion_order_takes_groups_as_they_came() -> None:
 @pytest.mark.parametrize("order", ["oldest_first", "completion"])
 def test_a_group_goes_on_with_its_fresh_samples_while_enough_remain(order: str) -> None:
     buffer = StalenessBuffer(2, 1, order=order, min_samples=2)
-    buffer.put(make_group(0, [[5], [2], [5, 4]]))
+    buffer.put(msgspec.structs.replace(make_group(0, [[5], [2], [5, 4]]), stopped=3, aborted=1))
     buffer.put(make_group(1, [[5], [2], [2]]))  # one fresh sample is not enough
     buffer.put(make_group(2, [[5], [5], [5]]))
     cut = buffer.cut(5)
@@ -112,6 +112,7 @@ def test_a_group_goes_on_with_its_fresh_samples_while_enough_remain(order: str) 
     assert [len(group.samples) for group in cut.groups] == [2, 3]
     assert [(trimmed.group, trimmed.left_out) for trimmed in cut.trimmed] == [(cut.groups[0], 1)]
     assert cut.groups[0].oldest_version == 4
+    assert (cut.groups[0].stopped, cut.groups[0].aborted) == (3, 1)  # metrics count them
 
 
 def test_a_group_may_lose_samples_at_several_cuts() -> None:
