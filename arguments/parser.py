@@ -76,7 +76,7 @@ def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> 
 
 
 def _collected(values: list[Any]) -> tuple[Any, ...] | None:
-    """Of a flag with several values; "none" alone means None."""
+    """Value of a flag that takes several; "none" alone means None."""
     return None if values == [None] else tuple(value for value in values if value is not None)
 
 

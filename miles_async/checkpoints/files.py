@@ -129,7 +129,7 @@ def free_bytes(path: Path) -> int:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """On disk when this returns."""
+    """Write a file that is on disk when this returns."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

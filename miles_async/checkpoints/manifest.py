@@ -84,7 +84,7 @@ def least_bytes(hf_checkpoint: Path) -> int:
 
 
 def write_manifest(directory: Path, identity: RunIdentity) -> None:
-    """For all that ``directory`` holds; on disk when this returns."""
+    """Write the manifest of all files in ``directory``; it is on disk when this returns."""
     files = {
         str(path.relative_to(directory)): path.stat().st_size
         for path in sorted(directory.rglob("*"))

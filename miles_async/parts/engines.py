@@ -76,7 +76,7 @@ class RunEngines:
                 raise result
 
     def stats(self) -> Mapping[str, Any]:
-        """Of the engines that generate for training; ``engines`` describes all."""
+        """Statistics of the engines that generate for training; ``engines`` describes all."""
         return {**self.train.stats(), "engines": "; ".join(stack.registry.describe() for stack in self._stacks)}
 
     async def scale(self, group: str, engines: int) -> None:

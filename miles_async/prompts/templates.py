@@ -131,7 +131,7 @@ class ChatTemplate:
         return _PROBE in text
 
     def tokenize(self, text: str) -> list[int]:
-        """Of rendered text: nothing is added to it."""
+        """Token ids of rendered text, to which nothing is added."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:  # a tokenizer in Python
             slowly: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

@@ -31,7 +31,7 @@ def work_of(members: Iterable[int], lengths: list[int], quadratic: float) -> flo
 
 
 def packed_then_dealt(lengths: list[int], ranks: int, max_tokens: int) -> Ranks:
-    """What was done before: all are packed, then micro-batches are dealt out in rounds by their tokens."""
+    """The former way: all are packed, then micro-batches are dealt out in rounds by their tokens."""
     bins = pack(lengths, max_tokens)
     bins = split_to(bins, lengths, -(-len(bins) // ranks) * ranks)
     bins.sort(key=lambda members: -sum(lengths[i] for i in members))

@@ -21,7 +21,7 @@ SIZES = [4, 2]
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce"])
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_the_largest_rewards_give_finite_advantages_and_gradients(estimator: str, normalize_std: bool) -> None:
-    """Of the loss of a million tokens, squared as in a norm."""
+    """The gradient is that of a million tokens, squared as in a norm."""
     rewards = np.array([check_reward(LARGEST_REWARD), check_reward(-LARGEST_REWARD), 0.0], np.float32)
     found = advantages(rewards, [3], estimator, normalize_std=normalize_std)
     assert np.isfinite(found).all()

@@ -49,7 +49,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "deepseek-v3", "moonlight"])
 def test_weights_that_a_token_passes_are_counted(name: str) -> None:
-    """Of a mixture: all but the experts that a token is not sent to."""
+    """In a mixture: all but the experts that a token is not sent to."""
     import torch
     import transformers
 
