@@ -7,7 +7,6 @@ service is back, and no sample pays for it (C6). An outage without end is the ru
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import random
 from collections.abc import Awaitable, Callable, Iterator
@@ -113,8 +112,8 @@ class Circuit:
             OverdueError: it misses ``MAX_OVERDUE`` deadlines while nobody is answered. May be its own fault or not.
             ServiceOutageError: the service has been down for longer than ``--service-outage-timeout``.
         """
-        own = overdue = 0
-        for backoff in _backoff():
+        failures = own = overdue = 0
+        while True:
             await self._admission()
             answers = self._answers
             try:
@@ -139,8 +138,8 @@ class Circuit:
                 self._answers += 1
                 self.works()
                 return result
-            await asyncio.sleep(backoff)
-        raise AssertionError("backoff never ends")
+            await asyncio.sleep(_backoff(failures))
+            failures += 1
 
     def works(self) -> None:
         """Note that the service does something for a call, which goes on."""
@@ -220,9 +219,8 @@ class Services:
         return [circuit.describe() for circuit in self._circuits.values() if circuit.is_open]
 
 
-def _backoff() -> Iterator[float]:
-    for doublings in itertools.count():
-        yield _jittered(min(_SHORTEST_PAUSE * 2.0 ** min(doublings, 10), _LONGEST_PAUSE))
+def _backoff(doublings: int) -> float:
+    return _jittered(min(_SHORTEST_PAUSE * 2.0 ** min(doublings, 10), _LONGEST_PAUSE))
 
 
 def _jittered(seconds: float) -> float:

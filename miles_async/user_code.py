@@ -33,15 +33,16 @@ async def run_user_code(work: Coroutine[Any, Any, T], *, seconds: float | None =
         UserCodeError: it raised what is no Exception (CancelledError, SystemExit, KeyboardInterrupt).
         OverdueError: it took longer than ``seconds``; the message is ``overdue``.
     """
-    _contain_tasks(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    _contain_tasks(loop)
     # No TaskGroup: it would wait forever for code that swallows its cancellation.
-    task = asyncio.ensure_future(_outcome(work))
+    task = loop.create_task(_outcome(work))
     try:
-        done, _ = await asyncio.wait([task], timeout=seconds)
+        in_time = await _done(task, seconds)
     finally:
         if not task.done():
             await _end(task)
-    if not done:
+    if not in_time:
         raise OverdueError(overdue)
     result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
     if error is None:
@@ -64,6 +65,29 @@ def call_user_code(function: Callable[..., T], *arguments: Any) -> T:
 def raised(error: Exception) -> str:
     """Say what user code raised, for the end of a sentence."""
     return str(error) if isinstance(error, UserCodeError) else f"raised {error!r}"
+
+
+async def _done(task: asyncio.Task[Any], seconds: float | None) -> bool:
+    """Wait for a task for at most ``seconds``; return whether it is done.
+
+    As ``asyncio.wait``, at half its price: every sample waits here twice, for its Generate and for its reward.
+    """
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    task.add_done_callback(wake)
+    timer = None if seconds is None else loop.call_later(seconds, wake)
+    try:
+        await waiter
+    finally:
+        task.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
+    return task.done()
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, BaseException | None]:

@@ -38,7 +38,6 @@ from miles_async.rollout.sample_guard import check_sample
 from miles_async.services import Circuit, Services
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.pool import Pool, PoolSnapshot
-from miles_async.staleness.versions import oldest_version
 from miles_async.types import Attempt, Group, Sample
 from miles_async.user_code import call_user_code, raised, run_user_code
 
@@ -161,16 +160,16 @@ class Dispatcher:
         What was generated is kept while the service of its reward is down (``rewards.guard``): what crashes a reward
         must not be sampled away.
         """
+        key = routing_key(attempt, index)
         failures: list[str] = []
         while len(failures) <= self._arguments.max_sample_failures:
             try:
-                sample = await self._hooks.service.call(partial(self._generate, attempt, index, running))
-                check_sample(sample)
-                self._beginnings.note(routing_key(attempt, index), oldest_version(sample))
+                sample = await self._hooks.service.call(partial(self._generate, attempt, index, key, running))
+                self._beginnings.note(key, check_sample(sample))
                 reward = await self._hooks.reward(attempt.prompt, sample)
                 return msgspec.structs.replace(sample, reward=reward)
             except (TransientEngineError, VersionUnknownError) as error:
-                self._beginnings.forget(routing_key(attempt, index))
+                self._beginnings.forget(key)
                 failures.append(str(error))
                 log.info("sample failed, trying it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
             except OverdueError as error:  # a service that hangs, for all that is known, and not the prompt
@@ -183,8 +182,7 @@ class Dispatcher:
                 raise AttemptFailed(f"generate {raised(error)}", infrastructure=False) from error
         raise AttemptFailed(failures[-1], infrastructure=True)
 
-    async def _generate(self, attempt: Attempt, index: int, running: set[int]) -> Sample:
-        key = routing_key(attempt, index)
+    async def _generate(self, attempt: Attempt, index: int, key: str, running: set[int]) -> Sample:
         async with self.concurrency.slots:
             running.add(index)
             self._beginnings.watch(key)

@@ -5,25 +5,27 @@ from __future__ import annotations
 import numpy as np
 
 from miles_async.errors import TransientEngineError
-from miles_async.staleness.versions import loss_versions
+from miles_async.staleness.versions import oldest_version
 from miles_async.types import Sample
 
 LOWEST_LOGPROB = -1e4
 """No float32 softmax ends below -104. SGLang (0.5) reports the lowest float, -3.4e38, where the probability is 0."""
 
 
-def check_sample(sample: Sample) -> None:
-    """Check the tokens that carry loss, over all branches (C1, C12).
+def check_sample(sample: Sample) -> int:
+    """Check the tokens that carry loss, over all branches (C1, C12). Return the oldest of their versions.
 
     Raises:
         VersionUnknownError: one has no weight version, or there is none.
         TransientEngineError: one has no usable log-prob; the numerics of the engine, or of a Generate, are broken.
     """
-    loss_versions(sample)
+    oldest = oldest_version(sample)
     logprobs = np.concatenate([branch.rollout_logprobs[branch.loss_mask != 0] for branch in sample.branches])
-    unusable = logprobs[~np.isfinite(logprobs) | (logprobs < LOWEST_LOGPROB)]
+    usable = (logprobs >= LOWEST_LOGPROB) & (logprobs < np.inf)  # NaN is neither
+    unusable = logprobs[~usable]
     if len(unusable):
         raise TransientEngineError(
             f"expected a log-prob for every token that carries loss, found {unusable[0]:g} ({len(unusable)} of "
             f"{len(logprobs)} tokens): the numerics of the engine, or of a Generate, are broken"
         )
+    return oldest

@@ -170,7 +170,7 @@ def loss_versions(sample: Sample) -> Int32:
     of_branches = [branch.weight_versions[branch.loss_mask != 0] for branch in sample.branches]
     if not all(map(len, of_branches)):
         raise VersionUnknownError("expected at least one token that carries loss, found none: the sample has no age")
-    versions = np.concatenate(of_branches)
+    versions = of_branches[0] if len(of_branches) == 1 else np.concatenate(of_branches)
     if versions.min() <= NO_VERSION:
         raise VersionUnknownError("expected a weight version for every token that carries loss, found one without")
     return versions

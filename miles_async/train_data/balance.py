@@ -80,6 +80,8 @@ def largest_differencing(work: Float64, parts: int) -> list[list[int]]:
     [[1, 3, 4], [0, 2]]
     """
     count = len(work)
+    if parts == 1:
+        return [list(range(count))]
     single = np.zeros(parts)
     sums: dict[int, Float64] = {}
     # Union u takes part p from part order[p] of the first and parts - 1 - order[p] of the second.

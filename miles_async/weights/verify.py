@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from miles_async.tensor_digest import total
 from miles_async.types import CanaryScore, Float32, HeldPart, HeldWeights, StagedWeights, TensorMeta, TensorShare
@@ -69,7 +70,7 @@ def judge_canary(staged: StagedWeights, score: CanaryScore, tolerance: float) ->
     if found.shape != expected.shape or not np.isfinite(found).all():
         return _fails(f"expected {expected.size} finite log-probs of the canary, found {score.logprobs}")
     differences = np.abs(found - expected)
-    mean, high = float(differences.mean()), float(np.quantile(differences, QUANTILE))
+    mean, high = float(differences.mean()), _quantile(differences, QUANTILE)
     if mean > tolerance or high > QUANTILE_TOLERANCE * tolerance:
         return _fails(
             f"canary log-probs differ by {mean:.3g} in the mean and by {high:.3g} at the {QUANTILE:.0%} quantile, "
@@ -87,6 +88,11 @@ def judge_canary(staged: StagedWeights, score: CanaryScore, tolerance: float) ->
             mean,
         )
     return CanaryVerdict(None, mean, tells_versions_apart=apart)
+
+
+def _quantile(values: npt.NDArray[np.float64], share: float) -> float:
+    """As ``np.quantile``, which takes ten times as long and is called for every engine at every publication."""
+    return float(np.interp(share * (len(values) - 1), np.arange(len(values)), np.sort(values)))
 
 
 def _how_far(found: Float32, new: Float32, old: Float32) -> tuple[float, float]:

@@ -33,6 +33,11 @@ def test_a_loss_token_needs_a_log_prob(logprob: float) -> None:
         check_sample(with_logprob(sample, 3, logprob))
 
 
+def test_it_tells_the_oldest_version_of_all_branches() -> None:
+    assert check_sample(make_sample([4, 3, NO_VERSION, 5])) == 3
+    assert check_sample(make_sample([4, 3], more_branches=[[2, 4]])) == 2
+
+
 def test_every_branch_is_checked() -> None:
     sample = make_sample([3], more_branches=[[3]])
     [branch] = sample.more_branches

@@ -205,6 +205,14 @@ def test_a_few_tokens_may_differ_by_anything() -> None:
     assert "at the 90% quantile" in str(judged(found, new).problem)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 10, 11, 255])
+def test_the_quantile_is_interpolated_as_numpy_does(tokens: int) -> None:
+    new = draw.normal(-2, 1, tokens)
+    found = new + draw.uniform(5, 9, tokens)
+    quantile = np.quantile(np.abs(found - new), 0.9)
+    assert f"by {quantile:.3g} at the 90% quantile" in str(judged(found, new).problem)
+
+
 def test_an_engine_nearer_to_the_version_before_fails() -> None:
     """All within the tolerance of the new version."""
     # covers: C8
