@@ -71,9 +71,13 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
 _ALLOWED_WITH_VALUES: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
     "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # duplicates and flags; no owner, who would get signals
     "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # terminal?, size, bytes to read, flags
-    "prlimit64": ((302, 261), 2, (0,)),  # asking: a null pointer for the new limit
 }
-"""Numbers, which argument, what its lower half may be."""
+"""Numbers, which argument, what it may be: the kernel takes its lower half."""
+
+_ALLOWED_WITH_NULL: dict[str, tuple[tuple[int, int], int]] = {
+    "prlimit64": ((302, 261), 2),  # asking: there is no new limit, which could be another process's
+}
+"""Numbers, which argument, a pointer, has to be null in both halves."""
 
 _ALLOWED_WITH_BITS: dict[str, tuple[tuple[int, int | None], int, int, bool]] = {
     "open": ((2, None), 1, _WRITING, False),
@@ -170,8 +174,8 @@ def _filter() -> bytes:
     allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | errno.EPERM)
     kill, absent = (_RETURN, 0, 0, _KILL), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)
 
-    def argument(index: int) -> Instruction:
-        return _LOAD, 0, 0, _ARGUMENTS + 8 * index
+    def argument(index: int, *, upper: bool = False) -> Instruction:
+        return _LOAD, 0, 0, _ARGUMENTS + 8 * index + 4 * upper
 
     def about(number: int | None, *code: Instruction) -> tuple[Instruction, ...]:
         return () if number is None else ((_EQUAL, 0, len(code), number), *code)
@@ -183,6 +187,9 @@ def _filter() -> bytes:
     for numbers, index, values in _ALLOWED_WITH_VALUES.values():
         choices = (instruction for value in values for instruction in ((_EQUAL, 0, 1, value), allow))
         code += about(numbers[column], argument(index), *choices, refuse)
+    for pointer_numbers, index in _ALLOWED_WITH_NULL.values():
+        null = (_EQUAL, 1, 0, 0), refuse
+        code += about(pointer_numbers[column], argument(index), *null, argument(index, upper=True), *null, allow)
     for numbers, index, bits, wanted in _ALLOWED_WITH_BITS.values():
         code += about(numbers[column], argument(index), (_BITS, int(not wanted), int(wanted), bits), allow, refuse)
     code += about(435, absent)  # clone3: the C library then uses clone, whose flags can be seen

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -397,6 +399,25 @@ else: print("done")
     assert run(source) == "refused\n"
     assert (tmp_path / "file").read_text() == "kept"
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("address", [5 << 32, (5 << 32) + 4096])
+def test_a_program_sets_no_limits_of_other_processes_from_any_address(address: int):
+    """Whose lower half is zero, too: the filter sees halves."""
+    source = f"""
+import ctypes
+library = ctypes.CDLL(None, use_errno=True)
+library.mmap.restype = ctypes.c_void_p
+library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+found = library.mmap({address}, 4096, 3, 0x32, -1, 0)  # readable, writable; private, anonymous, fixed
+library.prlimit.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+refused = library.prlimit(int(input()), 4, found, None) == -1 and ctypes.get_errno()
+print(found == {address}, refused, library.prlimit(0, 4, None, None))
+"""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        found = run(source, str(other.pid))
+        other.kill()
+    assert found == f"True {errno.EPERM} 0\n"
 
 
 def test_secrets_in_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch):
