@@ -287,8 +287,8 @@ MUTANTS = (
     Mutant(
         name="any rest of a group is enough",
         function=StalenessBuffer._fresh_rest,
-        old="fresh and len(fresh) >= self._min_samples",
-        new="fresh",
+        old="not fresh or len(fresh) < self._min_samples",
+        new="not fresh",
         caught_by=lossy_runs,
         where="start_training",
     ),
