@@ -5,6 +5,7 @@ product between an optimizer step and an engine, without Ray.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -46,6 +48,21 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
 }
 Corrupt = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
 """Spoils tensors of a staged file in place, given all tensors of the version before."""
+
+
+def listening_sockets() -> int:
+    """How many this process has; process groups that are garbage have closed theirs."""
+    gc.collect()
+    return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections())
+
+
+async def until_equal(held: Callable[[], object], expected: object) -> None:
+    """Sockets may be closed a moment later than the publication that used them ends."""
+    for _ in range(50):
+        if held() == expected:
+            return
+        await asyncio.sleep(0.1)
+    assert held() == expected
 
 
 class Trainer:

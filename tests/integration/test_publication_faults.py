@@ -29,7 +29,14 @@ from miles_async.errors import EngineError, PublicationError
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import CanaryScore, Generation
 from tests.integration.faulty_engines import Fault, FaultyEngine, PassOn, dies, does_nothing, hangs, refuses
-from tests.integration.publishing import Publishing, Trainer, publishing, random_sequences
+from tests.integration.publishing import (
+    Publishing,
+    Trainer,
+    listening_sockets,
+    publishing,
+    random_sequences,
+    until_equal,
+)
 from tests.integration.real_run import shared_memory
 from tests.integration.served_models import save_served
 
@@ -111,8 +118,7 @@ class Cluster:
 
     def held(self) -> tuple[int, list[int]]:
         """What publications could leave: listening sockets here, and what the schedulers have open."""
-        listening = [c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
-        return len(listening), [engine.scheduler().num_fds() for engine in self.engines.values()]
+        return listening_sockets(), [engine.scheduler().num_fds() for engine in self.engines.values()]
 
 
 async def more(answers: Answers, count: int = REQUESTS) -> set[str]:
@@ -282,4 +288,4 @@ async def test_no_failure_left_anything(cluster: Cluster) -> None:
     """Of all those before."""
     async with cluster.publishing() as published:
         await published.next()
-    assert cluster.held() == cluster.held_at_first
+    await until_equal(cluster.held, cluster.held_at_first)

@@ -30,7 +30,16 @@ from miles_async.errors import PublicationError
 from miles_async.protocols import EngineErrors
 from miles_async.types import CanaryScore, FleetMembers, Incarnation
 from tests.fakes.fake_engine import FakeRouter
-from tests.integration.publishing import TRANSPORTS, Corrupt, Publishing, Trainer, publishing, random_sequences
+from tests.integration.publishing import (
+    TRANSPORTS,
+    Corrupt,
+    Publishing,
+    Trainer,
+    listening_sockets,
+    publishing,
+    random_sequences,
+    until_equal,
+)
 from tests.integration.served_models import save_served
 
 pytestmark = [
@@ -255,11 +264,8 @@ async def test_an_external_engine_is_brought_to_the_weights_and_left_running(ser
 
 
 async def test_nothing_is_left_by_publications(server: Server) -> None:
-    here = psutil.Process()
-
-    def held() -> tuple[Any, ...]:
-        sockets = len([c for c in here.net_connections() if c.status == psutil.CONN_LISTEN])
-        return sockets, [process.num_fds() for process in server.processes]
+    def held() -> tuple[int, list[int]]:
+        return listening_sockets(), [process.num_fds() for process in server.processes]
 
     for transport in TRANSPORTS.values():
         counts = []
@@ -268,5 +274,5 @@ async def test_nothing_is_left_by_publications(server: Server) -> None:
                 await published.next()
                 await published.next()
             counts.append(held())
-        assert counts[0] == counts[1], transport
+        await until_equal(held, counts[0])
     assert server.registry.engines[ENGINE].state is EngineState.SERVING
