@@ -1,26 +1,26 @@
 """Flags: one argparse group = one file = one frozen dataclass = one section of ``--help``.
 
-Parts of the system get their own group; only ``train.py`` sees the whole :class:`Arguments`.
+Parts of the system get their own group; only ``wiring/driver.py`` sees the whole :class:`Arguments`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from arguments.algorithm import AlgorithmArguments
-from arguments.checkpoint import CheckpointArguments
-from arguments.cluster import ClusterArguments
-from arguments.data import DataArguments
-from arguments.engines import EnginesArguments
-from arguments.evaluation import EvaluationArguments
-from arguments.model import ModelArguments
-from arguments.observability import ObservabilityArguments
-from arguments.optimizer import OptimizerArguments
-from arguments.rewards import RewardArguments
-from arguments.rollout import RolloutArguments
-from arguments.sessions import SessionsArguments
-from arguments.staleness import StalenessArguments
-from arguments.weights import WeightsArguments
+from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.arguments.cluster import ClusterArguments
+from miles_async.arguments.data import DataArguments
+from miles_async.arguments.engines import EnginesArguments
+from miles_async.arguments.evaluation import EvaluationArguments
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.arguments.optimizer import OptimizerArguments
+from miles_async.arguments.rewards import RewardArguments
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.arguments.sessions import SessionsArguments
+from miles_async.arguments.staleness import StalenessArguments
+from miles_async.arguments.weights import WeightsArguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from arguments import Arguments
-from arguments.pass_through import PassThrough, is_pass_through, unflatten, values_from_toml
-from arguments.problems import refuse
-from arguments.renamed_flags import explain_unknown
-from arguments.specification import FlagSpecification, argument_groups, flag_specifications
+from miles_async.arguments import Arguments
+from miles_async.arguments.pass_through import PassThrough, is_pass_through, unflatten, values_from_toml
+from miles_async.arguments.problems import refuse
+from miles_async.arguments.renamed_flags import explain_unknown
+from miles_async.arguments.specification import FlagSpecification, argument_groups, flag_specifications
 from miles_async.errors import ConfigurationError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments.flag import flag
+from miles_async.arguments.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

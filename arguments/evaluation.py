@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments.flag import flag
+from miles_async.arguments.flag import flag
 from miles_async.errors import ConfigurationError
 
 

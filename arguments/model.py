@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments.flag import flag
+from miles_async.arguments.flag import flag
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
 

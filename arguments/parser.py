@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 from rich.text import Text
 from rich_argparse import RichHelpFormatter
 
-from arguments import Arguments
-from arguments.argument_files import expand_argument_files
-from arguments.config_file import read_config_file
-from arguments.pass_through import PassThrough, flatten, looks_like_flag, split_pass_through
-from arguments.problems import refuse
-from arguments.renamed_flags import explain_unknown
-from arguments.specification import (
+from miles_async.arguments import Arguments
+from miles_async.arguments.argument_files import expand_argument_files
+from miles_async.arguments.config_file import read_config_file
+from miles_async.arguments.pass_through import PassThrough, flatten, looks_like_flag, split_pass_through
+from miles_async.arguments.problems import refuse
+from miles_async.arguments.renamed_flags import explain_unknown
+from miles_async.arguments.specification import (
     FlagSpecification,
     argument_groups,
     flag_specifications,

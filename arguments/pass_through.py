@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from arguments.renamed_flags import OWNED_PASS_THROUGH_FLAGS
+from miles_async.arguments.renamed_flags import OWNED_PASS_THROUGH_FLAGS
 
 PREFIXES = {"--sglang-": "sglang_extra", "--router-": "router_extra"}
 """Prefix of the flag → field of EnginesArguments that collects it."""

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from arguments import Arguments, EvaluationArguments
-from arguments.evaluation import parse_data_sets
+from miles_async.arguments import Arguments, EvaluationArguments
+from miles_async.arguments.evaluation import parse_data_sets
 
 
 def with_absolute_paths(arguments: Arguments) -> Arguments:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arguments import Arguments
-from arguments.data import DataArguments
-from arguments.model_files import read_config
-from arguments.server_groups import context_lengths
+from miles_async.arguments import Arguments
+from miles_async.arguments.data import DataArguments
+from miles_async.arguments.model_files import read_config
+from miles_async.arguments.server_groups import context_lengths
 
 
 @dataclass(frozen=True, slots=True)

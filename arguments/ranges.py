@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from arguments import Arguments
-from arguments.specification import FlagSpecification, flag_specifications
+from miles_async.arguments import Arguments
+from miles_async.arguments.specification import FlagSpecification, flag_specifications
 
 AT_LEAST: dict[str, int] = {
     "actor_num_nodes": 1,

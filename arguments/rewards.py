@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments.flag import flag
+from miles_async.arguments.flag import flag
 from miles_async.errors import ConfigurationError
 
 COMPARING_REWARDS = ("exact_match", "math", "f1", "multiple_choice")

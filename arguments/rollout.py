@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arguments.flag import flag
+from miles_async.arguments.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from arguments import Arguments
+from miles_async.arguments import Arguments
 from miles_async.errors import ConfigurationError
 
 DEFAULT_GROUP = "engine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arguments.flag import flag
+from miles_async.arguments.flag import flag
 
 TOOL_CALL_PARSERS = ("qwen", "llama3", "glm")
 

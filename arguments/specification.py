@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from arguments import Arguments
+from miles_async.arguments import Arguments
 
 KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: "true or false"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from arguments.flag import flag
+from miles_async.arguments.flag import flag
 
 DEFAULT_UNBOUNDED_LEAD = 3
 """Batches ahead when ages are not bounded: enough to hide one slow batch, and far from racing ahead."""

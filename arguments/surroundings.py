@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from arguments import Arguments
-from arguments.evaluation import parse_data_sets
-from arguments.model import EXPERT_COUNTS
-from arguments.model_files import directory_problems, read_config
+from miles_async.arguments import Arguments
+from miles_async.arguments.evaluation import parse_data_sets
+from miles_async.arguments.model import EXPERT_COUNTS
+from miles_async.arguments.model_files import directory_problems, read_config
 from miles_async.errors import ConfigurationError
 
 

@@ -9,13 +9,13 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 
-from arguments import Arguments, WeightsArguments
-from arguments.problems import refuse
-from arguments.ranges import range_problems
-from arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
-from arguments.server_groups import check_server_groups
-from arguments.sessions import TOOL_CALL_PARSERS
-from arguments.surroundings import (
+from miles_async.arguments import Arguments, WeightsArguments
+from miles_async.arguments.problems import refuse
+from miles_async.arguments.ranges import range_problems
+from miles_async.arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
+from miles_async.arguments.server_groups import check_server_groups
+from miles_async.arguments.sessions import TOOL_CALL_PARSERS
+from miles_async.arguments.surroundings import (
     check_model,
     check_model_fits,
     check_outputs,

@@ -21,7 +21,7 @@ optimizer is about to step. The trainer holds the visible version or the next on
 trains on, and it stages nothing more until that is visible.
 
 Either side's failure cancels the other and surfaces as the first error (C10). This module knows protocols
-only; ``train.py`` decides what stands behind them.
+only; ``wiring/driver.py`` decides what stands behind them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from arguments.checkpoint import CheckpointArguments
-from arguments.evaluation import EvaluationArguments
-from arguments.rollout import RolloutArguments
-from arguments.staleness import StalenessArguments
-from arguments.weights import WeightsArguments
-from miles_async.clock import Stopwatch
+from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.arguments.evaluation import EvaluationArguments
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.arguments.staleness import StalenessArguments
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import ContractViolation
-from miles_async.protocols import RolloutSide, TrainerSide
+from miles_async.runtime.clock import Stopwatch
+from miles_async.seams import RolloutSide, TrainerSide
 from miles_async.types import PreparedBatch, Publication
 
 log = structlog.get_logger(__name__)

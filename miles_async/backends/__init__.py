@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+from miles_async.api import TrainBackend
 from miles_async.errors import ConfigurationError
-from miles_async.protocols import TrainBackend
 
 ENTRY_POINTS = "miles_async.backends"
 

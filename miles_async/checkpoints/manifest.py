@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from arguments.model_files import read_config
+from miles_async.arguments.model_files import read_config
 from miles_async.checkpoints.files import Checkpoint, list_checkpoints, write_synced
 from miles_async.errors import CheckpointError
 

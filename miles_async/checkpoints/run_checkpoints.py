@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from arguments.checkpoint import CheckpointArguments
+from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import (
     POSITION_FILE,
     Checkpoint,
@@ -28,8 +28,8 @@ from miles_async.checkpoints.manifest import Manifest, RunIdentity, check_whole,
 from miles_async.checkpoints.start import continues
 from miles_async.controller import Position
 from miles_async.errors import CheckpointError
-from miles_async.protocols import RolloutSide, TrainerSide
-from miles_async.run.readmission import read_readmissions
+from miles_async.ledger.readmission import read_readmissions
+from miles_async.seams import RolloutSide, TrainerSide
 
 log = structlog.get_logger(__name__)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from arguments import Arguments
-from arguments.data import DataArguments
-from arguments.evaluation import parse_data_sets
-from arguments.problems import refuse
-from arguments.prompt_limit import prompt_limit
-from arguments.server_groups import server_groups
+from miles_async.arguments import Arguments
+from miles_async.arguments.data import DataArguments
+from miles_async.arguments.evaluation import parse_data_sets
+from miles_async.arguments.problems import refuse
+from miles_async.arguments.prompt_limit import prompt_limit
+from miles_async.arguments.server_groups import server_groups
 from miles_async.errors import ConfigurationError
 
 
@@ -59,7 +59,7 @@ def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
 
 def passed_on_problems(arguments: Arguments) -> Iterator[str]:
     """Flags that SGLang or smg does not know, by its installed version."""
-    from miles_async.engines.known_flags import sglang_flags, smg_flags, unknown_flags
+    from miles_async.engines.sglang.known_flags import sglang_flags, smg_flags, unknown_flags
 
     engines = arguments.engines
     groups = [group for group in server_groups(arguments) if group.sglang]
@@ -75,8 +75,8 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
 
 def place_problems(arguments: Arguments) -> Iterator[str]:
     """A run directory that another run has, or that is no run's; a Ray cluster that is not there."""
-    from miles_async.run.directory import check_run_directory
-    from miles_async.run.ray_address import check_ray_address
+    from miles_async.runtime.ray_address import check_ray_address
+    from miles_async.runtime.run_directory import check_run_directory
 
     try:
         check_run_directory(arguments.observability.run_dir)
@@ -90,7 +90,7 @@ def place_problems(arguments: Arguments) -> Iterator[str]:
 
 def device_problems(arguments: Arguments) -> Iterator[str]:
     """More GPUs than this machine has, where Ray is started on it; a transport that needs a GPU."""
-    from miles_async.run.device import choose_device, count_gpus
+    from miles_async.runtime.device import choose_device, count_gpus
     from miles_async.weights.transports.choice import check_device
 
     cluster = arguments.cluster
@@ -125,9 +125,9 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     For the dry run: in a run the rollout process does this before it starts an engine, and importing transformers
     takes seconds.
     """
-    from miles_async.parts.prompt_lengths import length_notes
     from miles_async.prompts.source import FilePromptSource
     from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+    from miles_async.wiring.prompt_lengths import length_notes
 
     assert arguments.model.hf_checkpoint is not None
     template = ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
@@ -147,10 +147,10 @@ def check_hooks(arguments: Arguments) -> None:
 
     The processes that call the hooks load them again; here a mistake costs no start-up.
     """
-    from miles_async.hooks import load_object
-    from miles_async.parts import episode
-    from miles_async.protocols import Generate
+    from miles_async.api import Generate
     from miles_async.rollout.filter_hub import resolve_group_filter
+    from miles_async.runtime.hooks import load_object
+    from miles_async.wiring import generation as episode
 
     episode.check_hooks(arguments)
     resolve_group_filter(arguments.rewards)

@@ -18,13 +18,13 @@ from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.parser import CommandParser
 from miles_async.commands.unissued import why_never_issued
 from miles_async.errors import CheckpointError, ConfigurationError, LedgerError
+from miles_async.ledger.reader import LedgerReader, open_ledger
+from miles_async.ledger.readmission import request_readmission
+from miles_async.ledger.story import tell
 from miles_async.rollout.checkpoint import STATE_FILE
-from miles_async.run.directory import CONFIG_FILE, LEDGER_FILE, check_directory
-from miles_async.run.readmission import request_readmission
+from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
 from miles_async.staleness.ledger import Balance, Ledger
-from miles_async.staleness.ledger_reader import LedgerReader, open_ledger
-from miles_async.staleness.story import tell
 
 ALL = "all"
 MAX_REASONS = 20  # most frequent ones that are printed; errors of engines can each be different

@@ -11,11 +11,11 @@ from typing import NoReturn
 from rich.console import Console
 from rich_argparse import RawDescriptionRichHelpFormatter
 
-from arguments.parser import parse_arguments
-from arguments.problems import refuse
-from arguments.ranges import range_problems
-from arguments.server_groups import of_role, server_groups
-from arguments.validation import check_deadlines, check_staleness
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.problems import refuse
+from miles_async.arguments.ranges import range_problems
+from miles_async.arguments.server_groups import of_role, server_groups
+from miles_async.arguments.validation import check_deadlines, check_staleness
 from miles_async.errors import ConfigurationError
 from miles_async.simulation.distributions import Fixed, parse_distribution
 from miles_async.simulation.plan import Flags, Row, Timing, candidates, predict, recommend

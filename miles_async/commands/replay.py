@@ -10,8 +10,8 @@ import numpy as np
 
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
-from miles_async.replay import Replay, ReplayedBatch
-from miles_async.run.directory import check_directory
+from miles_async.runtime.run_directory import check_directory
+from miles_async.wiring.replay import Replay, ReplayedBatch
 
 
 def replay(words: Sequence[str]) -> Iterator[str]:

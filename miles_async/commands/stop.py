@@ -10,9 +10,9 @@ from pathlib import Path
 
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError, StalledError
-from miles_async.run.directory import STAGING_DIRECTORY
-from miles_async.run.owned_directory import sweep, sweep_temporary
-from miles_async.run.process import RunProcess, find_driver, find_marked, kill_marked, read_run_process
+from miles_async.runtime.owned_directory import sweep, sweep_temporary
+from miles_async.runtime.run_directory import STAGING_DIRECTORY
+from miles_async.runtime.run_process import RunProcess, find_driver, find_marked, kill_marked, read_run_process
 
 STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
 LEFTOVER_SECONDS = 10.0  # for what outlives the driver by a moment

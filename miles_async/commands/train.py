@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from arguments import Arguments
-from arguments.config_file import to_toml
-from arguments.parser import parse_arguments
-from arguments.server_groups import ServerGroup, server_groups
-from arguments.validation import validate
+from miles_async.arguments import Arguments
+from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.server_groups import ServerGroup, server_groups
+from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer
-from miles_async.run.last_resort import sigterm_interrupts
-from miles_async.run.ray_address import VARIABLE, with_ray_address
+from miles_async.runtime.last_resort import sigterm_interrupts
+from miles_async.runtime.ray_address import VARIABLE, with_ray_address
 
 
 def train(words: Sequence[str], show: Callable[[str], None]) -> int:
-    """``miles-async train``; the exit code. Raises what :func:`miles_async.train.run` does."""
+    """``miles-async train``; the exit code. Raises what :func:`miles_async.wiring.driver.run` does."""
     with sigterm_interrupts():
         return _train(words, show)
 
@@ -42,7 +42,7 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
         return 0
     if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
         show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
-    from miles_async.train import run  # here, since it brings torch and Ray with it
+    from miles_async.wiring.driver import run  # here, since it brings torch and Ray with it
 
     return run(arguments)
 

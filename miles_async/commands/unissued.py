@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from arguments.parser import parse_arguments
-from arguments.prompt_limit import PromptLimit, prompt_limit
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit
 from miles_async.errors import ConfigurationError, DataError
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
-from miles_async.run.directory import CONFIG_FILE
+from miles_async.runtime.run_directory import CONFIG_FILE
 
 
 def why_never_issued(run_dir: Path, prompt_id: str, issued: int) -> tuple[str, bool]:

@@ -28,13 +28,13 @@ import msgspec
 import numpy as np
 import structlog
 
-from miles_async.clock import now
-from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.sglang.api import EngineApi
 from miles_async.engines.traffic import Traffic
-from miles_async.engines.turns import Turns
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
+from miles_async.runtime.clock import now
+from miles_async.runtime.turns import Turns
 from miles_async.types import FinishReason, Generation, VersionSpan
 
 log = structlog.get_logger(__name__)
@@ -89,7 +89,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", 
 
 
 class RouterClient:
-    """Implements ``protocols.EngineClient``. One per run, on one event loop."""
+    """Implements ``api.EngineClient``. One per run, on one event loop."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class RouterClient:
         await self._http.close()
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
-        """See ``protocols.EngineClient``. Raises StalledError when no engine serves within the gate's
+        """See ``api.EngineClient``. Raises StalledError when no engine serves within the gate's
         deadline.
         """
         tried, backoff = 0, self._backoff_seconds

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import structlog
 
-from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.sglang.api import EngineApi
 from miles_async.engines.supervisor import EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineTimeoutError
-from miles_async.protocols import EngineErrors
+from miles_async.seams import EngineErrors
 from miles_async.types import CanaryScore, FleetMembers, HeldWeights, Incarnation, TensorMeta, TensorShare
 
 log = structlog.get_logger(__name__)
@@ -36,7 +36,7 @@ _STEPS_TO_LOAD = 3  # deadlines of a step: it is all weights at once, and is not
 
 
 class Fleet:
-    """Implements ``protocols.EngineFleet``."""
+    """Implements ``seams.EngineFleet``."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Fleet:
         self._probe_timeout = min(step_timeout / 3, _PROBE_SECONDS)
 
     async def members(self) -> FleetMembers:
-        """See ``protocols.EngineFleet``."""
+        """See ``seams.EngineFleet``."""
         records = [r for r in self._registry.engines.values() if r.state is not EngineState.GONE]
         starting = (EngineState.STARTING, EngineState.FENCED)
         return FleetMembers(
@@ -207,7 +207,7 @@ class Fleet:
         return {**errors, **await self._each_record(joining, self._supervisor.make_routable)}
 
     async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
-        """See ``protocols.EngineFleet``."""
+        """See ``seams.EngineFleet``."""
         for engine in engines:
             for record in self._records([engine]):
                 await self._supervisor.fence(record, reason)

@@ -9,7 +9,7 @@ import structlog
 from miles_async.engines.registry import EngineRecord, EngineState
 from miles_async.engines.stack import EngineStack
 from miles_async.errors import EngineError
-from miles_async.together import together
+from miles_async.runtime.together import together
 
 log = structlog.get_logger(__name__)
 

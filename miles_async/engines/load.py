@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
-from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.sglang.api import EngineApi
 from miles_async.errors import EngineError
 from miles_async.types import EngineLoad
 
@@ -16,19 +16,19 @@ LOAD_SECONDS = 2.0  # the answer is in the server's shared memory; later than th
 
 
 class Loads:
-    """Implements ``protocols.EngineLoads``."""
+    """Implements ``seams.EngineLoads``."""
 
     def __init__(self, registry: EngineRegistry, http: Http) -> None:
         self._registry = registry
         self._api = EngineApi(http)
 
     async def serving(self, other_than: int) -> int:
-        """See ``protocols.EngineLoads``."""
+        """See ``seams.EngineLoads``."""
         await self._registry.wait_until(lambda: self._serving() != other_than)
         return self._serving()
 
     async def loads(self) -> Mapping[str, EngineLoad]:
-        """See ``protocols.EngineLoads``. A paused engine is left out: what it says is from before the pause."""
+        """See ``seams.EngineLoads``. A paused engine is left out: what it says is from before the pause."""
         loads: dict[str, EngineLoad] = {}
 
         async def ask(engine: str, url: str) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from miles_async.engines.server import EngineServer, ServerSpec
+from miles_async.engines.sglang.server import EngineServer, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.run.ray_errors import why_gone
+from miles_async.runtime.ray_errors import why_gone
 
 _STOP_SECONDS = 10.0
 
@@ -26,7 +26,7 @@ class ServerHandle(Protocol):
         ...
 
     async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
-        """See ``protocols.EngineFleet``. Raises EngineError with what went wrong there."""
+        """See ``seams.EngineFleet``. Raises EngineError with what went wrong there."""
         ...
 
     async def stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from miles_async.clock import now
+from miles_async.runtime.clock import now
 
 
 class RestartBudget:

@@ -16,12 +16,12 @@ import aiohttp
 import msgspec
 import structlog
 
-from miles_async.engines.addresses import LOOPBACK, HeldPort
-from miles_async.engines.engine_api import decode
 from miles_async.engines.http import Http
-from miles_async.engines.process import ChildProcess
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.sglang.api import decode
 from miles_async.errors import EngineError, EngineStartError
+from miles_async.runtime.addresses import LOOPBACK, HeldPort
+from miles_async.runtime.child_process import ChildProcess
 
 log = structlog.get_logger(__name__)
 

@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arguments.engines import EnginesArguments
-from arguments.weights import WeightsArguments
-from miles_async.cleanup import afterwards, quietly
-from miles_async.engines.addresses import node_host
+from miles_async.arguments.engines import EnginesArguments
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.engines.client import ParseVersions, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
@@ -25,7 +23,9 @@ from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import RouterMetrics
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.together import together
+from miles_async.runtime.addresses import node_host
+from miles_async.runtime.cleanup import afterwards, quietly
+from miles_async.runtime.together import together
 
 
 class EngineStack:

@@ -16,15 +16,15 @@ from typing import Any
 
 import structlog
 
-from miles_async.cleanup import quietly
-from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LaunchServer, ServerHandle
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.restarts import RestartBudget
 from miles_async.engines.router import Router
+from miles_async.engines.sglang.api import EngineApi
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
-from miles_async.together import together
+from miles_async.runtime.cleanup import quietly
+from miles_async.runtime.together import together
 
 log = structlog.get_logger(__name__)
 

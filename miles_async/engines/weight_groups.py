@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from miles_async.engines.names import WEIGHT_GROUP_SECONDS_VARIABLE
-from miles_async.group_errors import errors_are_raised
+from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
+from miles_async.runtime.group_errors import errors_are_raised
 
 _MAKER = "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
+from miles_async.api import EngineClient, Generate, Reward
 from miles_async.evaluation.totals import Outcome, Totals
-from miles_async.protocols import EngineClient, Generate, Reward
-from miles_async.services import Circuit
+from miles_async.runtime.services import Circuit
+from miles_async.runtime.user_code import run_user_code
 from miles_async.staleness.versions import loss_versions
 from miles_async.types import Attempt, Prompt, Sample
-from miles_async.user_code import run_user_code
 
 log = structlog.get_logger(__name__)
 

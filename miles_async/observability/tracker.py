@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from miles_async.protocols import Tracker
+from miles_async.api import Tracker
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 import numpy as np
 
-from arguments.data import DataArguments
+from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
 from miles_async.types import Int64
 

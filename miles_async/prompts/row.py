@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from arguments.data import DataArguments
+from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
 
 Message = Mapping[str, Any]

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from arguments.data import DataArguments
-from arguments.prompt_limit import PromptLimit, asked_limit
+from miles_async.arguments.data import DataArguments
+from miles_async.arguments.prompt_limit import PromptLimit, asked_limit
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.files import RowFile, open_row_file
 from miles_async.prompts.row import Content, PromptRow, read_row

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import structlog
 
+from miles_async.algorithms.advantages import check_reward
+from miles_async.api import Reward
 from miles_async.errors import OverdueError, RewardError, ServiceOutageError, ServiceUnavailableError
-from miles_async.protocols import Reward
-from miles_async.services import Circuit
-from miles_async.train_data.advantages import check_reward
+from miles_async.runtime.services import Circuit
+from miles_async.runtime.user_code import raised, run_user_code
 from miles_async.types import Prompt, Sample
-from miles_async.user_code import raised, run_user_code
 
 log = structlog.get_logger(__name__)
 

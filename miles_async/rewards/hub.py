@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from arguments.rewards import RewardArguments, parse_rm_type
+from miles_async.api import Reward
+from miles_async.arguments.rewards import RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
-from miles_async.hooks import load_object
-from miles_async.protocols import Reward
 from miles_async.rewards.code_tests import CodeReward, sandbox_level
 from miles_async.rewards.exact_match import exact_match
 from miles_async.rewards.f1 import f1
@@ -20,7 +19,8 @@ from miles_async.rewards.programs import Limits
 from miles_async.rewards.reasoning_gym_task import ReasoningGymReward, require_reasoning_gym
 from miles_async.rewards.remote import RemoteReward
 from miles_async.rewards.workers import WorkerPool
-from miles_async.services import Services
+from miles_async.runtime.hooks import load_object
+from miles_async.runtime.services import Services
 from miles_async.types import Prompt, Sample
 
 

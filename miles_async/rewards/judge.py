@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from arguments.rewards import parse_judge_scale
+from miles_async.arguments.rewards import parse_judge_scale
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards.answers import answer_part
 from miles_async.rewards.posting import ERROR_TEXT, Poster

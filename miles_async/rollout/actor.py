@@ -1,6 +1,6 @@
 """The rollout side in a process of its own: a Ray actor, and stand-ins that call it from the driver.
 
-The actor builds its parts itself, from a function that ``train.py`` passes, so nothing with an open socket
+The actor builds its parts itself, from a function that ``wiring/driver.py`` passes, so nothing with an open socket
 ever has to be pickled.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from miles_async import garbage
 from miles_async.errors import EngineError
-from miles_async.run.ray_errors import why_gone
+from miles_async.runtime import garbage
+from miles_async.runtime.ray_errors import why_gone
 
 BuildParts = Callable[[], Awaitable[Mapping[str, Any]]]
 

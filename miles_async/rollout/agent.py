@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
+from miles_async.api import EngineClient
 from miles_async.errors import OverdueError, RequestRejectedError, ServiceUnavailableError, TransientEngineError
-from miles_async.protocols import EngineClient
 from miles_async.rollout.generate import routing_key
-from miles_async.services import causes, is_outage
+from miles_async.runtime.services import causes, is_outage
+from miles_async.runtime.user_code import raised, run_user_code
 from miles_async.types import Attempt, Prompt, Sample
-from miles_async.user_code import raised, run_user_code
 
 log = structlog.get_logger(__name__)
 
 RunAgent = Callable[[str, Prompt], Coroutine[Any, Any, Any]]
-"""(base URL, prompt) → what the agent returns: see ``protocols.Agent``."""
+"""(base URL, prompt) → what the agent returns: see ``api.Agent``."""
 
 
 class Collected(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from arguments.algorithm import AlgorithmArguments
+from miles_async.algorithms.advantages import compute_advantages
+from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.staleness.policy import check_ages
-from miles_async.train_data.advantages import compute_advantages
 from miles_async.train_data.batch import build_batch
 from miles_async.train_data.dp_split import split
 from miles_async.train_data.metrics import age_histogram, batch_metrics

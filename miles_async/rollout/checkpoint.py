@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from miles_async.errors import CheckpointError
-from miles_async.serialization import read_frames, write_frames
+from miles_async.runtime.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot
 from miles_async.types import Group
 

@@ -10,8 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 
-from arguments.rollout import RolloutArguments
-from miles_async.protocols import EngineLoads
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.seams import EngineLoads
 from miles_async.types import EngineLoad
 
 OBSERVATION_SECONDS = 2.0

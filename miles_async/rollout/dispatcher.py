@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from arguments.rollout import RolloutArguments
+from miles_async.api import EngineClient, Generate, GroupFilter, Reward
+from miles_async.arguments.rollout import RolloutArguments
 from miles_async.errors import (
     MilesAsyncError,
     OverdueError,
@@ -29,17 +30,17 @@ from miles_async.errors import (
     VersionUnknownError,
     first_error,
 )
-from miles_async.protocols import EngineClient, Generate, GroupFilter, PromptSource, Reward
 from miles_async.rollout.checkpoint import RolloutSnapshot
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.generate import routing_key
 from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.rollout.sample_guard import check_sample
-from miles_async.services import Circuit, Services
+from miles_async.runtime.services import Circuit, Services
+from miles_async.runtime.user_code import call_user_code, raised, run_user_code
+from miles_async.seams import PromptSource
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.types import Attempt, Group, Sample
-from miles_async.user_code import call_user_code, raised, run_user_code
 
 log = structlog.get_logger(__name__)
 

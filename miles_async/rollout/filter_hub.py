@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from arguments.rewards import RewardArguments, parse_group_filters
-from miles_async.hooks import load_object
-from miles_async.protocols import GroupFilter
+from miles_async.api import GroupFilter
+from miles_async.arguments.rewards import RewardArguments, parse_group_filters
+from miles_async.runtime.hooks import load_object
 from miles_async.types import Group
 
 _EQUAL = 1e-9  # rewards that differ by less teach nothing: sums of the same parts may differ in the last digit

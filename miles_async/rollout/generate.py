@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from arguments.rollout import RolloutArguments
-from miles_async.protocols import EngineClient
+from miles_async.api import EngineClient
+from miles_async.arguments.rollout import RolloutArguments
 from miles_async.trajectory.turn import SampledTurn, take_turn
 from miles_async.types import NO_VERSION, Attempt, Prompt, Sample
 

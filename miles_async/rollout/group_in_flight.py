@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import msgspec
 import structlog
 
-from arguments.rollout import RolloutArguments
+from miles_async.arguments.rollout import RolloutArguments
 from miles_async.rollout.generate import routing_key
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.versions import group_of

@@ -16,15 +16,16 @@ from typing import Any, Protocol
 
 import structlog
 
-from miles_async.cleanup import afterwards
-from miles_async.clock import now
+from miles_async.api import Metrics
 from miles_async.errors import StalledError, first_error
-from miles_async.protocols import Metrics, PromptSource
+from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
-from miles_async.rollout.queued_writer import QueuedWriter
-from miles_async.run.stall_report import waiting_tasks
+from miles_async.runtime.cleanup import afterwards
+from miles_async.runtime.clock import now
+from miles_async.runtime.stall_report import waiting_tasks
+from miles_async.seams import PromptSource
 from miles_async.staleness.ledger import Ledger
 from miles_async.types import Group, PreparedBatch, TrainShard
 

@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import structlog
 
+from miles_async.algorithms.advantages import check_reward
+from miles_async.api import EngineClient, Environment, MakeEnvironment, Reward
 from miles_async.errors import NoRoomError, RewardError
-from miles_async.protocols import EngineClient, Environment, MakeEnvironment, Reward
 from miles_async.rollout.generate import Began, routing_key
-from miles_async.services import Circuit
-from miles_async.train_data.advantages import check_reward
+from miles_async.runtime.services import Circuit
+from miles_async.runtime.user_code import run_user_code
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Trajectory, Turn
 from miles_async.types import AssistantTurn, Attempt, Observation, Prompt, Sample
-from miles_async.user_code import run_user_code
 
 log = structlog.get_logger(__name__)
 

@@ -19,9 +19,9 @@ import numpy as np
 from aiohttp import web
 
 from miles_async import errors
+from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, TransientEngineError
-from miles_async.protocols import EngineClient
-from miles_async.serialization import decode, encode
+from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.records import Alive, GenerateRequest
 from miles_async.types import Generation
 
@@ -38,7 +38,7 @@ class EngineLink:
         )
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
-        """See ``protocols.EngineClient``; the deadlines are those of the client on the other side."""
+        """See ``api.EngineClient``; the deadlines are those of the client on the other side."""
         request = GenerateRequest(
             input_ids=np.asarray(input_ids, np.int32), sampling=dict(sampling), routing_key=routing_key
         )

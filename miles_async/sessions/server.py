@@ -29,17 +29,17 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from miles_async.clock import now
+from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, NoRoomError, first_error
-from miles_async.protocols import EngineClient
-from miles_async.serialization import decode, encode
+from miles_async.runtime.clock import now
+from miles_async.runtime.serialization import decode, encode
+from miles_async.runtime.together import gathered
 from miles_async.sessions import chat
 from miles_async.sessions.bodies import read_conversation, read_object
 from miles_async.sessions.chat_request import ChatRequest, read_request
 from miles_async.sessions.problems import as_json, failure, gone
 from miles_async.sessions.records import Collected, OpenSession, SessionSettings
 from miles_async.sessions.session import Session
-from miles_async.together import gathered
 from miles_async.trajectory.constraints import Constraint
 from miles_async.trajectory.factory import MakeTrajectory
 from miles_async.trajectory.taker import Limits, TurnTaker

@@ -17,10 +17,10 @@ from typing import Protocol
 import aiohttp
 import structlog
 
-from miles_async.clock import now
+from miles_async.api import EngineClient
 from miles_async.errors import EngineError, EngineStartError, TransientEngineError, first_error
-from miles_async.protocols import EngineClient
-from miles_async.serialization import decode, encode
+from miles_async.runtime.clock import now
+from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.engine_link import serve_engines
 from miles_async.sessions.records import Alive, Collected, OpenSession, SessionSettings
 

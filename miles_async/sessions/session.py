@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from miles_async.clock import now
 from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedError, TrajectoryError
+from miles_async.runtime.clock import now
 from miles_async.sessions.chat_request import ChatRequest
 from miles_async.sessions.records import Ending
 from miles_async.trajectory.constraints import Constraint

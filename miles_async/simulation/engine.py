@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from miles_async.engines.names import HELD_WEIGHTS_ACTION
+from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
 from miles_async.simulation.distributions import Distribution
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Response

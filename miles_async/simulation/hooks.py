@@ -11,8 +11,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.clock import now
-from miles_async.protocols import EngineClient, Generate
+from miles_async.api import EngineClient, Generate
+from miles_async.runtime.clock import now
 from miles_async.simulation.engine import PROMPT_TOKEN
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.types import Attempt, Prompt, Sample

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from arguments.engines import EnginesArguments
-from arguments.rollout import RolloutArguments
-from arguments.staleness import StalenessArguments
-from arguments.weights import WeightsArguments
+from miles_async.arguments.engines import EnginesArguments
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.arguments.staleness import StalenessArguments
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import ConfigurationError, MilesAsyncError
 from miles_async.simulation.distributions import Distribution, Fixed, LogNormal, Trace, median
 from miles_async.simulation.result import SimulationResult

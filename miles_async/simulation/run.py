@@ -1,4 +1,4 @@
-"""The composition root of a simulation: ``train.py`` and ``parts/rollout.py`` with three parts exchanged."""
+"""Put a simulation together: the parts of a run (``wiring/``), three of them exchanged for simulated ones."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from contextlib import contextmanager
 
 import structlog
 
-from arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.controller import Controller
 from miles_async.errors import first_error
-from miles_async.garbage import rare_collections
-from miles_async.parts.decisions import make_pool
+from miles_async.ledger.schedule_writer import ScheduleWriter
+from miles_async.ledger.writer import LedgerWriter
 from miles_async.rewards.guard import GuardedReward
 from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
-from miles_async.rollout.ledger_writer import LedgerWriter
 from miles_async.rollout.manager import RolloutManager
-from miles_async.rollout.recording import ScheduleWriter
-from miles_async.services import Services
+from miles_async.runtime.garbage import rare_collections
+from miles_async.runtime.services import Services
 from miles_async.simulation.engines import SimulatedEngines
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.hooks import SimulatedEpisode, SimulatedPrompts, SimulatedReward
@@ -39,6 +38,7 @@ from miles_async.staleness.beginnings import Beginnings
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed import DistributedTransport
 from miles_async.weights.update import FleetUpdater
+from miles_async.wiring.decisions import make_pool
 
 REWARD_SERVICE = "the simulated reward service"
 MAX_TOKENS = 1 << 40  # packing is not what is simulated: one micro-batch

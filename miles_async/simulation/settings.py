@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arguments.checkpoint import CheckpointArguments
-from arguments.engines import EnginesArguments
-from arguments.evaluation import EvaluationArguments
-from arguments.rollout import RolloutArguments
-from arguments.staleness import StalenessArguments
-from arguments.weights import WeightsArguments
+from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.arguments.engines import EnginesArguments
+from miles_async.arguments.evaluation import EvaluationArguments
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.arguments.staleness import StalenessArguments
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.simulation.distributions import Distribution, Fixed
 
 ONE_SECOND, NO_TIME = Fixed(1.0), Fixed(0.0)

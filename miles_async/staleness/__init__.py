@@ -2,8 +2,7 @@
 and the pool that moves them together.
 
 Read in that order. Pure Python and numpy: no Ray, no network, no wall clock, no asyncio, so that everything that
-docs/architecture.md promises in C1–C6 can be checked here by property tests alone (``tests/property``). Only the
-ledger's file (``ledger_store``, ``ledger_reader``) is I/O, and it is given its times.
+docs/architecture.md promises in C1–C6 can be checked here by property tests alone (``tests/property``).
 
 ::
 
@@ -13,5 +12,5 @@ ledger's file (``ledger_store``, ``ledger_reader``) is I/O, and it is given its 
                                                    Admission.trained, then .commit ◄───────────────────────┘
 
 ``Ledger`` sees every arrow and refuses an attempt that ends twice or never; a ``PoolObserver`` is told of it, and
-brings it to disk (``rollout.ledger_writer``).
+brings it to disk (``ledger.writer``).
 """

@@ -12,7 +12,7 @@ from miles_async.types import Attempt, Group
 class PoolObserver:
     """Called by the pool, on its thread, after each change. This one looks away.
 
-    A method must not wait, raise or keep the pool from going on: ``rollout.ledger_writer`` queues what it is told.
+    A method must not wait, raise or keep the pool from going on: ``ledger.writer`` queues what it is told.
     """
 
     def restored(self, balance: Balance, quarantined: Sequence[DeadLetter]) -> None:

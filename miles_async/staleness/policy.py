@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from arguments.rollout import RolloutArguments
-from arguments.staleness import StalenessArguments
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.arguments.staleness import StalenessArguments
 from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 
 

@@ -1,5 +1,5 @@
 """From the groups of a cut to what each data-parallel rank trains on. Pure numpy.
 
-``advantages`` (compare within groups) → ``batch`` (flat arrays + offsets) → ``dp_split`` (ranks: ``balance`` shares out
+``batch`` (flat arrays + offsets) → ``dp_split`` (ranks: ``balance`` shares out
 ``work``, ``packing`` makes micro-batches); ``metrics`` says what was in it.
 """

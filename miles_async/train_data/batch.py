@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from miles_async.algorithms.advantages import rewards_of
 from miles_async.errors import ContractViolation, VersionUnknownError
-from miles_async.train_data.advantages import rewards_of
 from miles_async.types import NO_VERSION, Float32, Group, Int32, Int64, TrainBatch, UInt8
 
 

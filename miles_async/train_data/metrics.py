@@ -9,8 +9,8 @@ from typing import get_args
 
 import numpy as np
 
+from miles_async.algorithms.advantages import rewards_of
 from miles_async.staleness.versions import loss_versions
-from miles_async.train_data.advantages import rewards_of
 from miles_async.types import FinishReason, Group, Int32, Int64, Sample
 
 

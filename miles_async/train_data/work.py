@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from arguments.model import EXPERT_COUNTS
+from miles_async.arguments.model import EXPERT_COUNTS
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 

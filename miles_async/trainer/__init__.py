@@ -1,4 +1,1 @@
-"""The trainer's processes: ``group`` (all ranks, from outside), ``actor`` (one rank), ``losses`` (what is minimised).
-
-``placement`` says where ranks run.
-"""
+"""The trainer's processes: ``group`` (all ranks, from outside), ``actor`` (one rank) and their ``placement``."""

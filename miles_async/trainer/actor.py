@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import ray
 
-from miles_async.protocols import TrainBackend, WeightSender
+from miles_async.api import TrainBackend
+from miles_async.seams import WeightSender
 from miles_async.types import StagedWeights, TrainShard
 
 if TYPE_CHECKING:  # the driver imports this module, and has no use for torch

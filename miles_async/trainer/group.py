@@ -19,10 +19,10 @@ import ray
 import structlog
 from ray.exceptions import RayError, RayTaskError
 
-from miles_async.cleanup import quietly
+from miles_async.api import Metrics
 from miles_async.errors import MilesAsyncError, StalledError, TrainerError
-from miles_async.protocols import Metrics
-from miles_async.run.ray_errors import why_gone
+from miles_async.runtime.cleanup import quietly
+from miles_async.runtime.ray_errors import why_gone
 from miles_async.trainer.actor import (
     REPAIRS_THREAD,
     WEIGHTS_THREAD,

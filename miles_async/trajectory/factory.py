@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miles_async.hooks import load_object
+from miles_async.runtime.hooks import load_object
 from miles_async.trajectory.rendering import ChatFormat, Renderer
 from miles_async.trajectory.replies import PARSERS, ParseCalls, ReplyParser
 from miles_async.trajectory.tree import Trajectory

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from miles_async.api import EngineClient
 from miles_async.errors import NoRoomError
-from miles_async.protocols import EngineClient
 from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
 from miles_async.trajectory.replies import CALL_ENDS
 from miles_async.trajectory.tree import Context, Tools, Trajectory, Turn

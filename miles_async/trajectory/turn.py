@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
-from miles_async.protocols import EngineClient
 from miles_async.staleness.versions import versions_per_token
 from miles_async.trajectory.constraints import GRAMMAR
 from miles_async.types import FinishReason, Float32, Generation, Int32

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from miles_async.errors import EngineError
-from miles_async.tensor_digest import digest
+from miles_async.runtime.tensor_digest import digest
 from miles_async.types import TensorMeta
 from miles_async.weights.delta import Bytes, ChangedTensor, decode
 from miles_async.weights.files import bucket_file, version_directory

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 
-from arguments.weights import WeightsArguments
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import PublicationError
-from miles_async.protocols import TrainerSide
+from miles_async.seams import TrainerSide
 from miles_async.types import Incarnation, Publication, StagedWeights
 from miles_async.weights.update import FleetUpdater, PublicationState
 

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from miles_async.errors import TrainerError
-from miles_async.run.owned_directory import OwnedDirectory
-from miles_async.tensor_digest import digest
+from miles_async.runtime.owned_directory import OwnedDirectory
+from miles_async.runtime.tensor_digest import digest
 from miles_async.types import StagedWeights, TensorMeta, WeightDelta
 from miles_async.weights.delta import Bytes, Encoding, encode
 from miles_async.weights.export import Bucket, into_buckets, share

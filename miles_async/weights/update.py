@@ -27,10 +27,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from arguments.weights import WeightsArguments
-from miles_async.clock import Stopwatch, now
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import PublicationError
-from miles_async.protocols import EngineFleet, WeightTransport
+from miles_async.runtime.clock import Stopwatch, now
+from miles_async.seams import EngineFleet, WeightTransport
 from miles_async.types import FleetMembers, HeldWeights, Incarnation, Publication, StagedWeights, TensorShare
 from miles_async.weights.verify import EVERYTHING, SHOWN, Comparison, compare_digests, judge_canary
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from miles_async.tensor_digest import total
+from miles_async.runtime.tensor_digest import total
 from miles_async.types import CanaryScore, Float32, HeldPart, HeldWeights, StagedWeights, TensorMeta, TensorShare
 
 CANARY_LENGTH = 256  # tokens

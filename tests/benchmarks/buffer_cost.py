@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from arguments import RolloutArguments, StalenessArguments
+from miles_async.arguments import RolloutArguments, StalenessArguments
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool

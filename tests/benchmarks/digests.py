@@ -28,8 +28,8 @@ def rows() -> Iterator[Row]:
 def measure(shape: tuple[int, int], dtype: str) -> Row:
     import torch
 
-    from miles_async.engines.region_digest import region_digest
-    from miles_async.tensor_digest import digest
+    from miles_async.engines.sglang.region_digest import region_digest
+    from miles_async.runtime.tensor_digest import digest
 
     rows, columns = shape
     tensor = torch.randn(rows, columns).to(getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Attempts per second that the ledger on disk takes, in batches as ``rollout.ledger_writer`` writes them.
+"""Attempts per second that the ledger on disk takes, in batches as ``ledger.writer`` writes them.
 
 Every attempt is issued, finished, cut and trained, or swept and issued again: whole lives, with the checks of C2 at
 every cut. One row per tenth, to show that the rate does not fall as the ledger grows.
@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miles_async.staleness.ledger import Outcome, Stage
-from miles_async.staleness.ledger_store import (
+from miles_async.ledger.store import (
     CheckedEvent,
     CutEvent,
     EndedEvent,
@@ -25,6 +24,7 @@ from miles_async.staleness.ledger_store import (
     LedgerEvent,
     LedgerStore,
 )
+from miles_async.staleness.ledger import Outcome, Stage
 from miles_async.staleness.versions import group_of
 from miles_async.types import Attempt, Prompt, Sample
 from tests.benchmarks.report import Row

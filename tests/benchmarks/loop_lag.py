@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
-from miles_async import garbage
+from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.http import Http
 from miles_async.engines.placement import ServerHandle
 from miles_async.engines.router import Router
+from miles_async.runtime import garbage
 from miles_async.simulation.distributions import Fixed
 from miles_async.simulation.engine import canary_logprobs
 from miles_async.simulation.engines import SimulatedEngines

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from arguments.weights import WeightsArguments
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.trainer.group import united
 from miles_async.types import CanaryScore, FleetMembers, Incarnation, Publication, StagedWeights, TensorMeta
 from miles_async.weights.publisher import WeightPublisher

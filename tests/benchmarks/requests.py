@@ -22,12 +22,12 @@ import numpy as np
 import psutil
 from aiohttp import web
 
-from miles_async import garbage
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.traffic import Traffic
+from miles_async.runtime import garbage
 from miles_async.staleness.versions import parse_spans
 from tests.benchmarks.loop_lag import GOAL_MS, lag
 from tests.benchmarks.report import Row

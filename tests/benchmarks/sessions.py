@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 import psutil
 
-from miles_async.engines.process import ChildProcess
-from miles_async.parts.session_process import ServerSettings
+from miles_async.runtime.child_process import ChildProcess
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.types import Generation, VersionSpan
+from miles_async.wiring.session_process import ServerSettings
 from tests.benchmarks.report import Row, report
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"

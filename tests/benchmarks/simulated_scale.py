@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from arguments import EnginesArguments, RolloutArguments, StalenessArguments
+from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments
 from miles_async.simulation.distributions import Fixed, LogNormal
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import Simulation, quiet_logs, seeded, simulate

@@ -23,9 +23,9 @@ SECONDS = 300.0
 START_SECONDS = 400.0
 PAUSES = (5.0, 15.0)  # between kills
 VICTIMS = {
-    "engine": "miles_async.engines.launcher",
+    "engine": "miles_async.engines.sglang.launcher",
     "router": "smg",
-    "session server": "miles_async.parts.session_process",
+    "session server": "miles_async.wiring.session_process",
     "reward worker": "miles_async.rewards.worker",
 }
 FLAGS = (

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import openai
 
-from miles_async.serialization import decode, encode
+from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.records import Collected, OpenSession, SessionSettings
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.rendering import Renderer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from miles_async.replay import Replay
 from miles_async.types import Sample
+from miles_async.wiring.replay import Replay
 from tests.integration.real_run import RealRun
 
 

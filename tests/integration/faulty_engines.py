@@ -12,7 +12,7 @@ from aiohttp import web
 
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.placement import LaunchServer
-from miles_async.engines.server import EngineServer
+from miles_async.engines.sglang.server import EngineServer
 
 PassOn = Callable[[], Awaitable[web.Response]]
 Fault = Callable[["FaultyEngine", PassOn], Awaitable[web.Response]]

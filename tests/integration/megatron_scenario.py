@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from arguments.algorithm import AlgorithmArguments
-from arguments.model import ModelArguments
-from arguments.optimizer import OptimizerArguments
+from miles_async.algorithms.losses import GrpoLoss
+from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.backend import MegatronBackend
-from miles_async.trainer.losses.policy import GrpoLoss
 from tests.integration.toy_batches import to_shards, toy_samples
 
 LR = 1e-3

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from arguments import Arguments
-from miles_async.parts.trainer import make_backend
+from miles_async.arguments import Arguments
 from miles_async.types import Prompt, TrainBatch, TrainShard
+from miles_async.wiring.trainer_process import make_backend
 
 Step = tuple[TrainShard, dict[str, float]]  # what was trained, and what the backend says about it
 

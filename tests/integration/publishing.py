@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from arguments import WeightsArguments
-from miles_async.protocols import EngineFleet
+from miles_async.arguments import WeightsArguments
+from miles_async.seams import EngineFleet
 from miles_async.trainer.group import united
 from miles_async.types import Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher

@@ -86,7 +86,7 @@ class RealRun:
 
     def engine_processes(self) -> list[psutil.Process]:
         """The SGLang servers' main processes, oldest first."""
-        found = [p for p in self.processes() if "miles_async.engines.launcher" in " ".join(_command_line(p))]
+        found = [p for p in self.processes() if "miles_async.engines.sglang.launcher" in " ".join(_command_line(p))]
         return sorted(found, key=lambda process: process.create_time())
 
     def assert_nothing_left(self) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 
-from arguments.rollout import RolloutArguments
+from miles_async.api import EngineClient
+from miles_async.arguments.rollout import RolloutArguments
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
-from miles_async.protocols import EngineClient
 from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
 from miles_async.types import Attempt, Sample
 from tests.integration.real_run import QUICKSTART

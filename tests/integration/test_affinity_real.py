@@ -12,12 +12,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from arguments import EnginesArguments, WeightsArguments
+from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.client import ROUTED_WORKER, ROUTING_KEY
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineState
-from miles_async.engines.server import ServerSpec
+from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.staleness.versions import parse_spans
 from tests.integration.served_models import save_served

@@ -17,7 +17,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineRegistry, EngineState
-from miles_async.engines.server import ServerSpec
+from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.weights.verify import canary_tolerance

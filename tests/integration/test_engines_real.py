@@ -20,12 +20,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from arguments import EnginesArguments, WeightsArguments
-from miles_async.engines.engine_api import EngineApi
+from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers, RayServers
 from miles_async.engines.registry import EngineState
-from miles_async.engines.server import ServerSpec
+from miles_async.engines.sglang.api import EngineApi
+from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from miles_async.engines.known_flags import sglang_flags, unknown_flags
+from miles_async.engines.sglang.known_flags import sglang_flags, unknown_flags
 
 pytestmark = pytest.mark.integration
 
 CODE = """
 import argparse, json
-import miles_async.engines.launcher
+import miles_async.engines.sglang.launcher
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)

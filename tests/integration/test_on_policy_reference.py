@@ -19,17 +19,17 @@ from typing import cast
 import msgspec
 import pytest
 
-from arguments import Arguments
-from arguments.parser import parse_arguments
-from arguments.paths import with_absolute_paths
-from arguments.server_groups import server_groups
-from miles_async.engines.server import EngineServer
-from miles_async.parts.engines import server_spec
+from miles_async.arguments import Arguments
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.paths import with_absolute_paths
+from miles_async.arguments.server_groups import server_groups
+from miles_async.engines.sglang.server import EngineServer
+from miles_async.ledger.reader import AttemptRecord
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
-from miles_async.replay import Replay
-from miles_async.staleness.ledger_reader import AttemptRecord
 from miles_async.train_data.digests import digests
+from miles_async.wiring.engines import server_spec
+from miles_async.wiring.replay import Replay
 from tests.integration.plain_loop import Step, plain_loop
 from tests.integration.rank_processes import run_ranks
 from tests.integration.real_run import QUICKSTART, ROOT, real_run

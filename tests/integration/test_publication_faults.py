@@ -19,10 +19,10 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from arguments import EnginesArguments, WeightsArguments
+from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineState
-from miles_async.engines.server import ServerSpec
+from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, PublicationError

@@ -19,12 +19,12 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_async.engines.engine_api import EngineApi
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineRegistry
-from miles_async.engines.server import ServerSpec
+from miles_async.engines.sglang.api import EngineApi
+from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.types import TensorShare

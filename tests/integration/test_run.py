@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.replay import Replay
+from miles_async.wiring.replay import Replay
 from tests.integration.real_run import QUICKSTART, REVERSE, ROOT, RealRun, real_run, shared_memory, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.engines.addresses import LOOPBACK, HeldPort
+from miles_async.runtime.addresses import LOOPBACK, HeldPort
 from tests.integration.real_run import RealRun, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -14,11 +14,11 @@ import openai
 import psutil
 import pytest
 
-from miles_async.engines.process import ChildProcess
 from miles_async.errors import EngineStartError, RequestRejectedError, TransientEngineError
-from miles_async.parts.session_process import ServerSettings
+from miles_async.runtime.child_process import ChildProcess
 from miles_async.sessions.records import OpenSession, SessionSettings
 from miles_async.sessions.service import SessionService
+from miles_async.wiring.session_process import ServerSettings
 from tests.fakes.scripted_model import ScriptedModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

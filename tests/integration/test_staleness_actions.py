@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from miles_async.commands.ledger import explain, ledger
-from miles_async.replay import Replay
-from miles_async.run.directory import LEDGER_FILE
+from miles_async.ledger.reader import AttemptRecord, open_ledger
+from miles_async.runtime.run_directory import LEDGER_FILE
 from miles_async.staleness.ledger import Outcome, Stage
-from miles_async.staleness.ledger_reader import AttemptRecord, open_ledger
+from miles_async.wiring.replay import Replay
 from tests.integration.real_run import RealRun, real_run
 from tests.integration.stragglers import STRAGGLERS
 from tests.integration.trained_prompts import attempts, source_order

@@ -19,9 +19,9 @@ import pytest
 import pytest_asyncio
 import ray
 
-from arguments.algorithm import AlgorithmArguments
-from arguments.model import ModelArguments
-from arguments.optimizer import OptimizerArguments
+from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.errors import CheckpointError, ConfigurationError, StalledError, TrainerError
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
@@ -61,8 +61,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Factories run in the actors: the heavy imports are theirs.
 def make_backend(directory: Path, **rank: Any) -> Any:
+    from miles_async.algorithms.losses import GrpoLoss
     from miles_async.backends.megatron.backend import MegatronBackend
-    from miles_async.trainer.losses.policy import GrpoLoss
 
     return MegatronBackend(
         model=ModelArguments(hf_checkpoint=directory),

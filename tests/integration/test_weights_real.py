@@ -23,11 +23,11 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineRegistry, EngineState
-from miles_async.engines.server import ServerSpec
+from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
-from miles_async.protocols import EngineErrors
+from miles_async.seams import EngineErrors
 from miles_async.types import CanaryScore, FleetMembers, Incarnation
 from tests.fakes.fake_engine import FakeRouter
 from tests.integration.publishing import (

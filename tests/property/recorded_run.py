@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from arguments import (
+from miles_async.arguments import (
     Arguments,
     ClusterArguments,
     ObservabilityArguments,
@@ -15,16 +15,16 @@ from arguments import (
     RolloutArguments,
     StalenessArguments,
 )
-from arguments.config_file import to_toml
+from miles_async.arguments.config_file import to_toml
 from miles_async.errors import DataError
-from miles_async.parts.decisions import make_batches, make_pool
-from miles_async.rollout.recording import ScheduleWriter
-from miles_async.run.directory import CONFIG_FILE, SCHEDULE_FILE
-from miles_async.serialization import read_frames, write_frames
+from miles_async.ledger.schedule import Frame
+from miles_async.ledger.schedule_writer import ScheduleWriter
+from miles_async.runtime.run_directory import CONFIG_FILE, SCHEDULE_FILE
+from miles_async.runtime.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot
-from miles_async.staleness.schedule import Frame
 from miles_async.staleness.versions import group_of
 from miles_async.types import Attempt, Group, TrainShard
+from miles_async.wiring.decisions import make_batches, make_pool
 from tests.property.builders import make_prompt, make_sample
 
 BASE = Arguments(

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arguments.argument_files import expand_argument_files
-from arguments.config_file import to_toml
-from arguments.parser import assemble, parse_arguments
-from arguments.specification import FlagSpecification, flag_specifications
+from miles_async.arguments.argument_files import expand_argument_files
+from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.parser import assemble, parse_arguments
+from miles_async.arguments.specification import FlagSpecification, flag_specifications
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NUMBERS = {int: st.integers(-(2**63), 2**63 - 1), float: st.floats(allow_nan=False, allow_infinity=False)}

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from miles_async.algorithms import losses as losses
 from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness import policy, versions
 from miles_async.staleness.admission import Admission
@@ -30,7 +31,6 @@ from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.train_data import balance, work
-from miles_async.trainer.losses import policy as losses
 from miles_async.types import NO_VERSION
 from tests.property import test_property_balance as balance_properties
 from tests.property import test_property_losses as loss_properties

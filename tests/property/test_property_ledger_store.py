@@ -13,10 +13,10 @@ from pathlib import Path
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from miles_async.rollout.ledger_writer import LedgerWriter
+from miles_async.ledger.reader import AttemptRecord, open_ledger
+from miles_async.ledger.writer import LedgerWriter
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.ledger import Outcome
-from miles_async.staleness.ledger_reader import AttemptRecord, open_ledger
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.types import Attempt, Group

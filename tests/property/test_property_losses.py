@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from arguments.algorithm import AlgorithmArguments
-from miles_async.trainer.losses.policy import GrpoLoss
+from miles_async.algorithms.losses import GrpoLoss
+from miles_async.arguments.algorithm import AlgorithmArguments
 
 LOGPROBS = st.floats(-20, 0, width=32)
 ADVANTAGES = st.just(0.0) | st.floats(-4, 4, width=32)

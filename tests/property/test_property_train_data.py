@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
+from miles_async.algorithms.advantages import advantages
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.advantages import advantages
 from miles_async.train_data.batch import build_batch, select
 from miles_async.train_data.dp_split import FILLER, split
 from miles_async.train_data.packing import pack, split_to

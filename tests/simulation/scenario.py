@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
+from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
 from miles_async.simulation.distributions import Fixed, LogNormal
 from miles_async.simulation.settings import Faults, SimulationSettings
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from arguments import StalenessArguments
+from miles_async.arguments import StalenessArguments
 from miles_async.cli import main
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.plan import DEFAULT_SWEEP, Flags, Row, candidates, recommend, scaled

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from arguments import EnginesArguments, RolloutArguments
+from miles_async.arguments import EnginesArguments, RolloutArguments
 from miles_async.simulation.distributions import Fixed, LogNormal
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import simulate

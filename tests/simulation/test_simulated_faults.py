@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from arguments import EnginesArguments, WeightsArguments
+from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.errors import EngineError, PublicationError, ServiceOutageError, StalledError, TrainerError
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.run import simulate

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arguments import WeightsArguments
+from miles_async.arguments import WeightsArguments
 from miles_async.simulation.run import quiet_logs
 from miles_async.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from miles_async.weights.publisher import ADMISSION_SECONDS, WeightPublisher
@@ -21,7 +21,7 @@ from miles_async.weights.staging import StagingOptions
 from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.weight_servers import BroadcastingTrainer, World
-from tests.unit.test_host_copies import FileTrainer
+from tests.unit.weights.test_host_copies import FileTrainer
 
 UNVERIFIED = WeightsArguments(verify_weights="off")  # so that nothing else could find out
 STEP = UNVERIFIED.step_timeout

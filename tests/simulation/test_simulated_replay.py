@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from arguments import CheckpointArguments, StalenessArguments
+from miles_async.arguments import CheckpointArguments, StalenessArguments
 from miles_async.errors import ReplayDifference, TrainerError
-from miles_async.parts.decisions import make_pool
-from miles_async.replay import Replay
 from miles_async.simulation.distributions import LogNormal
 from miles_async.simulation.run import batch_maker, simulate
 from miles_async.simulation.settings import Faults, SimulationSettings
+from miles_async.wiring.decisions import make_pool
+from miles_async.wiring.replay import Replay
 from tests.simulation.scenario import settings
 from tests.simulation.test_simulated_resume import live
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments import CheckpointArguments, StalenessArguments
+from miles_async.arguments import CheckpointArguments, StalenessArguments
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.errors import CheckpointError
 from miles_async.simulation.run import Simulation, quiet_logs, seeded

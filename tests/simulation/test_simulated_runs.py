@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from arguments import Arguments, EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
-from arguments.validation import check_staleness
+from miles_async.arguments import Arguments, EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
+from miles_async.arguments.validation import check_staleness
+from miles_async.ledger.reader import open_ledger
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import Faults
 from miles_async.staleness.beginnings import Beginnings
-from miles_async.staleness.ledger_reader import open_ledger
 from tests.simulation.scenario import ROLLOUT, random_settings, settings
 
 MODES = ("abort", "retract", "in_place")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from arguments import (
+from miles_async.arguments import (
     CheckpointArguments,
     EvaluationArguments,
     RolloutArguments,

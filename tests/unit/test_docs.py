@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arguments.parser import build_parser
-from arguments.pass_through import PREFIXES, is_pass_through
-from arguments.renamed_flags import OWNED_PASS_THROUGH_FLAGS, RENAMED_FLAGS
-from miles_async.hooks import load_object
-from miles_async.protocols import GroupFilter, Reward
+from miles_async.api import GroupFilter, Reward
+from miles_async.arguments.parser import build_parser
+from miles_async.arguments.pass_through import PREFIXES, is_pass_through
+from miles_async.arguments.renamed_flags import OWNED_PASS_THROUGH_FLAGS, RENAMED_FLAGS
+from miles_async.runtime.hooks import load_object
 from miles_async.types import Attempt, Group, Prompt, Sample
 
 ROOT = Path(__file__).parents[2]

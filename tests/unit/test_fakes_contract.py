@@ -18,8 +18,8 @@ from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.protocols import EngineFleet, EngineLoads, RolloutSide, TrainerSide
 from miles_async.rollout.manager import RolloutManager
+from miles_async.seams import EngineFleet, EngineLoads, RolloutSide, TrainerSide
 from miles_async.trainer.group import TrainerGroup
 from miles_async.types import Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from arguments.model import ModelArguments
-from arguments.optimizer import OptimizerArguments
+from miles_async.api import PolicyLoss
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import hf_config
 from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError, ConfigurationError
-from miles_async.protocols import PolicyLoss
 from miles_async.types import TrainShard
 
 # Files of the source checkpoint that an export repeats byte by byte: all that inference needs besides the weights and

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from arguments.model import EXPERT_COUNTS, ModelArguments
+from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
 from miles_async.errors import ConfigurationError
 
 # ``model_type`` of what tests/integration/test_megatron_layouts.py compares with transformers: log-probs, export and

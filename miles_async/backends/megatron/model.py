@@ -16,8 +16,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_model_config
 
-from arguments.model import ModelArguments
-from arguments.optimizer import OptimizerArguments
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config
 from miles_async.backends.megatron.platform import Platform
 

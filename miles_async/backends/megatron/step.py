@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles_async.api import PolicyLoss
 from miles_async.backends.megatron.distributed import reduce_metrics
 from miles_async.backends.megatron.forward import accumulate_gradients, score
 from miles_async.backends.megatron.metrics import accumulate, step_metrics
@@ -28,7 +29,6 @@ from miles_async.backends.megatron.mismatch import mismatch_sums
 from miles_async.backends.megatron.packing import PackedBatch, pack_batch
 from miles_async.backends.megatron.scores import token_entropy, token_logprobs
 from miles_async.errors import ContractViolation, TrainerError
-from miles_async.protocols import PolicyLoss
 from miles_async.types import TrainShard
 
 Packs = list[PackedBatch]

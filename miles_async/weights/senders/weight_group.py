@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from miles_async.group_errors import errors_are_raised
+from miles_async.runtime.group_errors import errors_are_raised
 from miles_async.weights.senders.own_stream import own_stream
 
 Result = TypeVar("Result")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from arguments.weights import WeightsArguments
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import ConfigurationError
-from miles_async.protocols import EngineFleet, WeightSenders, WeightTransport
+from miles_async.seams import EngineFleet, WeightSenders, WeightTransport
 from miles_async.weights.transports.disk import DiskTransport
 from miles_async.weights.transports.distributed import DistributedTransport
 from miles_async.weights.transports.host_copies import HostCopyTransport

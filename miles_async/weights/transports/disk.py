@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_async.errors import ConfigurationError
-from miles_async.protocols import EngineErrors, EngineFleet
+from miles_async.seams import EngineErrors, EngineFleet
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.files import MANIFEST
 from miles_async.weights.transports.attempt import Attempt

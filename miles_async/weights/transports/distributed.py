@@ -14,7 +14,7 @@ from functools import partial
 from itertools import zip_longest
 
 from miles_async.errors import EngineError
-from miles_async.protocols import EngineErrors, EngineFleet, WeightSenders
+from miles_async.seams import EngineErrors, EngineFleet, WeightSenders
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.transports.together import deliver_together, gave_no_answer
 

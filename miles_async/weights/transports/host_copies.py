@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from miles_async.protocols import EngineErrors, EngineFleet, WeightSenders
+from miles_async.seams import EngineErrors, EngineFleet, WeightSenders
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights import host_copies
 from miles_async.weights.files import bucket_file, delta_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from miles_async.protocols import WeightSenders
+from miles_async.seams import WeightSenders
 
 
 class RepairSenders:

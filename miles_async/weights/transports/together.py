@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from miles_async.errors import EngineTimeoutError
-from miles_async.protocols import EngineErrors
+from miles_async.seams import EngineErrors
 from miles_async.types import Incarnation
 
 log = structlog.get_logger(__name__)

@@ -1,0 +1,1 @@
+"""Advantages and losses: what a batch teaches."""

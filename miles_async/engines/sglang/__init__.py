@@ -1,0 +1,1 @@
+"""SGLang: how its servers are started, what is patched in them, and their HTTP API."""

@@ -1,0 +1,284 @@
+"""HTTP calls straight to one engine, for what the router does not pass on: weights, pauses, aborts, the
+canary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from miles_async.engines.http import Http
+from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
+from miles_async.errors import EngineError, EngineTimeoutError
+from miles_async.types import CanaryScore, EngineLoad, HeldPart, HeldWeights, TensorMeta, TensorShare
+
+Answer = TypeVar("Answer")
+
+UNKNOWN_TOKENS_IN_FLIGHT = 1 << 31
+"""More than a response has: all its tokens count as old as the oldest. An engine that doesn't tell, or verifies more
+tokens than it was started with (``--speculative-adaptive``).
+"""
+
+_ERROR_TEXT = 500  # characters of an answer that go into a message
+# Servers close connections that were idle for some seconds, maybe as the next call goes out: to that one it looks like
+# an engine that died.
+_HEADERS = {"Content-Type": "application/json", "Connection": "close"}
+
+
+class ModelInfo(msgspec.Struct):
+    """The part of GET /model_info that we read. ``weight_version`` is "default" until weights were
+    published.
+    """
+
+    weight_version: str
+    model_path: str = ""
+
+
+class _ServerInfo(msgspec.Struct):
+    """The part of GET /server_info that we read: SGLang's arguments as it resolved them."""
+
+    speculative_algorithm: str | msgspec.UnsetType | None = msgspec.UNSET
+    speculative_num_draft_tokens: int | None = None
+    speculative_adaptive: bool = False
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens that one forward pass may yield for a request: one, or as many as it verifies."""
+        if self.speculative_algorithm is None:
+            return 1
+        if self.speculative_num_draft_tokens is None or self.speculative_adaptive:
+            return UNKNOWN_TOKENS_IN_FLIGHT
+        return max(1, self.speculative_num_draft_tokens)
+
+
+class _SchedulerLoad(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float  # without what the prefix cache could give up
+
+
+class _Loads(msgspec.Struct):
+    """The part of GET /v1/loads that we read: one load per data-parallel scheduler."""
+
+    loads: list[_SchedulerLoad]
+
+
+class _ScoreMeta(msgspec.Struct):
+    weight_version: str
+    input_token_logprobs: list[tuple[float | None, int, Any]]
+
+
+class _ScoreReply(msgspec.Struct):
+    meta_info: _ScoreMeta
+
+
+class _RankCheck(msgspec.Struct):
+    checksums: dict[str, str]  # HELD_WEIGHTS_ACTION → JSON of HeldWeights, see held_weights.py
+
+
+class _CheckReply(msgspec.Struct):
+    ranks: list[_RankCheck]
+
+
+def decode(body: bytes, kind: type[Answer], source: str) -> Answer:
+    """``body`` as ``kind``. Raises EngineError: an answer that makes no sense is the engine's failure."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{source}: unexpected answer ({error}): {body[:_ERROR_TEXT]!r}") from error
+
+
+def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
+    parts: dict[str, tuple[HeldPart, ...]] = {}
+    for rank in ranks:
+        for name, some in rank.parts.items():
+            parts[name] = (*parts.get(name, ()), *some)
+    return HeldWeights(
+        parts=parts,
+        other_form=tuple(dict.fromkeys(name for rank in ranks for name in rank.other_form)),
+        unfilled=ChainMap(*(dict(rank.unfilled) for rank in ranks)),
+    )
+
+
+class EngineApi:
+    """All methods take the engine's URL and a deadline in seconds, and raise EngineError with its own
+    words, EngineTimeoutError if it has none.
+    """
+
+    def __init__(self, http: Http) -> None:
+        self._http = http
+
+    async def model_info(self, url: str, timeout: float) -> ModelInfo:
+        return decode(await self._call("GET", url, "/model_info", None, timeout), ModelInfo, f"{url}/model_info")
+
+    async def probe(self, url: str, timeout: float) -> int:
+        """Return when all its schedulers have answered, paused or not: how many tokens of a request one forward pass
+        may yield.
+        """
+        answer = await self._call("GET", url, "/server_info", None, timeout)
+        return decode(answer, _ServerInfo, f"{url}/server_info").tokens_in_flight
+
+    async def make_progress(self, url: str, timeout: float) -> None:
+        """Returns when a token came out since the call: any, or, of an idle engine, one that is generated for it. One
+        that is paused has none to give. SGLang itself waits 20 s.
+        """
+        await self._call("GET", url, "/health_generate", None, timeout)
+
+    async def load(self, url: str, timeout: float) -> EngineLoad:
+        """Cheap while it generates: SGLang's front process reads what schedulers leave in shared memory, at every
+        prefill and every 15th decode step. While paused they leave nothing.
+        """
+        loads = decode(await self._call("GET", url, "/v1/loads", None, timeout), _Loads, f"{url}/v1/loads").loads
+        if not loads:
+            raise EngineError(f"{url}/v1/loads: expected the load of a scheduler, found none yet")
+        return EngineLoad(
+            running=sum(load.num_running_reqs for load in loads),
+            waiting=sum(load.num_waiting_reqs for load in loads),
+            kv_use=max(load.token_usage for load in loads),
+        )
+
+    async def pause(self, url: str, mode: str, timeout: float) -> None:
+        await self._post(url, "/pause_generation", {"mode": mode}, timeout)
+
+    async def resume(self, url: str, timeout: float) -> None:
+        await self._post(url, "/continue_generation", {}, timeout)
+
+    async def flush_cache(self, url: str, timeout: float) -> None:
+        await self._post(url, "/flush_cache", {}, timeout)
+
+    async def abort(self, url: str, request_id: str, timeout: float) -> None:
+        await self._post(url, "/abort_request", {"rid": request_id}, timeout)
+
+    async def abort_all(self, url: str, timeout: float) -> None:
+        await self._post(url, "/abort_request", {"abort_all": True}, timeout)
+
+    async def join_group(
+        self,
+        url: str,
+        *,
+        group_name: str,
+        address: str,
+        port: int,
+        first_rank: int,
+        world_size: int,
+        backend: str,
+        timeout: float,
+    ) -> None:
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._post(url, "/init_weights_update_group", body, timeout)
+
+    async def leave_group(self, url: str, group_name: str, timeout: float) -> None:
+        await self._post(url, "/destroy_weights_update_group", {"group_name": group_name}, timeout)
+
+    async def begin_update(self, url: str, timeout: float) -> None:
+        await self._post(url, "/begin_weight_update", {}, timeout)
+
+    async def end_update(self, url: str, timeout: float) -> None:
+        await self._post(url, "/end_weight_update", {}, timeout)
+
+    async def receive_bucket(
+        self,
+        url: str,
+        group_name: str,
+        tensors: Sequence[TensorMeta],
+        version: int,
+        flush_cache: bool,
+        timeout: float,
+    ) -> None:
+        """One broadcast of all bytes in this order; the engine has the version's name from the first bucket on."""
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
+        await self._post(url, "/update_weights_from_distributed", body, timeout)
+
+    async def receive_handles(
+        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, *, timeout: float
+    ) -> None:
+        """Every rank opens the same device memory."""
+        body = {
+            "serialized_named_tensors": [handles] * ranks,
+            "load_format": "flattened_bucket",
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
+        await self._post(url, "/update_weights_from_tensor", body, timeout)
+
+    async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
+        """Every safetensors file of ``directory``, on the engine's host, and no other. Stands by itself: no begin and
+        end. A file that can't be read ends the server.
+        """
+        body = {
+            "model_path": directory,
+            "load_format": "safetensors",  # not what the server was started with, which reads no files
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
+        await self._post(url, "/update_weights_from_disk", body, timeout)
+
+    async def held_weights(self, url: str, share: TensorShare, timeout: float) -> HeldWeights:
+        """Takes a server that was started with HELD_WEIGHTS_VARIABLE."""
+        source = f"{url}/weights_checker"
+        action = f"{HELD_WEIGHTS_ACTION} {msgspec.json.encode(share).decode()}"
+        body = {"action": action, "selector": "target"}
+        reply = decode(await self._post(url, "/weights_checker", body, timeout), _CheckReply, source)
+        ranks = [
+            decode(rank.checksums.get(HELD_WEIGHTS_ACTION, "").encode(), HeldWeights, source) for rank in reply.ranks
+        ]
+        return _over_ranks(ranks)
+
+    async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
+        """Log-probs of tokens[1:] given their prefix, at temperature 1 whatever the rollout's is.
+
+        ``logprob_start_len=0`` makes SGLang compute all positions anew: no prefix cache hides wrong weights.
+        """
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = decode(await self._post(url, "/generate", body, timeout), _ScoreReply, f"{url}/generate")
+        logprobs = [entry[0] for entry in reply.meta_info.input_token_logprobs[1:]]
+        if len(logprobs) != len(tokens) - 1 or any(value is None for value in logprobs):
+            raise EngineError(f"{url}: expected {len(tokens) - 1} log-probs of the canary, found {logprobs}")
+        return CanaryScore(
+            weight_version=reply.meta_info.weight_version,
+            logprobs=tuple(value for value in logprobs if value is not None),
+        )
+
+    async def _post(self, url: str, path: str, body: Mapping[str, Any], timeout: float) -> bytes:
+        return await self._call("POST", url, path, msgspec.json.encode(body), timeout)
+
+    async def _call(self, method: str, url: str, path: str, body: bytes | None, timeout: float) -> bytes:
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                self._http.session.request(method, url + path, data=body, headers=_HEADERS) as response,
+            ):
+                answer = await response.read()
+        except TimeoutError:
+            raise EngineTimeoutError(f"{method} {url}{path}: no answer within {timeout:g} s") from None
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{method} {url}{path}: {error!r}") from error
+        if response.status != 200:
+            text = answer.decode(errors="replace")[:_ERROR_TEXT]
+            raise EngineError(f"{method} {url}{path}: expected 200, found {response.status}: {text}")
+        return answer

@@ -1,0 +1,135 @@
+"""In the server's process: what a model holds of each tensor that its loader was given, as digests.
+
+Where the elements of each tensor went is noted while a loader runs (``loader_watch.py``). A digest is then taken of
+that memory, whatever has happened to it since, with each element's place in the tensor as it was sent
+(``tensor_digest``). Of what the model has beyond that:
+
+- A parameter that was there when the model was made has to be filled by what is sent: each of its elements was copied
+  from a tensor, or is zero (the padding of a vocabulary). Two kinds of memory are exempt, since no checkpoint has them:
+  buffers, and parameters that come later. They are computed, from the configuration or from what was loaded.
+- A tensor whose memory was replaced after it was loaded (quantized, reordered for a kernel) can't be compared, and
+  neither can one of those that SGLang's loaders compute with (COMPUTED). They are reported as such.
+
+For SGLang 0.5.23, through its own hooks. A tensor that a loader casts or moves before it copies it counts as not held.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, UntypedStorage
+
+from miles_async.engines.sglang.loader_watch import Copied, LoaderWatch
+from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
+from miles_async.engines.sglang.region_digest import region_digest
+from miles_async.runtime.tensor_digest import to_text
+from miles_async.types import HeldPart, HeldWeights, TensorShare
+
+# Class of SGLang's → parts of names of tensors that its loader computes with: (1 + weight) is what Gemma multiplies by.
+COMPUTED: dict[str, tuple[str, ...]] = {"GemmaForCausalLM": ("norm.weight",)}
+
+
+class WatchedModel:
+    """A model of which every load is watched."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._watch = LoaderWatch()
+        self._to_fill = {name for name, _ in model.named_parameters()}
+        self._filled: set[str] = set()  # parameters that some tensor was ever copied to
+        model.load_weights = partial(self._load, model.load_weights)  # type: ignore[assignment,arg-type]
+
+    def held(self, share: TensorShare) -> HeldWeights:
+        """Report what the model holds now, with digests of the tensors of ``share``."""
+        storages = [memory.untyped_storage() for memory in (*self._model.parameters(), *self._model.buffers())]
+        live = {storage._cdata: storage for storage in storages}
+        memories: dict[str, list[tuple[Copied, Tensor]]] = {}
+        other_form = []
+        for name, copies in self._watch.copies.items():
+            memories[name] = [(copied, memory) for copied in copies if (memory := copied.memory(live)) is not None]
+            if len(memories[name]) < len(copies) or (copies and self._is_computed(name)):
+                other_form.append(name)
+                memories[name] = []
+        digests = iter(_digests(pair for name in memories if share.includes(name) for pair in memories[name]))
+        parts = {
+            name: tuple(_part(*pair, next(digests) if share.includes(name) else "") for pair in pairs)
+            for name, pairs in memories.items()
+        }
+        return HeldWeights(parts=parts, other_form=tuple(other_form), unfilled=self._unfilled(live))
+
+    def _is_computed(self, name: str) -> bool:
+        return any(part in name for part in COMPUTED.get(type(self._model).__name__, ()))
+
+    def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = self._watch.load(load, *args, **kwargs)
+        into = {copied.storage.cdata for copies in self._watch.copies.values() for copied in copies}
+        self._filled |= {name for name, parameter in self._parameters() if _storage(parameter) in into}
+        return result
+
+    def _unfilled(self, live: Mapping[int, UntypedStorage]) -> dict[str, int]:
+        """Parameters with elements other than zero that no tensor was copied to, and how many."""
+        copies: defaultdict[int, dict[Any, Copied]] = defaultdict(dict)
+        for copied in (copied for some in self._watch.copies.values() for copied in some):
+            copies[copied.storage.cdata][copied.layout] = copied
+        result = {}
+        for name, parameter in self._parameters():
+            here = copies[_storage(parameter)]
+            if not here and name in self._filled:
+                continue  # replaced
+            regions = [memory for copied in here.values() if (memory := copied.memory(live)) is not None]
+            if sum(memory.numel() for memory in regions) == parameter.numel():
+                continue
+            left = int(parameter.count_nonzero()) - sum(int(memory.count_nonzero()) for memory in regions)
+            if left:
+                result[name] = left
+        return result
+
+    def _parameters(self) -> list[tuple[str, Tensor]]:
+        return [(name, parameter) for name, parameter in self._model.named_parameters() if name in self._to_fill]
+
+
+def register() -> None:
+    """Adds the action HELD_WEIGHTS_ACTION to the weights checker of every model that is made from now on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _follow, HookType.AFTER)
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _answer, HookType.AROUND)
+
+
+def _digests(memories: Iterable[tuple[Copied, Tensor]]) -> list[str]:
+    """All are computed on the device before the first is waited for."""
+    sums = [
+        region_digest(memory, copied.origin.offset, copied.origin.strides, copied.origin.row_length)
+        for copied, memory in memories
+    ]
+    return [to_text(value) for value in torch.stack(sums).tolist()] if sums else []
+
+
+def _part(copied: Copied, memory: Tensor, digest: str) -> HeldPart:
+    dtype = str(memory.dtype).removeprefix("torch.")
+    return HeldPart(copied.origin.offset, tuple(memory.shape), copied.origin.strides, dtype, digest)
+
+
+def _storage(parameter: Tensor) -> int:
+    return int(parameter.untyped_storage()._cdata)
+
+
+def _follow(model: Any, *args: Any, **kwargs: Any) -> None:
+    model.watched = WatchedModel(model)
+
+
+def _answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, role: str, **kwargs: Any) -> Any:
+    name, _, share = action.partition(" ")
+    if name != HELD_WEIGHTS_ACTION:
+        return handle(checker, action, *args, role=role, **kwargs)
+    held = checker._get_model().watched.held(msgspec.json.decode(share, type=TensorShare))
+    return {
+        "checksums": {HELD_WEIGHTS_ACTION: msgspec.json.encode(held).decode()},  # SGLang passes on a dict of texts
+        "per_gpu_checksum": "",  # SGLang fills it in
+        "parallelism_info": checker._parallelism_info(role=role).model_dump(),
+    }

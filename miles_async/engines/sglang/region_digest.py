@@ -1,0 +1,120 @@
+"""``tensor_digest`` of memory that holds a part of a tensor: any view of it, on the device where it lies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from miles_async.runtime.tensor_digest import (
+    HALF,
+    MODULUS,
+    WORD,
+    Words,
+    row_multipliers,
+    word_multipliers,
+    words_digest,
+)
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART_BYTES = 32 << 20  # at a time: what is computed on the way takes as much again
+
+
+def region_digest(memory: Tensor, offset: int, strides: tuple[int, ...], row_length: int) -> Tensor:
+    """int64 []: share of the digest of a tensor with rows of ``row_length`` elements, of which ``memory`` holds those
+    at offset + Σ index · stride, counted row by row.
+
+    Rows and blocks of whole words are read once, where they are. Everything else (a transposed view, columns that
+    begin inside a word) is copied first, a part at a time.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=memory.device)
+    if memory.numel() == 0:
+        return total
+    memory, strides = _in_row_order(memory.detach().view(_INTEGERS[memory.itemsize]), strides)
+    if offset % row_length == 0 and len(memory) % row_length == 0 and strides == (1,):  # whole rows, flattened
+        memory, strides = memory.unflatten(0, (-1, row_length)), (row_length, 1)
+    at_once = max(1, _PART_BYTES // memory[:1].nbytes) if memory.ndim > 1 else len(memory)
+    for first in range(0, len(memory), at_once):
+        total += _part(memory[first : first + at_once], offset + first * strides[0], strides, row_length)
+    return total
+
+
+def _in_row_order(memory: Tensor, strides: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """The same elements in the order of the tensor they are of; the last dimension goes along its rows."""
+    strides = tuple(stride for length, stride in zip(memory.shape, strides, strict=True) if length != 1)
+    order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
+    memory, strides = memory.squeeze().permute(order), tuple(strides[dimension] for dimension in order)
+    return (memory, strides) if strides and strides[-1] == 1 else (memory.unsqueeze(-1), (*strides, 1))
+
+
+def _part(memory: Tensor, offset: int, strides: tuple[int, ...], row_length: int) -> Tensor:
+    column = offset % row_length
+    if column + memory.shape[-1] > row_length or any(stride % row_length for stride in strides[:-1]):
+        memory, offset = _spread(memory, offset, strides, row_length)
+        column, strides = 0, (row_length, 1)
+    words, first_word = _as_words(memory, column)
+    of_words = _on(words.device, word_multipliers, first_word, words.shape[-1])
+    row, row_strides = offset // row_length, [stride // row_length for stride in strides[:-1]]
+    *outer, rows = words.shape[:-1] or (1,)
+    *outer_strides, row_stride = row_strides or (1,)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for index in itertools.product(*map(range, outer)):
+        first = row + sum(i * stride for i, stride in zip(index, outer_strides, strict=True))
+        of_rows = _on(words.device, row_multipliers, first, (rows - 1) * row_stride + 1)[::row_stride]
+        total += block_digest(words[index].reshape(rows, -1), of_rows, of_words)
+    return total
+
+
+def _spread(memory: Tensor, offset: int, strides: tuple[int, ...], row_length: int) -> tuple[Tensor, int]:
+    """``memory`` where it is in whole rows that are zero elsewhere, and the offset of the first one."""
+    first = offset // row_length
+    last = offset + sum((length - 1) * stride for length, stride in zip(memory.shape, strides, strict=True))
+    rows = memory.new_zeros(last // row_length + 1 - first, row_length)
+    rows.as_strided(memory.shape, strides, offset - first * row_length).copy_(memory)
+    return rows, first * row_length
+
+
+def _as_words(memory: Tensor, column: int) -> tuple[Tensor, int]:
+    """int64 [..., words] of rows that begin at ``column``, with zeros around them where they end inside a word; and
+    the place of the first word.
+    """
+    elements = WORD // memory.itemsize
+    before = column % elements
+    width = memory.shape[-1]
+    aligned = [before, width, memory.storage_offset(), *memory.stride()[:-1]]
+    if any(number % elements for number in aligned) or memory.stride(-1) != 1:
+        padded = memory.new_zeros(*memory.shape[:-1], -(-(before + width) // elements) * elements)
+        padded[..., before : before + width] = memory
+        memory = padded
+    return memory.view(torch.int64), column // elements
+
+
+def block_digest(words: Tensor, of_rows: Tensor, of_words: Tensor) -> Tensor:
+    """``words_digest`` on the device of ``words``; on a CPU by it, which is faster than torch."""
+    if words.device.type == "cpu":
+        share = words_digest(words.numpy(), of_rows.numpy(), of_words.numpy()) % MODULUS
+        return torch.tensor(share - MODULUS if share >= MODULUS // 2 else share)
+    return torch_block_digest(words, of_rows, of_words)
+
+
+def torch_block_digest(words: Tensor, of_rows: Tensor, of_words: Tensor) -> Tensor:
+    """``words_digest`` in torch."""
+    mixed = words >> HALF
+    mixed += words
+    mixed *= of_words
+    return (mixed.sum(1) * of_rows).sum()
+
+
+def _on(device: torch.device, multipliers: Callable[[int, int], Words], first: int, count: int) -> Tensor:
+    """[count] of ``multipliers``; on a GPU from a table that stays there."""
+    if device.type == "cpu":
+        return torch.from_numpy(multipliers(first, count))
+    return _table(device, multipliers, 1 << (first + count - 1).bit_length())[first : first + count]
+
+
+@lru_cache(maxsize=64)
+def _table(device: torch.device, multipliers: Callable[[int, int], Words], count: int) -> Tensor:
+    return torch.from_numpy(multipliers(0, count)).to(device)

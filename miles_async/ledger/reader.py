@@ -1,0 +1,157 @@
+"""Reads the ledger of a run: one that goes on, one that is over, one that was killed."""
+
+from __future__ import annotations
+
+import difflib
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from miles_async.errors import LedgerError
+from miles_async.ledger.store import SCHEMA_VERSION, Carried, read_balance, read_carried
+from miles_async.staleness.attempts import DeadLetter
+from miles_async.staleness.ledger import Balance, Outcome, Stage
+
+MAX_CANDIDATES = 10_000  # prompts that are looked at for one that is spelt like the one asked for
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One row. The columns are explained where they are made: ``store.SCHEMA``."""
+
+    attempt_id: int
+    prompt_id: str
+    epoch: int
+    issued_version: int
+    history: tuple[str, ...]
+    stage: Stage
+    engines: tuple[str, ...] | None
+    chunks: int | None
+    response_lengths: tuple[int, ...] | None
+    oldest_version: int | None
+    newest_version: int | None
+    mixed_samples: int | None
+    reward_mean: float | None
+    left_out: int
+    target_version: int | None
+    step: int | None
+    outcome: Outcome | None
+    reason: str | None
+    issued_at: float
+    finished_at: float | None
+    cut_at: float | None
+    ended_at: float | None
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Response lengths in tokens."""
+
+    where: str  # an Outcome, or a Stage of attempts that have not ended
+    samples: int
+    mean: float
+    longest: int
+
+
+class LedgerReader:
+    """Questions about one run."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def balance(self) -> Balance:
+        """As of the last flush; with the attempts of earlier processes, if the run was resumed."""
+        return read_balance(self._connection)
+
+    def carried(self) -> Carried | None:
+        """What a resumed run brought along."""
+        return read_carried(self._connection)
+
+    def response_lengths(self) -> tuple[Lengths, ...]:
+        """Of all samples that were generated, by where their attempt ended or stands (C5)."""
+        rows = self._connection.execute(
+            "SELECT coalesce(outcome, stage), count(*), avg(value), max(value) "
+            "FROM attempts, json_each(attempts.response_lengths) GROUP BY 1 ORDER BY 2 DESC, 1"
+        )
+        return tuple(Lengths(where=where, samples=n, mean=mean, longest=longest) for where, n, mean, longest in rows)
+
+    def dead_letters(self) -> tuple[DeadLetter, ...]:
+        """Quarantined prompts: brought along, then this run's."""
+        carried = self.carried()
+        rows = self._records("WHERE outcome = ? ORDER BY attempt_id", Outcome.QUARANTINED)
+        own = (
+            DeadLetter(prompt_id=row.prompt_id, epoch=row.epoch, reasons=(*row.history, row.reason or ""))
+            for row in rows
+        )
+        return (*(carried.quarantined if carried else ()), *own)
+
+    def find(self, prompt_or_attempt: str) -> tuple[AttemptRecord, ...]:
+        """All attempts of the prompt with that id, and the attempt with that number; in order of admission."""
+        number = int(prompt_or_attempt) if prompt_or_attempt.isdecimal() and len(prompt_or_attempt) < 19 else -1
+        condition = "WHERE prompt_id = ? OR attempt_id = ? ORDER BY attempt_id"
+        return tuple(self._records(condition, prompt_or_attempt, number))
+
+    def next_attempt(self, record: AttemptRecord) -> int | None:
+        """The attempt that its prompt got after this one, within the same epoch."""
+        (found,) = self._connection.execute(
+            "SELECT min(attempt_id) FROM attempts WHERE prompt_id = ? AND epoch = ? AND attempt_id > ?",
+            (record.prompt_id, record.epoch, record.attempt_id),
+        ).fetchone()
+        return found if found is None else int(found)
+
+    def started_at(self) -> float:
+        """When the first attempt was issued, in seconds since 1970; 0 before that."""
+        row = self._connection.execute("SELECT issued_at FROM attempts ORDER BY attempt_id LIMIT 1").fetchone()
+        return float(row[0]) if row else 0.0
+
+    def attempt_range(self) -> tuple[int, int] | None:
+        """First and last attempt; None before there is one."""
+        first, last = self._connection.execute("SELECT min(attempt_id), max(attempt_id) FROM attempts").fetchone()
+        return None if first is None else (int(first), int(last))
+
+    def prompts_issued(self) -> int:
+        """Distinct prompts with an attempt in this ledger."""
+        (count,) = self._connection.execute("SELECT count(DISTINCT prompt_id) FROM attempts").fetchone()
+        return int(count)
+
+    def nearest_prompt(self, prompt_id: str) -> str | None:
+        """The prompt whose id looks most like it: one that contains it, or else one that is spelt like it."""
+        row = self._connection.execute(
+            "SELECT prompt_id FROM attempts WHERE instr(prompt_id, ?) LIMIT 1", (prompt_id,)
+        ).fetchone()
+        if row:
+            return str(row[0])
+        rows = self._connection.execute("SELECT DISTINCT prompt_id FROM attempts LIMIT ?", (MAX_CANDIDATES,))
+        nearest = difflib.get_close_matches(prompt_id, [str(name) for (name,) in rows], n=1)
+        return nearest[0] if nearest else None
+
+    def _records(self, condition: str, *values: object) -> Iterator[AttemptRecord]:
+        names = AttemptRecord.__struct_fields__
+        for row in self._connection.execute(f"SELECT {', '.join(names)} FROM attempts {condition}", values):
+            columns = dict(zip(names, row, strict=True))
+            for name in ("history", "engines", "response_lengths"):
+                if columns[name] is not None:
+                    columns[name] = msgspec.json.decode(columns[name])
+            yield msgspec.convert(columns, AttemptRecord)
+
+
+@contextmanager
+def open_ledger(path: Path) -> Iterator[LedgerReader]:
+    """A reader while the block runs; nothing is written.
+
+    Raises:
+        LedgerError: the file cannot be read, or another version of this project wrote it; in the block too.
+    """
+    connection = None
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+        if row is None or int(row[0]) != SCHEMA_VERSION:
+            raise LedgerError(f"{path}: expected a ledger of format {SCHEMA_VERSION}, found {row and row[0]}")
+        yield LedgerReader(connection)
+    except sqlite3.Error as error:
+        raise LedgerError(f"{path}: cannot read this ledger: {error}") from error
+    finally:
+        if connection is not None:
+            connection.close()

@@ -1,1 +1,0 @@
-"""Parts chosen by flags and put together, for each kind of process."""

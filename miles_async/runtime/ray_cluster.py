@@ -1,0 +1,129 @@
+"""Ray: starting or joining a cluster, and what its workers inherit."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import ray
+
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.own_ray import OwnRay
+from miles_async.runtime.run_process import MARK
+
+OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
+SHUTDOWN_SECONDS = 30.0
+_HANDLER_SECONDS = 0.02
+
+
+@asynccontextmanager
+async def ray_cluster(address: str | None, environment: Mapping[str, str], own: OwnRay | None) -> AsyncIterator[None]:
+    """Ray for the duration of a run: the cluster at ``address``, or one of our own on this machine.
+
+    ``own`` is told when our own is shut down. Raises ConfigurationError if there is no cluster at ``address``, or no
+    room for one on this machine.
+    """
+    # Somewhere on its way Ray's C++ core installs a handler of its own, which dumps stacks and aborts. What
+    # `getsignal` tells is Python's handler, whoever has replaced it in C.
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    thread = _RayThread(lambda: _connect(address, environment))
+    thread.start()
+    try:
+        while not thread.connected.done():
+            await asyncio.wait([thread.connected], timeout=_HANDLER_SECONDS)
+            signal.signal(signal.SIGTERM, on_sigterm)
+        thread.connected.result()
+        try:
+            yield
+        finally:
+            if own is not None:
+                own.ends()
+    finally:
+        thread.close()
+        with suppress(TimeoutError):  # its processes die with this one
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                await thread.closed
+
+
+class _RayThread(threading.Thread):
+    """Connects and disconnects off the event loop, which stays free for signals.
+
+    One thread for both: a cluster of our own ends with the thread that started it (PR_SET_PDEATHSIG). In this thread
+    Ray does not replace the handler of SIGTERM either.
+    """
+
+    def __init__(self, connect: Callable[[], None]) -> None:
+        super().__init__(name="ray", daemon=True)
+        self._connect = connect
+        self._over = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self.connected: asyncio.Future[None] = self._loop.create_future()
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+
+    def run(self) -> None:
+        try:
+            self._connect()
+        except BaseException as error:  # supervision point: it is raised to whoever waits
+            self._settle(self.connected, error)
+        else:
+            self._settle(self.connected)
+            self._over.wait()
+        ray.shutdown()
+        self._settle(self.closed)
+
+    def close(self) -> None:
+        """Disconnect as soon as the connection is there."""
+        self._over.set()
+
+    def _settle(self, future: asyncio.Future[None], error: BaseException | None = None) -> None:
+        def settle() -> None:
+            if future.cancelled():
+                return
+            future.set_exception(error) if error else future.set_result(None)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(settle)
+
+
+def _connect(address: str | None, environment: Mapping[str, str]) -> None:
+    options: dict[str, Any] = (
+        {"address": address}
+        if address
+        # "local", or Ray would join whatever `ray start` left on this machine. Actors ask for GPUs only: on a laptop
+        # more processes than cores is the normal case.
+        else {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    )
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has variables of its own
+    where = f"--ray-address {address}" if address else "Ray cannot start on this machine"
+    try:
+        ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **options)
+    except Exception as error:  # supervision point: no cluster, another version, no memory; Ray raises what it likes
+        # Ray sends its token to no address that it was given, unless it is told to.
+        token = "; a cluster with tokens, which `ray start` makes by default, wants RAY_AUTH_MODE=token here"
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}{token if address else ''}") from error
+
+
+def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
+    """What Ray workers get of this process's environment (``--forward-env``, C8), and what they need on a CPU."""
+    forwarded = {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*patterns, MARK))
+    }
+    # Modules named by --custom-*-path are looked up as they are for the driver: from the working directory on.
+    path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {
+        **forwarded,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if cpu:  # one thread per process: there are more processes than cores already
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return environment

@@ -1,0 +1,62 @@
+"""Where on a machine large temporary files go: into memory if there is room, else to disk.
+
+Processes that choose before any of them has written would all see the same free memory. So a choice is a claim, noted
+in the directory, which counts as far as it has not been used yet. One process of a machine chooses after another.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from miles_async.runtime.owned_directory import PREFIX, OwnedDirectory, sweep
+
+MEMORY = Path("/dev/shm")
+_CLAIM = ".claim"  # bytes that the owner of a directory may come to use
+
+
+def directory_with_room(room: int, *, memory: Path = MEMORY) -> OwnedDirectory:
+    """For ``room`` bytes: in ``memory`` if that, and all that others have claimed, leaves at least as much of it free;
+    else on disk. Raises OSError.
+    """
+    with suppress(OSError), _choosing(memory):
+        sweep(memory)
+        if shutil.disk_usage(memory).free - _claimed(memory) >= 2 * room:
+            directory = OwnedDirectory(memory)
+            (directory.path / _CLAIM).write_text(str(room))
+            return directory
+    return OwnedDirectory(Path(tempfile.gettempdir()))
+
+
+@contextmanager
+def _choosing(memory: Path) -> Iterator[None]:
+    """One process after another; the lock is the directory's own, so that no file stays."""
+    lock = os.open(memory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _claimed(memory: Path) -> int:
+    """Bytes that are claimed and not used yet."""
+    unused = 0
+    for claim in memory.glob(f"{PREFIX}*/{_CLAIM}"):
+        with suppress(OSError, ValueError):  # gone meanwhile
+            unused += max(0, int(claim.read_text()) - _used(claim.parent))
+    return unused
+
+
+def _used(directory: Path) -> int:
+    found = {}
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            found[status.st_ino] = 512 * status.st_blocks  # a file may have several names
+    return sum(found.values())

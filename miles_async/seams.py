@@ -1,0 +1,293 @@
+"""What the rooms of the project exchange: the boundaries between the controller, the two sides and the engines.
+
+``controller.py`` sees these protocols only; the wiring chooses the implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from miles_async.api import Metrics
+from miles_async.types import (
+    CanaryScore,
+    EngineLoad,
+    FleetMembers,
+    HeldWeights,
+    Incarnation,
+    PreparedBatch,
+    Prompt,
+    StagedWeights,
+    TensorMeta,
+    TensorShare,
+)
+
+
+@runtime_checkable
+class PromptSource(Protocol):
+    """An endless stream of prompts with a cursor. ``take`` never returns fewer than asked for."""
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        """The next ``count`` prompts as (epoch, prompt). Raises DataError naming file and line."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The cursor, JSON-serializable."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class EngineLoads(Protocol):
+    """How many engines there are to generate and how loaded they are: what the dispatcher's concurrency follows."""
+
+    async def serving(self, other_than: int) -> int:
+        """How many engines serve, as soon as it is not ``other_than``."""
+        ...
+
+    async def loads(self) -> Mapping[str, EngineLoad]:
+        """Of each engine that takes requests, by its id. One that doesn't answer within seconds is left out."""
+        ...
+
+
+class RolloutSide(Protocol):
+    """The rollout manager as the controller sees it. All waits end by deadline, error or close."""
+
+    async def run(self) -> None:
+        """Dispatch and supervise until :meth:`close`; raises the first error of the rollout side."""
+        ...
+
+    async def next_batch(self, target_version: int) -> PreparedBatch:
+        """Cut one batch for the version the optimizer will step from (C1). Waits until there is one."""
+        ...
+
+    async def trained(self, batch_id: int) -> None:
+        """The optimizer has stepped with this batch: its groups end as ``trained`` (C2)."""
+        ...
+
+    async def commit_version(self, version: int) -> None:
+        """``version`` is visible (again, if the step was not published): what was trained makes room."""
+        ...
+
+    async def wait_for_joining(self) -> None:
+        """Returns when an engine waits for weights."""
+        ...
+
+    async def evaluate(self) -> Metrics: ...
+
+    async def stats(self) -> dict[str, Any]:
+        """Balance of attempts, in-flight, buffer, idle seconds; cheap, for logs, summary and watchdog."""
+        ...
+
+    async def describe(self) -> str:
+        """Who waits for whom, in lines; for ``stall.txt`` (C10)."""
+        ...
+
+    async def count_stale(self, version: int) -> int:
+        """Attempts outside a batch that publishing ``version`` now would make too old, or might (C5)."""
+        ...
+
+    async def snapshot(self) -> None:
+        """Keep what :meth:`save` will write, as of now. Quick: nothing is copied or written."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write the last snapshot, while everything else goes on."""
+        ...
+
+    async def load(
+        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Go on where a checkpoint was taken, after ``step`` trained steps, from ``version``."""
+        ...
+
+    async def close(self) -> None:
+        """End what is in flight as cancelled; :meth:`run` returns."""
+        ...
+
+    async def last_stats(self) -> dict[str, Any]:
+        """:meth:`close`, and :meth:`stats` when everything has ended."""
+        ...
+
+    async def stop(self) -> None:
+        """Engines and router down."""
+        ...
+
+
+class WeightSenders(Protocol):
+    """The sending ranks as transports see them."""
+
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
+        """A method of a sending rank's WeightSender, in a thread of its own; training goes on meanwhile. Calls of one
+        sender are carried out one after another, in their order; those for a ``repair`` in another thread, so that one
+        that hangs holds up no delivery.
+
+        What a transport's two halves say to each other, and the methods of WeightSender itself.
+        """
+        ...
+
+
+class TrainerSide(WeightSenders, Protocol):
+    """All trainer ranks as the controller and the publisher see them."""
+
+    async def start(self) -> None: ...
+
+    async def train(self, shards: Sequence[Any]) -> Metrics:
+        """One rollout step: all its optimizer steps on all ranks."""
+        ...
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        """Export to files on the sending ranks and score the canary. Collective over all ranks."""
+        ...
+
+    async def save(self, directory: Path) -> None: ...
+
+    async def save_hf(self, directory: Path) -> None:
+        """Weights, config and tokenizer as Hugging Face files."""
+        ...
+
+    async def load(self, directory: Path) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class EngineFleet(Protocol):
+    """The engines as the publisher and the transports see them. Every call fans out to the named engines concurrently
+    and returns, per engine, None (or what was asked for) or the error that it met; it raises only for its own bugs.
+
+    An engine is named by its incarnation: if it has been restarted, even while it was called, the result is an error
+    and nothing of the call counts for the new start.
+    """
+
+    async def members(self) -> FleetMembers: ...
+
+    async def probe(self, engines: Sequence[Incarnation]) -> EngineErrors:
+        """Who does not answer soon, down to its schedulers, is dead or hangs."""
+        ...
+
+    async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str | Exception]:
+        """What each says that it holds: a version's number, or "default" before its first publication."""
+        ...
+
+    async def pause(self, engines: Sequence[Incarnation], mode: str) -> EngineErrors:
+        """Stops new requests at our side too, until :meth:`resume`."""
+        ...
+
+    async def flush_cache(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
+
+    async def resume(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
+
+    async def score(
+        self, engines: Sequence[Incarnation], tokens: Sequence[int]
+    ) -> Mapping[Incarnation, CanaryScore | Exception]: ...
+
+    async def held_weights(
+        self, engines: Sequence[Incarnation], share: TensorShare
+    ) -> Mapping[Incarnation, HeldWeights | Exception]:
+        """Report what each engine holds while it is paused, with digests of a share of it."""
+        ...
+
+    async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
+        """These engines hold ``version``, verified: make (or keep) them routable, unless they claim another."""
+        ...
+
+    async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
+        """Take out of the router, end their requests, restart them; they come back as joining. No-op for those that
+        have been restarted already.
+        """
+        ...
+
+    # Ways for weights to reach a paused engine; from the first of these calls until ``admit`` its weights count as
+    # unverified. What was received between begin and end is post-processed at the end, what was loaded at once.
+    async def connect(
+        self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
+    ) -> EngineErrors:
+        """Engines join as ranks 1.. in the order given (tensor-parallel engines take several ranks)."""
+        ...
+
+    async def disconnect(self, engines: Sequence[Incarnation], group_name: str) -> EngineErrors: ...
+
+    async def begin_update(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
+
+    async def receive_bucket(
+        self,
+        engines: Sequence[Incarnation],
+        group_name: str,
+        tensors: Sequence[TensorMeta],
+        version: int,
+        flush_cache: bool,
+    ) -> EngineErrors:
+        """One broadcast: the bytes of ``tensors``, one after another."""
+        ...
+
+    async def receive_handles(
+        self, engines: Sequence[Incarnation], handles: str, version: int, flush_cache: bool
+    ) -> EngineErrors:
+        """One bucket in device memory that the engine shares; ``handles`` as ``senders/ipc.py`` makes them."""
+        ...
+
+    async def end_update(self, engines: Sequence[Incarnation], *, abandon: bool = False) -> EngineErrors:
+        """``abandon``: after a failure; who has no answer soon is left alone."""
+        ...
+
+    async def load_files(self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool) -> EngineErrors:
+        """Engine → directory on its host; all tensors of all safetensors files in it, no others, are replaced."""
+        ...
+
+    async def on_host(
+        self,
+        engines: Sequence[Incarnation],
+        function: Callable[..., Any],
+        arguments: Sequence[Any] = (),
+        *,
+        room: int = 0,
+    ) -> Mapping[Incarnation, Any | Exception]:
+        """``function(directory, *arguments)`` in a thread on each engine's host.
+
+        ``directory``: of this start of the engine, gone with it; where there is ``room`` for that many bytes, in memory
+        rather than on disk. References to objects in ``arguments`` are resolved there.
+        """
+        ...
+
+
+EngineErrors = Mapping[Incarnation, Exception | None]
+
+
+class WeightTransport(Protocol):
+    """How staged weights reach engines: the driver's half. Its other half is a WeightSender."""
+
+    sent_fraction: float  # of the weights' bytes, what the last delivery sent to each engine; mean over engines
+
+    async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
+        """All that can be done while they generate. Whom it returns errors for is to blame for them."""
+        ...
+
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
+        """While they are paused; to any of those that were prepared. Whom it returns errors for is to blame; all others
+        have everything.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightSender(Protocol):
+    """The half of a transport that lives in a sending rank. Other methods are between the two halves.
+
+    It has the newest versions that it staged, and any that it was told to keep.
+    """
+
+    def stage(self, version: int, tensors: Iterable[tuple[str, Any]]) -> StagedWeights:
+        """Write this sender's share of all exported (HF name, torch tensor) to files; without a canary."""
+        ...
+
+    def keep(self, version: int) -> None: ...
+
+    def keep_no_longer(self, version: int) -> None: ...
+
+    def close(self) -> None:
+        """Remove the files, leave groups; idempotent."""
+        ...

@@ -1,1 +1,0 @@
-"""Policy losses: what the trainer minimises, behind the protocol PolicyLoss. Pure torch."""

@@ -1,0 +1,44 @@
+"""The two parts that decide what is trained, from flags: made alike by a run, by its replay, and by a simulation."""
+
+from __future__ import annotations
+
+from miles_async.arguments import Arguments, RolloutArguments, StalenessArguments
+from miles_async.ledger.schedule import Record, RecordedPool
+from miles_async.rollout.batches import BatchMaker, RecordBatch
+from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.observer import PoolObserver
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool
+
+
+def make_pool(
+    rollout: RolloutArguments,
+    staleness: StalenessArguments,
+    *,
+    observer: PoolObserver | None = None,
+    record: Record | None = None,
+) -> Pool:
+    """For a whole run of ``--num-rollout`` steps. ``record``: told of every call and what followed from it."""
+    policy = StalenessPolicy.from_arguments(staleness, rollout)
+    retries = RetryPolicy(
+        max_prompt_attempts=rollout.max_prompt_attempts,
+        max_quarantined_prompts=rollout.max_quarantined_prompts,
+        recycle_stale=staleness.stale_group_action == "recycle",
+    )
+    total_groups = rollout.num_rollout * rollout.rollout_batch_size
+    if record is None:
+        return Pool(policy, retries, total_groups=total_groups, observer=observer)
+    return RecordedPool(policy, retries, total_groups=total_groups, observer=observer, record=record)
+
+
+def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: RecordBatch | None = None) -> BatchMaker:
+    """For the trainer that the flags describe. ``quadratic_work``: of its model, see ``train_data.work``."""
+    return BatchMaker(
+        algorithm=arguments.algorithm,
+        dp_size=arguments.data_parallel_size,
+        max_tokens=arguments.optimizer.max_tokens_per_gpu,
+        quadratic_work=quadratic_work,
+        samples_per_optimizer_step=arguments.global_batch_size,
+        bound=arguments.staleness.bound,
+        record=record,
+    )

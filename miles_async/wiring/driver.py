@@ -1,0 +1,335 @@
+"""The driver's process: Arguments in, a finished run out.
+
+It runs controller, publisher and recorder. The rollout side (``rollout_process.py``) and the trainer's ranks
+(``trainer_process.py``) are Ray actors. However the run ends (done, an error on either side, Ctrl-C, SIGTERM), both
+sides are stopped, then Ray, and the summary says what was done so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import structlog
+
+from miles_async.api import Tracker
+from miles_async.arguments import Arguments
+from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.paths import with_absolute_paths
+from miles_async.arguments.server_groups import of_role, server_groups
+from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
+from miles_async.checkpoints.run_checkpoints import RunCheckpoints
+from miles_async.controller import Controller
+from miles_async.errors import (
+    ConfigurationError,
+    LedgerError,
+    PublicationError,
+    StalledError,
+    SummaryError,
+    first_error,
+)
+from miles_async.ledger.reader import open_ledger
+from miles_async.observability.logs import configure_logging
+from miles_async.observability.metrics_file import MetricsFile
+from miles_async.observability.plots import plot_run
+from miles_async.observability.progress import Progress, open_progress
+from miles_async.observability.recorder import RunRecorder
+from miles_async.observability.summary import RunSummary, write_summary
+from miles_async.observability.summary_view import print_summary
+from miles_async.observability.tracker import CompositeTracker
+from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+from miles_async.rollout.actor import RolloutProcess
+from miles_async.runtime.cleanup import afterwards
+from miles_async.runtime.control import ControlServer
+from miles_async.runtime.device import choose_device
+from miles_async.runtime.last_resort import LastResort
+from miles_async.runtime.own_ray import OwnRay
+from miles_async.runtime.owned_directory import OwnedDirectory, sweep, sweep_temporary, temporary_parent
+from miles_async.runtime.ray_cluster import ray_cluster, worker_environment
+from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, claimed
+from miles_async.runtime.run_process import kill_marked, read_run_process
+from miles_async.runtime.stall_report import waiting_tasks
+from miles_async.seams import EngineFleet, RolloutSide
+from miles_async.trainer.group import TrainerGroup
+from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
+from miles_async.weights.verify import canary_tolerance
+from miles_async.wiring.rollout_process import build_rollout
+from miles_async.wiring.trainer_process import staging_directory, trainer_group
+
+log = structlog.get_logger(__name__)
+
+STOP_SECONDS = 30.0  # for a side to stop by itself before its processes are ended
+STATS_SECONDS = 10.0
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it starts again
+
+
+def run(arguments: Arguments) -> int:
+    """Run to the end. Returns the exit code: 0 done, 130 interrupted. Raises the first error of either side."""
+    arguments = with_absolute_paths(arguments)
+    run_dir = arguments.observability.run_dir
+    staged = staging_directory(arguments, run_dir)
+    sweep(staged)  # of a run that was killed, before its directory is moved aside
+    try:
+        temporary = OwnedDirectory(temporary_parent(), mode=0o700)
+    except OSError as error:
+        raise ConfigurationError(f"the run has no place for temporary files (TMPDIR): {error}") from error
+    try:
+        with claimed(run_dir, temporary.path / "control"):
+            configure_logging(run_dir, arguments.observability.log_level)
+            write_config(arguments, run_dir)
+            return _to_the_end(Run(arguments, run_dir, temporary.path / "control"))
+    finally:
+        temporary.remove()
+        sweep_temporary()  # of engines that were killed
+        sweep(staged)  # of a rank that was killed
+
+
+def _to_the_end(training: Run) -> int:
+    with LastResort(training.end_at_once, training.lost) as last_resort:
+
+        async def main() -> None:
+            last_resort.interrupts_this_task()
+            await training.main(last_resort.all_is_up)
+
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            # What fails when Ray's processes got the same signal is no failure of the run.
+            if last_resort.interrupted or isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+                if isinstance(error, Exception):
+                    log.warning("something failed while the run was being ended", error=repr(first_error(error)))
+                training.try_to_report("interrupted")
+                return EXIT_INTERRUPTED
+            training.try_to_report("failed")
+            raise first_error(error) from error
+        training.report("finished")
+        return 0
+
+
+def write_config(arguments: Arguments, run_dir: Path) -> None:
+    """Every flag in force. Raises ConfigurationError if it cannot be written."""
+    try:
+        (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
+    except OSError as error:
+        raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error
+
+
+class Run:
+    """One run: its parts, in the order in which they start and, reversed, stop."""
+
+    def __init__(self, arguments: Arguments, run_dir: Path, control: Path) -> None:
+        """``control``: where its socket for commands will be."""
+        self._arguments = arguments
+        self._run_dir = run_dir
+        self._device = choose_device(arguments.cluster.device)
+        self._summary = RunSummary()
+        self._started = time.monotonic()
+        self._stats: dict[str, Any] = {}  # of the rollout side, as last heard
+        self._version = 0
+        self._manager: Any = None  # of the rollout side, once it is up
+        self._control_server = ControlServer(control, {"scale": self._scale, "engines": self._engines})
+        self._own_ray = OwnRay() if arguments.cluster.ray_address is None else None
+
+    async def main(self, all_is_up: Callable[[], None]) -> None:
+        """Start everything, run the controller, stop everything."""
+        arguments = self._arguments
+        environment = worker_environment(arguments.cluster.forward_env, cpu=self._device == "cpu")
+        with open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress:
+            progress.phase("Ray")
+            async with ray_cluster(arguments.cluster.ray_address, environment, self._own_ray):
+                progress.phase("engines, router and trainer ranks")
+                rollout = RolloutProcess(partial(build_rollout, arguments, self._run_dir, self._device))
+                trainer = trainer_group(arguments, self._run_dir, self._device, environment)
+                async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
+                    async with asyncio.TaskGroup() as scope:
+                        scope.create_task(rollout.start())
+                        scope.create_task(trainer.start())
+                    all_is_up()
+                    async with self._control_server:
+                        await self._control(progress, rollout, trainer)
+
+    async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:
+        arguments = self._arguments
+        manager = cast(RolloutSide, rollout.manager)
+        self._manager = rollout.manager
+        self._summary.record_stage("start", time.monotonic() - self._started)
+        tracker = self._tracker()
+        if arguments.weights.verify_weights != "off":
+            trainer.canary_tokens = await rollout.part("canary").tokens()
+        publisher = self._publisher(trainer, rollout)
+        controller = Controller(
+            rollout=manager,
+            trainer=trainer,
+            publisher=publisher,
+            checkpoints=RunCheckpoints(trainer, manager, arguments.checkpoint, self._identity()),
+            recorder=RunRecorder(tracker, progress, self._summary),
+            rollout_arguments=arguments.rollout,
+            staleness=arguments.staleness,
+            weights=arguments.weights,
+            evaluation=arguments.evaluation,
+            checkpoint=arguments.checkpoint,
+        )
+        progress.phase("the first publication")
+        try:
+            await controller.run()
+            if arguments.checkpoint.save_hf is not None:
+                await trainer.save_hf(arguments.checkpoint.save_hf)
+        except BaseException as error:
+            if isinstance(first_error(error), StalledError | PublicationError):
+                driver = [f"publication: {publisher.state.value}", f"{controller.position}", *waiting_tasks()]
+                await self._report_stall(str(first_error(error)), driver, manager)
+            raise
+        finally:
+            self._version = controller.position.version
+            self._stats = await _last_stats(manager)
+            await asyncio.to_thread(tracker.finish)
+
+    async def _scale(self, group: str, engines: int) -> str:
+        await self._manager.scale(group, engines)
+        return await self._engines()
+
+    async def _engines(self) -> str:
+        stats: str = await self._manager.engines()
+        return stats
+
+    def _publisher(self, trainer: TrainerGroup, rollout: RolloutProcess) -> WeightPublisher:
+        arguments = self._arguments
+
+        def updater(part: str, engines_timeout: float, *, repair: bool = False) -> FleetUpdater:
+            fleet, name = cast(EngineFleet, rollout.part(part)), f"{part}-repair" if repair else part
+            return FleetUpdater(
+                fleet,
+                choose_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
+                arguments.weights,
+                tolerance=canary_tolerance(arguments.weights.canary_tolerance, bf16=arguments.model.bf16),
+                engines_timeout=engines_timeout,
+            )
+
+        apart = of_role(server_groups(arguments), "evaluation")
+        return WeightPublisher(
+            trainer,
+            updater("fleet", arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS),
+            arguments.weights,
+            repairs=updater("fleet", 0.0, repair=True),
+            evaluation=updater("evaluation_fleet", 0.0) if apart else None,  # training does not wait for its engines
+        )
+
+    async def _report_stall(self, error: str, driver: Sequence[str], manager: RolloutSide) -> None:
+        """stall.txt: who waits for whom, before everything is stopped (C10)."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                rollout = await manager.describe()
+        except Exception as silence:  # supervision point: the first error must surface
+            rollout = f"does not answer: {silence!r}"
+        lines = [error, "", "driver", *(f"  {line}" for line in driver), "", "rollout manager", rollout]
+        path = self._run_dir / "stall.txt"
+        try:
+            await asyncio.to_thread(path.write_text, "\n".join(lines) + "\n")
+        except OSError as problem:
+            log.error("the run has stalled; who waits for whom cannot be written", error=str(problem))
+        else:
+            log.error("the run has stalled; who waits for whom is in a file", file=str(path))
+
+    def _identity(self) -> RunIdentity:
+        assert self._arguments.model.hf_checkpoint is not None
+        return RunIdentity(
+            run=new_run_name(self._run_dir),
+            model=fingerprint(self._arguments.model.hf_checkpoint),
+            ranks=self._arguments.layout,
+        )
+
+    def _tracker(self) -> CompositeTracker:
+        observability = self._arguments.observability
+        trackers: list[Tracker] = [MetricsFile(self._run_dir / "metrics.jsonl")]
+        if observability.use_wandb:
+            options = WandbOptions(
+                directory=self._run_dir,
+                mode=observability.wandb_mode,
+                project=observability.wandb_project,
+                group=observability.wandb_group,
+                config=asdict(self._arguments),
+            )
+            trackers.append(open_wandb(options))
+        return CompositeTracker(trackers)
+
+    def report(self, ending: str) -> None:
+        """summary.json, the plot and the closing table: of what was done, however the run ended.
+
+        Raises SummaryError if summary.json cannot be written.
+        """
+        now = time.monotonic()
+        summary = self._summary.finish(
+            balance=self._stats.get("balance") or self._balance_on_disk(),
+            trainer_idle_seconds=self._summary.stage_seconds("wait"),
+            rollout_idle_seconds=self._stats.get("seconds", 0.0) - self._stats.get("busy_seconds", 0.0),
+            rollout_seconds=self._stats.get("seconds", 0.0),
+            wall_seconds=now - self._started,
+            weight_version=self._version,
+        )
+        summary["ending"] = ending
+        path = self._run_dir / "summary.json"
+        try:
+            write_summary(summary, path)
+        except OSError as error:
+            raise SummaryError(f"the run has {ending}, and its summary cannot be written: {path}: {error}") from error
+        if not summary["steps"]:
+            return
+        try:
+            plot_run(self._run_dir)
+            print_summary(summary, run_dir=self._run_dir)
+        except Exception as error:  # supervision point: pictures and tables can be made again, see --run-dir
+            log.warning("the run cannot be shown", error=repr(error))
+
+    def try_to_report(self, ending: str) -> None:
+        """:meth:`report` for a run that did not finish: it raises nothing, since there is an error already."""
+        try:
+            self.report(ending)
+        except Exception as error:  # supervision point: the first error must surface
+            log.warning("the run cannot be summarized", error=repr(error))
+
+    def lost(self) -> str:
+        """Why nothing can go on, not even an orderly end; empty while it can."""
+        return self._own_ray.lost() if self._own_ray is not None else ""
+
+    def end_at_once(self, interrupted: bool, reason: str) -> NoReturn:
+        """End this process and all others of the run from another thread: the main one is stuck."""
+        try:
+            print(f"error: {reason}; ending all processes of the run", file=sys.stderr, flush=True)
+            run = read_run_process(self._run_dir)
+            kill_marked(run)
+            self.try_to_report("interrupted" if interrupted else "failed")
+            sweep_temporary()
+            sweep(staging_directory(self._arguments, self._run_dir))
+            shutil.rmtree(Path(run.control).parent, ignore_errors=True)
+        finally:  # even if the run directory is gone
+            os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
+
+    def _balance_on_disk(self) -> dict[str, int]:
+        """What the ledger knows when the rollout side is gone: all but its last moment."""
+        try:
+            with open_ledger(self._run_dir / LEDGER_FILE) as ledger:
+                return ledger.balance().summary()
+        except LedgerError:
+            return {}
+
+
+async def _last_stats(manager: RolloutSide) -> dict[str, Any]:
+    """For the summary; {} from a rollout side that is gone."""
+    try:
+        async with asyncio.timeout(STATS_SECONDS):
+            return await manager.last_stats()
+    except Exception as error:  # supervision point: the run is ending, and its first error must surface
+        log.debug("no last word from the rollout side", error=repr(error))
+        return {}

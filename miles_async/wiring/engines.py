@@ -1,0 +1,159 @@
+"""Everything with processes of its own on the rollout side: engines by group, their routers, the session server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
+from miles_async.engines.external import ExternalServers
+from miles_async.engines.frozen import FrozenEngines
+from miles_async.engines.placement import LaunchServer, RayServers
+from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.stack import EngineStack
+from miles_async.engines.supervisor import EngineGroup
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.cleanup import quietly
+from miles_async.runtime.together import together
+from miles_async.staleness.versions import parse_spans
+
+SEEDS_PER_GROUP = 10_000  # engine i of a group samples with the i-th
+
+
+class Service(Protocol):
+    """Something with processes."""
+
+    async def start(self) -> None: ...
+
+    async def supervise(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class RunEngines:
+    """All engines of a run, and what else runs beside them: the manager's ``Engines``."""
+
+    def __init__(self, arguments: Arguments, run_dir: Path, device: str) -> None:
+        """Starts nothing. Raises ConfigurationError for a file of groups that cannot be used."""
+        groups = server_groups(arguments)
+        make = _StackMaker(arguments, run_dir, device)
+        evaluation = of_role(groups, "evaluation")
+        self.train = make(EngineStack, "router", of_role(groups, "train"), arguments.engines.sglang_router_port)
+        self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
+        self._stacks = [self.train, *([self.evaluation] if self.evaluation else [])]
+        self._stacks += [
+            make(FrozenEngines, f"router-{group.name}", [group], group.port) for group in of_role(groups, "frozen")
+        ]
+        self._services: list[Service] = [*self._stacks]
+        self.wait_for_joining = self.train.wait_for_joining
+
+    def add(self, service: Service) -> None:
+        """To be started, supervised and stopped with the engines."""
+        self._services.append(service)
+
+    async def start(self) -> None:
+        """All up; raises what any of them raises, having stopped everything."""
+        try:
+            await together(*(service.start() for service in self._services))
+        except BaseException:
+            await quietly(self.stop())
+            raise
+
+    async def supervise(self) -> None:
+        """Keeps all alive until cancelled; raises the first error of any."""
+        await together(*(service.supervise() for service in self._services))
+
+    async def stop(self) -> None:
+        """End all processes, whatever one of them says to that."""
+        stopping = (service.stop() for service in reversed(self._services))
+        for result in await asyncio.gather(*stopping, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    def stats(self) -> Mapping[str, Any]:
+        """Statistics of the engines that generate for training; ``engines`` describes all."""
+        return {**self.train.stats(), "engines": "; ".join(stack.registry.describe() for stack in self._stacks)}
+
+    async def scale(self, group: str, engines: int) -> None:
+        """See ``EngineSupervisor.scale``. Raises ConfigurationError, also for external engines."""
+        for stack in self._stacks:
+            if group in stack.supervisor.groups:
+                if isinstance(stack.supervisor.groups[group].launch, ExternalServers):
+                    raise ConfigurationError(f"group {group} has external engines: nothing of ours starts or ends them")
+                await stack.supervisor.scale(group, engines)
+                return
+        names = [name for stack in self._stacks for name in stack.supervisor.groups]
+        raise ConfigurationError(f"there is no group {group}; there are {', '.join(names)}")
+
+
+class _StackMaker:
+    """Stacks with what is the same for all of a run."""
+
+    def __init__(self, arguments: Arguments, run_dir: Path, device: str) -> None:
+        self._arguments = arguments
+        self._log_dir = run_dir / "logs"
+        self._device = device
+        self._seed = arguments.data.rollout_seed  # of the next group's first engine
+
+    def __call__(
+        self, kind: type[EngineStack], name: str, groups: Sequence[ServerGroup], port: int | None = None
+    ) -> EngineStack:
+        arguments = self._arguments
+        return kind(
+            [self._group(group) for group in groups],
+            arguments.engines,
+            arguments.weights,
+            log_dir=self._log_dir,
+            single_node=arguments.cluster.ray_address is None,
+            parse_versions=parse_spans,
+            name=name,
+            port=port,
+        )
+
+    def _group(self, group: ServerGroup) -> EngineGroup:
+        launch: LaunchServer
+        if group.external:
+            launch = ExternalServers(group.external, self._arguments.engines.engine_start_timeout)
+        else:
+            spec = server_spec(self._arguments, group, self._log_dir, self._device)
+            launch = RayServers(msgspec.structs.replace(spec, random_seed=self._seed))
+            self._seed += SEEDS_PER_GROUP
+        return EngineGroup(name=group.name, engines=group.num_engines, ranks=group.gpus_per_engine, launch=launch)
+
+
+def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: str) -> ServerSpec:
+    """What every SGLang server of a group is started with."""
+    published = group.role != "frozen"
+    return ServerSpec(
+        group=group.name,
+        model_path=group.model or str(arguments.model.hf_checkpoint),
+        device=device,
+        dtype="bfloat16" if arguments.model.bf16 else "float32",
+        tensor_parallel_size=group.gpus_per_engine,
+        random_seed=arguments.data.rollout_seed,
+        start_timeout=arguments.engines.engine_start_timeout,
+        single_node=arguments.cluster.ray_address is None,
+        log_dir=str(log_dir),
+        longest_sample=longest_sample(arguments),
+        concurrency=arguments.rollout.rollout_concurrency_per_engine,
+        engines_on_host=sum(each.num_engines for each in server_groups(arguments) if not each.external),
+        held_weights=published and arguments.weights.compares_digests,
+        dummy_weights=published,
+        grammars=arguments.sessions.runs_agent,
+        weight_group_seconds=arguments.weights.group_timeout,
+        sglang_extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
+    )
+
+
+def longest_sample(arguments: Arguments) -> int:
+    """Tokens of the longest prompt with its response, in training or evaluation."""
+    rollout, prompt = arguments.rollout, arguments.data.rollout_max_prompt_len
+    response = max(rollout.rollout_max_response_len, arguments.evaluation.eval_max_response_len or 0)
+    if prompt is None or arguments.sessions.is_multi_turn:
+        return max(arguments.optimizer.max_tokens_per_gpu, response)
+    return prompt + response

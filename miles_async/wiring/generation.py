@@ -1,0 +1,199 @@
+"""How this run makes trajectories: in one turn, with an environment, by an agent, or as the user's own Generate does.
+
+A part of the composition root, for the rollout actor's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_async.api import Agent, EngineClient, Environment, Generate, MakeEnvironment, Reward
+from miles_async.arguments import Arguments
+from miles_async.arguments.prompt_limit import trajectory_limit
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.rewards.hub import resolve_reward
+from miles_async.rollout.agent import AgentGenerate, RunAgent
+from miles_async.rollout.agent_command import CommandAgent
+from miles_async.rollout.generate import Began, SingleTurnGenerate
+from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
+from miles_async.runtime.addresses import node_host
+from miles_async.runtime.child_process import ChildProcess
+from miles_async.runtime.hooks import load_factory, load_object
+from miles_async.runtime.services import Circuit, Services
+from miles_async.sessions.records import Collected, OpenSession, SessionSettings
+from miles_async.sessions.service import SessionService
+from miles_async.trajectory.factory import named_parser, trajectory_factory
+from miles_async.trajectory.taker import Limits
+from miles_async.wiring.session_process import ServerSettings
+
+Sampling = Mapping[str, Any]
+
+
+class Episodes:
+    """Generates for training and evaluation, and the session server where agents need one."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        client: EngineClient,
+        template: ChatTemplate,
+        run_dir: Path,
+        services: Services,
+        began: Began,
+    ) -> None:
+        """Starts nothing. ``began``: told what is certain of a sample's versions while it is generated. Raises
+        ConfigurationError for hooks that cannot be used.
+        """
+        self._arguments = arguments
+        self._began = began
+        self.circuit = _circuit(arguments, services)
+        self._template = template
+        self._log_dir = run_dir / "logs"
+        sessions = arguments.sessions
+        self._make_trajectory = (
+            trajectory_factory(
+                template, sessions.tool_call_parser, sessions.reasoning_parser, turn_history=sessions.turn_history
+            )
+            if sessions.is_multi_turn
+            else None
+        )
+        self.service = self._session_service(client) if sessions.runs_agent else None
+
+    def generate(self, sampling: Sampling, *, trained: bool) -> Generate:
+        """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together. ``trained``: what is
+        generated is trained on, and not only evaluated.
+        """
+        sessions = self._arguments.sessions
+        path = self._arguments.rollout.custom_generate_function_path
+        if path is not None:
+            generate: Generate = load_object(path, Generate, "--custom-generate-function-path")
+            return generate
+        if self.service is not None:
+            may_constrain = not trained or self._arguments.algorithm.heeds_rollout_logprobs
+            opened = SessionsOfRun(self.service, dict(sampling), self._limits(sampling), may_constrain)
+            return AgentGenerate(sessions=opened, run_agent=self._agent(), timeout=sessions.agent_timeout)
+        if self._make_trajectory is not None:
+            assert sessions.environment_path is not None
+            return MultiTurnGenerate(
+                make_environment=_environment_factory(sessions.environment_path),
+                make_trajectory=self._make_trajectory,
+                sampling=sampling,
+                limits=self._limits(sampling),
+                max_turns=sessions.max_turns,
+                step_timeout=sessions.environment_timeout,
+                service=self.circuit,
+                began=self._began,
+            )
+        return SingleTurnGenerate(sampling, self._template.decode, began=self._began)
+
+    def _limits(self, sampling: Sampling) -> Limits:
+        return Limits(
+            response=sampling["max_new_tokens"],
+            total=trajectory_limit(self._arguments),
+            turn=self._arguments.sessions.max_tokens_per_turn,
+        )
+
+    def _agent(self) -> RunAgent:
+        sessions = self._arguments.sessions
+        if sessions.agent_path is not None:
+            return _loaded_agent(sessions.agent_path)
+        assert sessions.agent_command is not None
+        return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log")
+
+    def _session_service(self, client: EngineClient) -> SessionService:
+        arguments = self._arguments
+        settings = ServerSettings(
+            hf_checkpoint=str(arguments.model.hf_checkpoint),
+            host=node_host(single_node=arguments.cluster.ray_address is None),
+            session_timeout=arguments.sessions.session_timeout,
+            tool_call_parser=arguments.sessions.tool_call_parser,
+            reasoning_parser=arguments.sessions.reasoning_parser,
+            turn_history=arguments.sessions.turn_history,
+        )
+
+        def launch(command: Sequence[str], starts: int) -> ChildProcess:
+            log_path = self._log_dir / f"sessions.{starts}.log"
+            return ChildProcess("session server", command, log_path=log_path, environment={})
+
+        return SessionService(client, settings.command(), launch, began=self._began)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsOfRun:
+    """Sessions with the settings of training, or of evaluation."""
+
+    service: SessionService
+    sampling: dict[str, Any]
+    limits: Limits
+    may_constrain: bool
+
+    async def open(self, routing_key: str) -> OpenSession:
+        """See ``rollout.agent.Sessions``."""
+        return await self.service.open(
+            SessionSettings(
+                routing_key=routing_key,
+                sampling=self.sampling,
+                max_response=self.limits.response,
+                max_total=self.limits.total,
+                max_turn=self.limits.turn,
+                may_constrain=self.may_constrain,
+            )
+        )
+
+    async def collect(self, session: OpenSession) -> Collected:
+        """See ``rollout.agent.Sessions``."""
+        return await self.service.collect(session)
+
+    async def abandon(self, session: OpenSession) -> None:
+        """See ``rollout.agent.Sessions``."""
+        await self.service.abandon(session)
+
+
+def _circuit(arguments: Arguments, services: Services) -> Circuit:
+    """Circuit of what trajectories need besides engines; only users' code can say that it is down."""
+    origins = {
+        "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
+        "--environment-path": arguments.sessions.environment_path,
+        "--agent-path": arguments.sessions.agent_path,
+        "--agent-command": arguments.sessions.agent_command,
+    }
+    users = [f"the service of {flag} {origin}" for flag, origin in origins.items() if origin is not None]
+    return services.circuit(users[0] if users else "generation")
+
+
+def run_services(arguments: Arguments) -> Services:
+    """The circuits of this run's services."""
+    rollout = arguments.rollout
+    return Services(outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures)
+
+
+def _environment_factory(path: str) -> MakeEnvironment:
+    factory: MakeEnvironment = load_factory(path, MakeEnvironment, Environment, "--environment-path")
+    return factory
+
+
+def _loaded_agent(path: str) -> RunAgent:
+    agent: RunAgent = load_object(path, Agent, "--agent-path")
+    return agent
+
+
+def check_hooks(arguments: Arguments) -> None:
+    """Import what a run would; it loads them again. Raises ConfigurationError."""
+    sessions = arguments.sessions
+    if sessions.environment_path is not None:
+        _environment_factory(sessions.environment_path)
+    if sessions.agent_path is not None:
+        _loaded_agent(sessions.agent_path)
+    named_parser(sessions.tool_call_parser)
+    resolve_run_reward(arguments, run_services(arguments))
+
+
+def resolve_run_reward(arguments: Arguments, services: Services) -> GivenReward:
+    """The reward of this run; what an environment or agent gives comes first. Raises ConfigurationError."""
+    rewards, multi_turn = arguments.rewards, arguments.sessions.is_multi_turn
+    none = multi_turn and rewards.rm_type is None and rewards.custom_rm_path is None
+    otherwise: Reward | None = None if none else resolve_reward(rewards, services)
+    return GivenReward(otherwise)

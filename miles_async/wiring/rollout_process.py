@@ -1,0 +1,177 @@
+"""What the rollout actor is made of: the half of the composition root that runs in the actor's process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import structlog
+
+from miles_async.api import Reward
+from miles_async.arguments import Arguments
+from miles_async.arguments.evaluation import parse_data_sets
+from miles_async.arguments.model_files import read_config
+from miles_async.arguments.prompt_limit import prompt_limit, response_length
+from miles_async.arguments.server_groups import context_lengths
+from miles_async.engines.stack import EngineStack
+from miles_async.evaluation.evaluator import Evaluator
+from miles_async.ledger.schedule_writer import ScheduleWriter
+from miles_async.ledger.writer import LedgerWriter
+from miles_async.observability.logs import configure_logging
+from miles_async.prompts.source import FilePromptSource
+from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.rollout.concurrency import Concurrency
+from miles_async.rollout.dispatcher import Dispatcher, Hooks
+from miles_async.rollout.filter_hub import resolve_group_filter
+from miles_async.rollout.generate import sampling_parameters
+from miles_async.rollout.manager import RolloutManager
+from miles_async.runtime.addresses import node_host
+from miles_async.runtime.proxies import without_proxies_for
+from miles_async.runtime.run_directory import LEDGER_FILE, SCHEDULE_FILE
+from miles_async.runtime.services import Services
+from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.pool import Pool
+from miles_async.train_data.work import quadratic_work
+from miles_async.wiring.canary import Canary
+from miles_async.wiring.decisions import make_batches, make_pool
+from miles_async.wiring.engines import RunEngines
+from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services
+from miles_async.wiring.prompt_lengths import length_notes
+
+log = structlog.get_logger(__name__)
+
+
+async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Mapping[str, Any]:
+    """Start engines and router, build the manager. Returns the actor's parts by name."""
+    configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
+    # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
+    os.environ.update(without_proxies_for(node_host(single_node=arguments.cluster.ray_address is None), os.environ))
+    template = _template(arguments)
+    limit = prompt_limit(arguments)
+    source = FilePromptSource(arguments.data, template.encode, limit)
+    source.require_usable()
+    for note in length_notes(arguments, source, limit):
+        log.warning("length of prompts", note=note)
+    services = run_services(arguments)
+    reward = resolve_run_reward(arguments, services)
+    engines = RunEngines(arguments, run_dir, device)
+    beginnings = _beginnings(arguments, engines.train)
+    episodes = Episodes(arguments, engines.train.client, template, run_dir, services, beginnings.note)
+    if episodes.service is not None:
+        engines.add(episodes.service)
+    ledger = LedgerWriter(run_dir / LEDGER_FILE)
+    schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
+    pool = make_pool(
+        arguments.rollout, arguments.staleness, observer=ledger, record=schedule.pool if schedule else None
+    )
+    manager = RolloutManager(
+        engines=engines,
+        source=source,
+        dispatcher=_dispatcher(arguments, engines.train, source, episodes, reward, run_dir, pool, services, beginnings),
+        batches=make_batches(
+            arguments, quadratic_work=_quadratic_work(arguments), record=schedule.batch if schedule else None
+        ),
+        evaluator=_evaluator(arguments, engines.evaluation or engines.train, template, episodes, reward),
+        close_reward=reward.close,
+        put=ray.put,
+        writers=(ledger, schedule) if schedule else (ledger,),
+    )
+    assert arguments.model.hf_checkpoint is not None
+    canary = Canary(source, arguments.model.hf_checkpoint, canary_length(arguments))
+    await engines.start()  # last: until here there is nothing to clean up
+    evaluation = engines.evaluation
+    return {
+        "manager": manager,
+        "canary": canary,
+        "fleet": engines.train.fleet,
+        "evaluation_fleet": evaluation.fleet if evaluation else None,
+    }
+
+
+def _quadratic_work(arguments: Arguments) -> float:
+    assert arguments.model.hf_checkpoint is not None
+    return quadratic_work(read_config(arguments.model.hf_checkpoint))
+
+
+def canary_length(arguments: Arguments) -> int:
+    """Tokens that the trainer can score in one micro-batch, and engines in the context that flags leave them."""
+    contexts = [length // 2 for length in context_lengths(arguments)]
+    return min([arguments.optimizer.max_tokens_per_gpu, *contexts])
+
+
+def _template(arguments: Arguments) -> ChatTemplate:
+    assert arguments.model.hf_checkpoint is not None
+    return ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
+
+
+def _beginnings(arguments: Arguments, engines: EngineStack) -> Beginnings:
+    """A request in flight tells where its sample begins only if nothing but its answer becomes the sample."""
+    single_turn = arguments.rollout.custom_generate_function_path is None and not arguments.sessions.is_multi_turn
+    return Beginnings(engines.traffic.dispatched) if single_turn else Beginnings()
+
+
+def _dispatcher(
+    arguments: Arguments,
+    engines: EngineStack,
+    source: FilePromptSource,
+    episodes: Episodes,
+    reward: Reward,
+    run_dir: Path,
+    pool: Pool,
+    services: Services,
+    beginnings: Beginnings,
+) -> Dispatcher:
+    rollout, staleness = arguments.rollout, arguments.staleness
+    return Dispatcher(
+        pool=pool,
+        source=source,
+        client=engines.client,
+        hooks=Hooks(
+            generate=episodes.generate(sampling_parameters(rollout), trained=True),
+            reward=reward,
+            group_filter=resolve_group_filter(arguments.rewards),
+            service=episodes.circuit,
+        ),
+        arguments=rollout,
+        concurrency=Concurrency(engines.loads, rollout),
+        visible_version=lambda: engines.registry.version,
+        stall_timeout=arguments.observability.stall_timeout,
+        services=services,
+        min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
+        beginnings=beginnings,
+        dead_letters=run_dir / "dead_letters.jsonl",
+    )
+
+
+def _evaluator(
+    arguments: Arguments, engines: EngineStack, template: ChatTemplate, episodes: Episodes, reward: Reward
+) -> Evaluator | None:
+    evaluation = arguments.evaluation
+    if evaluation.eval_prompt_data is None:
+        return None
+    limit = prompt_limit(arguments, evaluation=True)
+    sources = {
+        name: FilePromptSource(replace(arguments.data, prompt_data=path), template.encode, limit)
+        for name, path in parse_data_sets(evaluation.eval_prompt_data).items()
+    }
+    for source in sources.values():
+        source.require_usable()
+    sampling = sampling_parameters(arguments.rollout) | {
+        "temperature": evaluation.eval_temperature,
+        "top_p": evaluation.eval_top_p,
+        "top_k": evaluation.eval_top_k,
+        "max_new_tokens": response_length(arguments, evaluation=True)[1],
+    }
+    return Evaluator(
+        {name: source.all_prompts for name, source in sources.items()},
+        engines.client,
+        episodes.generate(sampling, trained=False),
+        reward,
+        n_samples=evaluation.n_samples_per_eval_prompt,
+        concurrency=evaluation.eval_concurrency,
+        service=episodes.circuit,
+    )

@@ -1,0 +1,79 @@
+"""The session server's process: ``python -m miles_async.wiring.session_process <settings as JSON> <socket>``.
+
+A composition root of its own, since it runs in a process of its own: template and parsers for trajectories, and the
+engines through the rollout process, to which it reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from miles_async.errors import TransientEngineError
+from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.runtime import garbage
+from miles_async.sessions.engine_link import EngineLink
+from miles_async.sessions.records import Alive
+from miles_async.sessions.server import SessionServer
+from miles_async.trajectory.factory import trajectory_factory
+
+REPORT_SECONDS = 1.0
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server is started with."""
+
+    hf_checkpoint: str
+    host: str  # name or IP of this node, for agents
+    session_timeout: float  # seconds
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    turn_history: str = "sampled"
+
+    def command(self) -> tuple[str, ...]:
+        """Arguments of the interpreter; the socket comes last."""
+        return ("-m", "miles_async.wiring.session_process", msgspec.json.encode(self).decode())
+
+
+async def serve(settings: ServerSettings, socket_path: Path) -> None:
+    """Until the rollout process is gone."""
+    template = ChatTemplate(load_tokenizer(Path(settings.hf_checkpoint)), apply_chat_template=True)
+    make = trajectory_factory(
+        template, settings.tool_call_parser, settings.reasoning_parser, turn_history=settings.turn_history
+    )
+    link = EngineLink(socket_path)
+    server = SessionServer(link, make, session_timeout=settings.session_timeout)
+    try:
+        await server.start(settings.host)
+        garbage.settle()
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(server.expire())
+            while True:
+                alive = Alive(
+                    instance_id=server.instance_id,
+                    url=server.url,
+                    sessions=server.open_sessions,
+                    began=server.began(),
+                )
+                await link.report(alive)
+                await asyncio.sleep(REPORT_SECONDS)
+    finally:
+        await server.stop()
+        await link.close()
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 1 when the rollout process is gone, which is how it ends."""
+    settings, socket_path = arguments
+    try:
+        asyncio.run(serve(msgspec.json.decode(settings, type=ServerSettings), Path(socket_path)))
+    except* TransientEngineError as errors:
+        print(f"session server ends: {errors.exceptions[0]}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

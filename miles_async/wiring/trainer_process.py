@@ -1,0 +1,99 @@
+"""What the trainer's ranks are made of: the half of the composition root that runs in their processes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+
+from miles_async.api import TrainBackend
+from miles_async.arguments import Arguments
+from miles_async.arguments.weights import WeightsArguments
+from miles_async.backends import create_backend
+from miles_async.runtime.run_directory import STAGING_DIRECTORY
+from miles_async.seams import WeightSender
+from miles_async.trainer.group import TrainerGroup
+from miles_async.trainer.placement import RankResources
+from miles_async.weights.delta import Encoding
+from miles_async.weights.transports.choice import group_backend
+
+SHARED_OUT = ("distributed", "object_store")  # transports for which each pipeline stage has a sender
+
+
+def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment: dict[str, str]) -> TrainerGroup:
+    """The trainer of this run, not started."""
+    weights = arguments.weights
+    return TrainerGroup(
+        world_size=arguments.cluster.trainer_world_size,
+        resources=RankResources.for_device(device, environment),
+        backend=partial(make_backend, arguments, device),
+        sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device),
+        senders=arguments.model.pipeline_model_parallel_size if weights.weight_transport in SHARED_OUT else 1,
+        single_node=arguments.cluster.ray_address is None,
+        log_directory=run_dir / "logs",
+    )
+
+
+def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
+    """Where each sending rank makes a directory for exported weights."""
+    return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
+
+
+def make_backend(arguments: Arguments, device: str, **rank: Any) -> TrainBackend:
+    """The training backend of one rank, in its process; ``rank``: who it is among the others."""
+    from miles_async.algorithms.losses import GrpoLoss  # torch, which the driver does without
+
+    steps_per_rollout = arguments.rollout.samples_per_rollout // arguments.global_batch_size
+    return create_backend(
+        arguments.model.train_backend,
+        model=arguments.model,
+        optimizer=arguments.optimizer,
+        total_steps=arguments.rollout.num_rollout * steps_per_rollout,
+        temperature=arguments.rollout.rollout_temperature,
+        loss=partial(GrpoLoss, arguments.algorithm),
+        device=device,
+        ref_hf_checkpoint=arguments.algorithm.ref_hf_checkpoint,
+        **rank,
+    )
+
+
+def make_sender(
+    weights: WeightsArguments, staging_directory: Path, device: str, address: str, *, sender: int, senders: int
+) -> WeightSender:
+    """A sending rank's half of the weight transport, in its process. ``address``: of its node."""
+    from miles_async.weights.staging import KEPT_VERSIONS, Staging, StagingOptions
+
+    options = StagingOptions(
+        parent=staging_directory,
+        bucket_bytes=weights.update_weight_buffer_size,
+        sender=sender,
+        senders=senders,
+        keep=KEPT_VERSIONS + weights.debug_publication_lag,
+        digests=weights.compares_digests or weights.weight_transport != "distributed",
+        delta=None if weights.weight_delta == "off" else cast(Encoding, weights.weight_delta),
+    )
+    if weights.weight_transport == "distributed":
+        import torch
+
+        from miles_async.weights.senders.distributed import DistributedSender
+
+        return DistributedSender(
+            options,
+            address=address,
+            backend=group_backend(device),
+            device=torch.device(device),
+            timeout_seconds=weights.group_timeout,
+        )
+    if weights.weight_transport == "object_store":
+        from miles_async.weights.senders.object_store import ObjectStoreSender
+
+        return ObjectStoreSender(options, put=ray.put)
+    if weights.weight_transport == "ipc":
+        import torch
+
+        from miles_async.weights.senders.ipc import IpcSender
+
+        return IpcSender(options, device=torch.device(device))
+    return Staging(options)

@@ -1,0 +1,213 @@
+"""The GRPO loss against numbers worked out by hand and against a plain autograd version of each formula."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.losses import GrpoLoss
+from miles_async.api import PolicyLoss
+from miles_async.arguments.algorithm import AlgorithmArguments
+
+
+def loss_of(batch: dict[str, Tensor], logprobs: Tensor, **flags: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    loss: PolicyLoss = GrpoLoss(AlgorithmArguments(**flags))
+    return loss(logprobs, torch.full_like(logprobs, 0.5) if loss.needs_entropy else None, batch)
+
+
+def batch_of(
+    *, old: list[float], rollout: list[float] | None = None, advantages: list[float], mask: list[float] | None = None
+) -> dict[str, Tensor]:
+    return {
+        "loss_mask": torch.tensor(mask or [1.0] * len(old)),
+        "old_logprobs": torch.tensor(old),
+        "rollout_logprobs": torch.tensor(rollout or old),
+        "advantages": torch.tensor(advantages),
+    }
+
+
+def test_on_policy_loss_is_minus_the_advantage() -> None:
+    batch = batch_of(old=[-1.0, -2.0, -0.5], advantages=[1.0, -2.0, 0.5])
+    logprobs = batch["old_logprobs"].clone().requires_grad_()
+    total, sums = loss_of(batch, logprobs)
+    total.backward()
+    assert total.item() == pytest.approx(0.5)
+    assert torch.allclose(logprobs.grad, -batch["advantages"])  # the REINFORCE gradient
+    assert sums["clip_fraction"] == 0
+    assert sums["ratio_mean"] == 3
+    assert sums["dual_clip_fraction"] == 0
+    assert "entropy" not in sums
+
+
+def test_entropy_is_logged_if_asked_for() -> None:
+    batch = batch_of(old=[-1.0, -2.0, -0.5], advantages=[1.0, -2.0, 0.5], mask=[1.0, 0.0, 1.0])
+    _, sums = loss_of(batch, batch["old_logprobs"], log_entropy=True)
+    assert sums["entropy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "clipped"),
+    [
+        (1.5, 1.0, -1.28, True),  # above the upper clip, which would reward going further
+        (1.25, 1.0, -1.25, False),  # between 1 + eps_clip and 1 + eps_clip_high: clip-higher lets it pass
+        (1.5, -1.0, 1.5, False),  # the worse of the two counts: no clip
+        (0.5, -1.0, 0.8, True),  # below the lower clip
+        (0.5, 1.0, -0.5, False),
+    ],
+)
+def test_clip_is_asymmetric_and_pessimistic(ratio: float, advantage: float, expected: float, clipped: bool) -> None:
+    """DAPO's clip-higher on PPO's minimum."""
+    batch = batch_of(old=[-2.0], advantages=[advantage])
+    logprobs = torch.tensor([-2.0 + math.log(ratio)], requires_grad=True)
+    total, sums = loss_of(batch, logprobs, eps_clip=0.2, eps_clip_high=0.28)
+    total.backward()
+    assert total.item() == pytest.approx(expected, rel=1e-5)
+    assert bool(sums["clip_fraction"]) is clipped
+    assert (logprobs.grad.item() == 0) is clipped
+    assert sums["ratio_max"] == pytest.approx(ratio, rel=1e-5)
+
+
+def test_upper_clip_defaults_to_the_lower_one() -> None:
+    batch = batch_of(old=[0.0], advantages=[1.0])
+    total, _ = loss_of(batch, torch.tensor([1.0]), eps_clip=0.1)
+    assert total.item() == pytest.approx(-1.1)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "cap", "expected", "capped"),
+    [
+        (2.5, -2.0, 3.0, 5.0, False),
+        (4.0, -2.0, 3.0, 6.0, True),  # c · |A|
+        (4.0, -2.0, 5.0, 8.0, False),
+        (4.0, -2.0, None, 8.0, False),
+        (4.0, 2.0, 3.0, -2.4, False),  # PPO's clip bounds positive advantages
+        (0.1, -2.0, 3.0, 1.6, False),
+    ],
+)
+def test_dual_clip_bounds_the_loss_of_negative_advantages(
+    ratio: float, advantage: float, cap: float | None, expected: float, capped: bool
+) -> None:
+    """Ye et al. 2020, eq. 5."""
+    batch = batch_of(old=[-2.0], advantages=[advantage])
+    logprobs = torch.tensor([-2.0 + math.log(ratio)], requires_grad=True)
+    total, sums = loss_of(batch, logprobs, eps_clip=0.2, eps_clip_c=cap)
+    total.backward()
+    assert total.item() == pytest.approx(expected, rel=1e-5)
+    assert bool(sums.get("dual_clip_fraction", 0)) is capped
+    if capped:
+        assert logprobs.grad.item() == 0
+
+
+def test_a_token_that_the_engine_found_unlikely_cannot_blow_up_the_gradient() -> None:  # covers: C12
+    batch = batch_of(old=[-1.0, -1.0], rollout=[-18.0, -1.0], advantages=[-1.0, -1.0])
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    total, sums = loss_of(batch, logprobs, use_rollout_logprobs=True)
+    total.backward()
+    assert total.item() == pytest.approx(3.0 + 1.0)
+    assert logprobs.grad.tolist() == [0, 1]
+    assert sums["dual_clip_fraction"] == 1
+
+
+def test_truncated_importance_weight_scales_what_the_dual_clip_left() -> None:
+    """Old log-probs are the trainer's, so that the ratio is large only after earlier optimizer steps on the batch."""
+    batch = batch_of(old=[-3.0], rollout=[-9.0], advantages=[-1.0])
+    total, sums = loss_of(batch, torch.tensor([-1.0]), use_tis=True, tis_clip=2.0)
+    assert total.item() == pytest.approx(2.0 * 3.0)  # tis_clip · eps_clip_c · |A|
+    assert sums["dual_clip_fraction"] == 1
+
+
+def test_rollout_logprobs_are_the_old_policy_on_request() -> None:  # covers: C12
+    """The clip then bounds the distance from the policy that sampled, however stale."""
+    batch = batch_of(old=[-1.0], rollout=[-3.0], advantages=[1.0])
+    total, sums = loss_of(batch, torch.tensor([-1.0]), use_rollout_logprobs=True)
+    assert total.item() == pytest.approx(-1.2)
+    assert sums["ratio_mean"].item() == pytest.approx(math.exp(2.0))
+    assert not GrpoLoss(AlgorithmArguments(use_rollout_logprobs=True)).needs_old_logprobs
+    assert GrpoLoss(AlgorithmArguments()).needs_old_logprobs
+
+
+def test_truncated_importance_weight_scales_the_loss_without_gradient() -> None:  # covers: C12
+    batch = batch_of(old=[-1.0, -1.0], rollout=[-1.5, -3.0], advantages=[1.0, 1.0])
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    total, sums = loss_of(batch, logprobs, use_tis=True, tis_clip=2.0)
+    total.backward()
+    weights = torch.tensor([math.exp(0.5), 2.0])  # exp(2) is capped
+    assert total.item() == pytest.approx(-weights.sum().item(), rel=1e-6)
+    assert torch.allclose(logprobs.grad, -weights)
+    assert sums["tis_weight_mean"].item() == pytest.approx(weights.sum().item())
+    assert sums["tis_weight_max"] == 2.0
+    assert sums["tis_capped_fraction"] == 1
+
+
+def test_kl_loss_is_k3_with_its_own_gradient() -> None:
+    batch = batch_of(old=[-1.0], advantages=[0.0]) | {"ref_logprobs": torch.tensor([-2.0])}
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    total, sums = loss_of(batch, logprobs, use_kl_loss=True, kl_loss_coef=0.1)
+    total.backward()
+    k3 = math.exp(-1.0) + 1.0 - 1.0  # d = ref − policy = −1
+    assert total.item() == pytest.approx(0.1 * k3)
+    assert logprobs.grad.item() == pytest.approx(0.1 * (1 - math.exp(-1.0)))
+    assert sums["ref_kl"].item() == pytest.approx(k3)
+    assert GrpoLoss(AlgorithmArguments(use_kl_loss=True)).needs_reference
+
+
+def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
+    batch = batch_of(old=[-1.0, -1.0], advantages=[1.0, 1.0]) | {"ref_logprobs": torch.tensor([-1.0, -1.0])}
+    flags = {"use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    alone, alone_sums = loss_of({k: v[:1] for k, v in batch.items()}, torch.tensor([-1.1]), **flags)
+    batch["loss_mask"] = torch.tensor([1.0, 0.0])
+    batch["rollout_logprobs"] = torch.tensor([-1.0, -500.0])
+    batch["ref_logprobs"] = torch.tensor([-1.0, 300.0])
+    logprobs = torch.tensor([-1.1, -400.0], requires_grad=True)
+    total, sums = loss_of(batch, logprobs, **flags)
+    total.backward()
+    assert total.item() == pytest.approx(alone.item())
+    assert logprobs.grad[1] == 0
+    assert {k: v.item() for k, v in sums.items()} == pytest.approx({k: v.item() for k, v in alone_sums.items()})
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_mask_of_zeros_gives_zero_and_zero_gradient(count: int) -> None:  # covers: R10
+    batch = batch_of(old=[-1.0] * count, advantages=[1.0] * count)
+    batch["loss_mask"] = torch.zeros(count)
+    logprobs = torch.full((count,), -2.0, requires_grad=True)
+    total, sums = loss_of(batch, logprobs, use_tis=True)
+    total.backward()
+    assert total == 0
+    assert torch.all(logprobs.grad == 0)
+    assert all(value == 0 for value in sums.values())
+
+
+def test_gradient_equals_plain_autograd_of_the_formula() -> None:
+    draw = torch.Generator().manual_seed(0)
+    count = 200
+    old, rollout, reference = (-3 + 0.5 * torch.randn(count, generator=draw) for _ in range(3))
+    advantages = torch.randn(count, generator=draw)
+    mask = (torch.rand(count, generator=draw) > 0.3).float()
+    batch = {
+        "loss_mask": mask,
+        "old_logprobs": old,
+        "rollout_logprobs": rollout,
+        "advantages": advantages,
+        "ref_logprobs": reference,
+    }
+    ours = (old + 0.3 * torch.randn(count, generator=draw)).requires_grad_()
+    plain = ours.detach().clone().requires_grad_()
+
+    flags = {"eps_clip": 0.2, "eps_clip_high": 0.28, "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.05}
+    total, _ = loss_of(batch, ours, **flags)
+    total.backward()
+
+    ratio = torch.exp(plain - old)
+    surrogate = torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.28) * advantages)
+    weight = torch.clamp(torch.exp(old - rollout), max=2.0)
+    k3 = torch.exp(reference - plain) - (reference - plain) - 1
+    expected = ((-surrogate * weight + 0.05 * k3) * mask).sum()
+    expected.backward()
+
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(ours.grad, plain.grad, atol=1e-6)

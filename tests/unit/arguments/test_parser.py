@@ -1,0 +1,299 @@
+"""The command line as users meet it: types, precedence, @files, --config, pass-through, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.parser import build_parser, parse_arguments
+from miles_async.arguments.pass_through import flatten, unflatten
+from miles_async.arguments.renamed_flags import RENAMED_FLAGS
+from miles_async.arguments.specification import argument_groups, flag_specifications
+from miles_async.errors import ConfigurationError
+
+
+def parse(*words: str) -> Arguments:
+    return parse_arguments(words).arguments
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_arguments(words)
+    return str(caught.value)
+
+
+class TestTypes:
+    def test_nothing_given_is_all_defaults(self):
+        assert parse() == Arguments()
+
+    def test_annotation_gives_the_type(self):
+        arguments = parse(
+            "--lr", "1e-5", "--num-rollout", "7", "--hf-checkpoint", "models/x", "--wandb-group", "a b",
+            "--rollout-stop", "\n", "END", "--use-wandb", "--no-progress", "--rollout-top-k", "-1",
+        )  # fmt: skip
+        assert arguments.optimizer.lr == 1e-5
+        assert arguments.rollout.num_rollout == 7
+        assert arguments.model.hf_checkpoint == Path("models/x")
+        assert arguments.observability.wandb_group == "a b"
+        assert arguments.rollout.rollout_stop == ("\n", "END")
+        assert arguments.observability.use_wandb is True
+        assert arguments.observability.progress is False
+        assert arguments.rollout.rollout_top_k == -1
+
+    def test_none_is_a_value_of_optional_flags(self):
+        arguments = parse("--max-weight-staleness", "none", "--label-key", "none", "--load", "none")
+        assert arguments.staleness.max_weight_staleness is None
+        assert arguments.data.label_key is None
+        assert arguments.checkpoint.load is None
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--lr", "fast"], "--lr: expected a number, found 'fast'"),
+            (["--lr", "nan"], "--lr: expected a number, found 'nan'"),
+            (["--num-rollout", "2.5"], "--num-rollout: expected a whole number, found '2.5'"),
+            (["--num-rollout", "none"], "--num-rollout: expected a whole number, found 'none'"),
+            (["--max-weight-staleness", "x"], "expected a whole number or \"none\", found 'x'"),
+            (["--device", "gpu"], "--device: expected one of auto, cpu, cuda; found 'gpu'"),
+            (["--recompute-granularity", "ful"], "expected one of full, selective, none; found 'ful'"),
+            (["--lr"], "--lr: expected one argument"),
+            (["reverse.args"], "unexpected argument 'reverse.args'"),
+        ],
+    )
+    def test_wrong_value_names_flag_expected_and_found(self, words: list[str], message: str):
+        assert message in refusal(*words)
+
+    def test_arguments_are_frozen(self):
+        arguments = parse()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            arguments.staleness.max_weight_staleness = 3  # type: ignore[misc]
+
+    def test_every_field_is_a_flag_with_help(self):
+        collected = {"sglang_extra", "router_extra"}
+        fields = {field.name for group in argument_groups().values() for field in dataclasses.fields(group)}
+        assert set(flag_specifications()) == fields - collected
+        assert all(specification.help for specification in flag_specifications().values())
+
+
+class TestUnknownFlags:
+    """# covers: P8"""
+
+    def test_misspelt_flag_suggests_the_nearest(self):
+        assert "did you mean --max-weight-staleness?" in refusal("--max-weight-stalenes", "2")
+        assert "did you mean --max-weight-staleness?" in refusal("--max_weight_staleness", "2")
+        assert "did you mean --no-progress?" in refusal("--no-progres")
+
+    @pytest.mark.parametrize(
+        ("flag", "says"),
+        [
+            ("--lerning-rate", "--learning-rate does not exist here either: use --lr"),
+            ("--batch-size", "did you mean --global-batch-size or --rollout-batch-size?"),
+            ("--temperature", "did you mean --eval-temperature or --rollout-temperature?"),
+            ("--save-dir", "did you mean --save?"),
+            ("--group-size", "`miles-async train --help` lists the flags"),
+            ("--tp", "`miles-async train --help` lists the flags"),
+        ],
+    )
+    def test_only_flags_that_are_close_or_share_the_words_are_suggested(self, flag: str, says: str):
+        assert refusal(flag, "1") == f"unknown flag {flag}; {says}"
+
+    def test_abbreviation_is_not_accepted(self):
+        assert "unknown flag --rollout-batch" in refusal("--rollout-batch", "4")
+
+    def test_all_unknown_flags_are_reported_together(self):
+        message = refusal("--lrr", "1", "--colocate", "--frobnicate=2")
+        assert "3 problems" in message
+        assert all(flag in message for flag in ("--lrr", "--colocate", "--frobnicate"))
+
+    @pytest.mark.parametrize("flag", sorted(RENAMED_FLAGS))
+    def test_flag_of_another_version_says_what_to_use(self, flag: str):
+        assert refusal(flag, "1") == f"{flag} does not exist here: {RENAMED_FLAGS[flag]}"
+
+    def test_advice_names_flags_that_exist(self):
+        known = set(build_parser("miles-async train")._option_string_actions)
+        mentioned = {word.strip(",;:()") for advice in RENAMED_FLAGS.values() for word in advice.split()}
+        assert {word for word in mentioned if word.startswith("--")} <= known
+        assert not known & set(RENAMED_FLAGS)
+
+
+class TestArgumentFiles:
+    def test_words_as_a_shell_would_read_them(self, tmp_path: Path):
+        file = tmp_path / "a.args"
+        file.write_text(
+            "# don't stumble over quotes in comments\n"
+            "--lr 1e-4 --num-rollout 3   # two on a line\n"
+            "--wandb-group 'two words' --wandb-project a#b \\\n"
+            "\n"
+            "--rollout-stop '#' \"x y\"\n"
+        )
+        arguments = parse(f"@{file}")
+        assert (arguments.optimizer.lr, arguments.rollout.num_rollout) == (1e-4, 3)
+        assert arguments.observability.wandb_group == "two words"
+        assert arguments.observability.wandb_project == "a#b"
+        assert arguments.rollout.rollout_stop == ("#", "x y")
+
+    def test_the_last_mention_wins(self, tmp_path: Path):
+        (tmp_path / "a.args").write_text("--lr 1")
+        assert parse(f"@{tmp_path}/a.args", "--lr", "2").optimizer.lr == 2
+        assert parse("--lr", "2", f"@{tmp_path}/a.args").optimizer.lr == 1
+
+    def test_nested_file_is_relative_to_its_includer_other_paths_are_not(self, tmp_path: Path):
+        (tmp_path / "inner").mkdir()
+        (tmp_path / "outer.args").write_text("@inner/one.args\n--num-rollout 5")
+        (tmp_path / "inner" / "one.args").write_text("@two.args")
+        (tmp_path / "inner" / "two.args").write_text("--prompt-data data/train.jsonl")
+        arguments = parse(f"@{tmp_path}/outer.args")
+        assert arguments.data.prompt_data == Path("data/train.jsonl")
+        assert arguments.rollout.num_rollout == 5
+
+    def test_missing_file_is_named_with_its_includer(self, tmp_path: Path):
+        assert "@none.args: there is no argument file none.args" in refusal("@none.args")
+        (tmp_path / "outer.args").write_text("@inner.args")
+        message = refusal(f"@{tmp_path}/outer.args")
+        assert str(tmp_path / "inner.args") in message
+        assert "outer.args" in message
+
+    def test_cycle_and_open_quote_are_errors(self, tmp_path: Path):
+        (tmp_path / "a.args").write_text("@b.args")
+        (tmp_path / "b.args").write_text("@a.args")
+        assert "include each other" in refusal(f"@{tmp_path}/a.args")
+        (tmp_path / "c.args").write_text("--lr 1\n--wandb-group 'open")
+        assert "c.args:2: No closing quotation" in refusal(f"@{tmp_path}/c.args")
+
+    @pytest.mark.parametrize("preset", sorted(Path("arguments/presets").rglob("*.args")), ids=str)
+    def test_presets_parse(self, preset: Path):
+        assert parse(f"@{preset}") != Arguments()
+
+
+class TestConfigFile:
+    def test_keys_at_the_top_or_in_their_table_with_dashes_or_underscores(self, tmp_path: Path):
+        file = tmp_path / "run.toml"
+        file.write_text(
+            'lr = 1\nnum_rollout = 4\nlabel-key = "none"\n'
+            '[staleness]\nmax-weight-staleness = 2\n[engines]\nsglang_mem_fraction_static = 0.8\n'
+            "sglang-disable-cuda-graph = true\n"
+        )  # fmt: skip
+        arguments = parse("--config", str(file))
+        assert (arguments.optimizer.lr, arguments.rollout.num_rollout) == (1.0, 4)
+        assert arguments.data.label_key is None
+        assert arguments.staleness.max_weight_staleness == 2
+        assert arguments.engines.sglang_extra == ("--mem-fraction-static", "0.8", "--disable-cuda-graph")
+
+    def test_several_values_one_text_or_none(self, tmp_path: Path):
+        file = tmp_path / "run.toml"
+        for text, words, data in [
+            ('["aime", "a.jsonl"]', ["aime", "a.jsonl"], ("aime", "a.jsonl")),
+            ('"a.jsonl"', ["a.jsonl"], ("a.jsonl",)),
+            ('"none"', ["none"], None),
+        ]:
+            file.write_text(f"eval-prompt-data = {text}\n")
+            assert parse("--config", str(file)).evaluation.eval_prompt_data == data
+            assert parse("--eval-prompt-data", *words).evaluation.eval_prompt_data == data
+
+    def test_command_line_wins_wherever_the_config_is_named(self, tmp_path: Path):
+        file = tmp_path / "run.toml"
+        file.write_text("lr = 1.0\nuse-wandb = true\nsglang-a = 1\n")
+        arguments = parse("--lr", "2", "--no-use-wandb", "--sglang-a", "2", "--config", str(file))
+        assert arguments.optimizer.lr == 2
+        assert arguments.observability.use_wandb is False
+        assert arguments.engines.sglang_extra == ("--a", "2")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("max-weight-stalenes = 2", "unknown key max-weight-stalenes; did you mean max-weight-st"),
+            ("colocate = true", "colocate"),
+            ("[staleness]\nlr = 1.0", "[staleness] lr: belongs to [optimizer]"),
+            ("[stalenes]\nlr = 1.0", "there is no such table"),
+            ("lr = 'fast'", "lr: expected a number, found 'fast'"),
+            ("num-rollout = 1.5", "num-rollout: expected a whole number, found 1.5"),
+            ("num-rollout = true", "num-rollout: expected a whole number, found True"),
+            ("use-wandb = 1", "use-wandb: expected true or false, found 1"),
+            ("device = 'gpu'", "expected one of auto, cpu, cuda"),
+            ("rollout-stop = 3", "expected a list of texts"),
+            ("lr = 1.0\n[optimizer]\nlr = 2.0", "given twice"),
+            ("sglang-x = {a = 1}", "expected true, a text, a number or a list"),
+            ("lr = ", "cannot read"),
+        ],
+    )  # fmt: skip
+    def test_bad_key_names_file_key_and_reason(self, tmp_path: Path, text: str, message: str):
+        file = tmp_path / "run.toml"
+        file.write_text(text)
+        found = refusal("--config", str(file))
+        assert str(file) in found
+        assert message in found
+
+    def test_missing_file_is_named(self):
+        assert "there is no file absent.toml" in refusal("--config", "absent.toml")
+
+    def test_printed_config_reads_back_equal(self, tmp_path: Path):
+        arguments = parse(
+            "--hf-checkpoint", 'models/with "quotes" \\ and é', "--lr", "1e-5", "--max-weight-staleness", "2",
+            "--rollout-stop", "\n", "\x7f", "--no-progress", "--wandb-group", "none", "--ray-address", "auto",
+            "--sglang-cuda-graph-bs", "1", "2", "--sglang-disable-radix-cache", "--router-log-level=warn",
+        )  # fmt: skip
+        file = tmp_path / "printed.toml"
+        file.write_text(to_toml(arguments))
+        assert parse("--config", str(file)) == arguments
+        file.write_text(to_toml(Arguments()))
+        assert parse("--config", str(file)) == Arguments()
+
+
+class TestPassThrough:
+    def test_values_reach_sglang_and_the_router_without_the_prefix(self):
+        engines = parse(
+            "--sglang-cuda-graph-bs", "1", "2", "--sglang-disable-radix-cache", "--lr=1", "--router-retries=3",
+        ).engines  # fmt: skip
+        assert engines.sglang_extra == ("--cuda-graph-bs", "1", "2", "--disable-radix-cache")
+        assert engines.router_extra == ("--retries", "3")
+
+    def test_negative_numbers_are_values(self):
+        assert parse("--sglang-x", "-1", "--lr", "1").engines.sglang_extra == ("--x", "-1")
+
+    def test_a_repeated_flag_replaces_the_earlier_one(self):
+        assert parse("--sglang-x", "1", "2", "--sglang-x", "3").engines.sglang_extra == ("--x", "3")
+
+    def test_router_flags_that_are_ours_stay_ours(self):
+        engines = parse("--sglang-router-policy", "random", "--sglang-router-port", "4000").engines
+        assert (engines.sglang_router_policy, engines.sglang_router_port) == ("random", 4000)
+        assert engines.sglang_extra == ()
+
+    @pytest.mark.parametrize(
+        ("flag", "advice"),
+        [
+            ("--sglang-tp-size", "use --rollout-num-gpus-per-engine"),
+            ("--router-port", "use --sglang-router-port"),
+            ("--sglang-router-polcy", "did you mean --sglang-router-policy?"),
+            ("--sglang-router-cache-threshold", "passed as --router-cache-threshold"),
+        ],
+    )
+    def test_what_the_run_decides_cannot_be_passed_through(self, flag: str, advice: str):
+        assert advice in refusal(flag, "2")
+
+    def test_flattening_is_reversible(self):
+        collected = {"--sglang-a": ("1", "2"), "--sglang-b": (), "--router-c": ("x",)}
+        assert dict(unflatten(flatten(collected))) == collected
+
+
+class TestHelp:
+    def test_shows_every_group_flag_and_default(self, capsys: pytest.CaptureFixture[str]):
+        with pytest.raises(SystemExit) as caught:
+            parse_arguments(["--help"])
+        text = capsys.readouterr().out
+        assert caught.value.code == 0
+        for specification in flag_specifications().values():
+            assert specification.flag in text
+        for dataclass in argument_groups().values():
+            assert inspect.cleandoc(dataclass.__doc__ or "") in text
+        assert "(default: 8)" in text
+        assert "Examples:" in text
+
+    def test_switches(self):
+        parsed = parse_arguments(["--dry-run", "--print-config"])
+        assert parsed.dry_run
+        assert parsed.print_config

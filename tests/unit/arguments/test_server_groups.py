@@ -1,0 +1,140 @@
+"""Groups of engines: the file, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.arguments import Arguments, EnginesArguments, EvaluationArguments, SessionsArguments, WeightsArguments
+from miles_async.arguments.server_groups import (
+    ServerGroup,
+    check_server_groups,
+    of_role,
+    read_server_groups,
+    server_groups,
+)
+from miles_async.errors import ConfigurationError
+
+CANARY = WeightsArguments(verify_weights="canary")
+FLEET = """
+[groups.small]
+engines = 6
+[groups.big]
+gpus_per_engine = 4
+engines = 2
+sglang = { mem-fraction-static = 0.8, enable-metrics = true, disable-x = false }
+[groups.test]
+role = "evaluation"
+[groups.judge]
+role = "frozen"
+model = "/models/judge"
+port = 8400
+"""
+
+
+def with_fleet(tmp_path: Path, content: str, **groups: Any) -> Arguments:
+    path = tmp_path / "fleet.toml"
+    path.write_text(content)
+    groups.setdefault("evaluation", EvaluationArguments(eval_prompt_data=("test.jsonl",)))
+    return replace(Arguments(), engines=EnginesArguments(server_groups=path), **groups)
+
+
+def test_a_fleet_of_all_kinds(tmp_path: Path) -> None:
+    arguments = with_fleet(tmp_path, FLEET)
+    assert list(check_server_groups(arguments)) == []
+    groups = server_groups(arguments)
+    assert [(g.name, g.num_engines, g.gpus_per_engine) for g in of_role(groups, "train")] == [
+        ("small", 6, 1),
+        ("big", 2, 4),
+    ]
+    assert groups[1].sglang_extra == ("--mem-fraction-static=0.8", "--enable-metrics")
+    assert [g.name for g in of_role(groups, "evaluation")] == ["test"]
+    assert of_role(groups, "frozen") == (ServerGroup(name="judge", role="frozen", model="/models/judge", port=8400),)
+
+
+def test_without_a_file_there_is_one_group_by_flags() -> None:
+    arguments = replace(Arguments(), cluster=replace(Arguments().cluster, rollout_num_gpus=4))
+    assert server_groups(arguments) == (ServerGroup(name="engine", engines=4),)
+    engines = EnginesArguments(rollout_external=("a:30000", "b:30000"))
+    external = replace(arguments, engines=engines, weights=CANARY)
+    assert [group.num_engines for group in server_groups(external)] == [2]
+    assert list(check_server_groups(external)) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[groups.a]\nengine = 2", r"fleet.toml: \[groups.a\]: .*unknown field `engine`"),
+        ('[groups.a]\nengines = "2"', r"\[groups.a\]: Expected `int`, got `str` - at `\$.engines`"),
+        ('[groups.a]\nrole = "eval"', r"\[groups.a\]: Invalid enum value 'eval'"),
+        ("[groups.a\n", r"fleet.toml: .*line 1"),
+        ("[fleet.a]\n", r"expected tables \[groups.NAME\], found fleet"),
+    ],
+)
+def test_a_mistake_is_named_with_file_and_table(tmp_path: Path, content: str, message: str) -> None:
+    arguments = with_fleet(tmp_path, content)
+    with pytest.raises(ConfigurationError, match=message):
+        server_groups(arguments)
+    (problem,) = check_server_groups(arguments)
+    assert "--server-groups" in problem
+
+
+def test_a_file_that_is_absent(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--server-groups .*absent.toml: .*No such file"):
+        read_server_groups(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("content", "rest", "message"),
+    [
+        ('[groups.a]\nrole = "frozen"', {}, 'at least one group with role = "train"'),
+        ("[groups.A-b]\n", {}, "group 'A-b': expected a name of small letters"),
+        ("[groups.a]\nengines = 0", {}, "group a: expected at least one engine"),
+        ('[groups.a]\nmodel = "m"', {}, 'model and port are for groups with role = "frozen", not train'),
+        ('[groups.a]\nexternal = ["a"]', {"weights": CANARY}, "expected external engines as host:port, found 'a'"),
+        (
+            '[groups.a]\nexternal = ["a:1"]\nsglang = { x = 1 }',
+            {"weights": CANARY},
+            "external engines are up already",
+        ),
+        (
+            '[groups.a]\n[groups.b]\nrole = "evaluation"',
+            {"evaluation": EvaluationArguments()},
+            "a group for evaluation, and no --eval-prompt-data",
+        ),
+        (
+            '[groups.a]\n[groups.b]\nrole = "evaluation"',
+            {"sessions": SessionsArguments(agent_path="a:b")},
+            "agents always talk to the engines of training",
+        ),
+        (
+            '[groups.a]\nexternal = ["a:1"]',
+            {"weights": replace(CANARY, weight_transport="object_store")},
+            "nothing of ours runs on their hosts",
+        ),
+        (
+            '[groups.a]\nexternal = ["a:1"]',
+            {},
+            "external engines with --verify-weights full: only servers that we start",
+        ),
+        (
+            '[groups.a]\nexternal = ["a:1"]',
+            {"weights": WeightsArguments(verify_weights="sample")},
+            "external engines with --verify-weights sample",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, content: str, rest: dict[str, Any], message: str) -> None:
+    # covers: C3
+    (problem,) = check_server_groups(with_fleet(tmp_path, content, **rest))
+    assert message in problem
+
+
+def test_external_engines_are_named_in_one_place(tmp_path: Path) -> None:
+    arguments = with_fleet(tmp_path, FLEET)
+    both = replace(arguments, engines=replace(arguments.engines, rollout_external=("a:1",)))
+    (problem,) = check_server_groups(both)
+    assert "write `external = [...]` in the file" in problem

@@ -1,0 +1,465 @@
+"""What is refused before anything starts, and that each message names the flags to change (C3, C4, C12)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.parser import assemble
+from miles_async.arguments.ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, IN_HALF_OPEN_UNIT_INTERVAL
+from miles_async.arguments.specification import flag_specifications
+from miles_async.arguments.validation import validate
+from miles_async.errors import ConfigurationError
+
+
+@pytest.fixture
+def valid(tmp_path: Path) -> dict[str, Any]:
+    """The fewest flags of a run that passes: asynchronous, corrected, K = 2."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(
+        '{"num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 2048}'
+    )
+    save_file({}, model / "model.safetensors")
+    prompts = tmp_path / "train.jsonl"
+    prompts.write_text('{"prompt": "rev 12", "label": "21"}\n')
+    return {
+        "hf_checkpoint": model,
+        "prompt_data": prompts,
+        "rm_type": "exact_match",
+        "max_weight_staleness": 2,
+        "use_rollout_logprobs": True,
+    }
+
+
+def case(name: str, *change_and_messages: Any) -> Any:
+    """Of one or more dicts, then messages."""
+    dicts = [value for value in change_and_messages if isinstance(value, dict)]
+    return pytest.param(*dicts, change_and_messages[len(dicts) :], id=name)
+
+
+def refusal(values: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        validate(assemble(values, {}))
+    return str(caught.value)
+
+
+def test_the_fewest_flags_pass(valid: dict[str, Any]):
+    validate(assemble(valid, {}))
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        case("no model", {"hf_checkpoint": None}, "--hf-checkpoint is required"),
+        case("no prompts", {"prompt_data": None}, "--prompt-data is required"),
+        case("model missing", {"hf_checkpoint": Path("absent")}, "--hf-checkpoint absent", "no such directory"),
+        case(
+            "prompts missing",
+            {"prompt_data": Path("absent.jsonl")},
+            "--prompt-data absent.jsonl",
+            "no such file",
+        ),
+        case(
+            "eval prompts missing",
+            {"eval_prompt_data": ("aime", "absent.jsonl")},
+            "--eval-prompt-data absent.jsonl",
+        ),
+        case("evaluation of nothing", {"eval_interval": 5}, "--eval-interval without --eval-prompt-data"),
+        case("name without a file", {"eval_prompt_data": ("aime",)}, "--eval-prompt-data", "after the name 'aime'"),
+        case("no prompt file", {"eval_prompt_data": ("data/aime.json",)}, "expected a .jsonl or .parquet file, found"),
+        case(
+            "two data sets of one name",
+            {"eval_prompt_data": ("a/test.jsonl", "b/test.parquet")},
+            "a/test.jsonl and b/test.parquet are both called test",
+        ),
+        case(
+            "greedy samples",
+            {"n_samples_per_eval_prompt": 4},
+            "--n-samples-per-eval-prompt 4 with --eval-temperature 0",
+        ),
+        case(
+            "group of one, grpo",
+            {"n_samples_per_prompt": 1},
+            "--n-samples-per-prompt 1",
+            "--advantage-estimator grpo",
+            "at least 2",
+        ),
+        case(
+            "rest of a group may be one, grpo",
+            {"n_samples_per_prompt": 8, "min_group_fraction": 0.1},
+            "--min-group-fraction 0.1",
+            "--n-samples-per-prompt 8",
+            "at least 0.25",
+        ),
+        case(
+            "group of one, rloo",
+            {"n_samples_per_prompt": 1, "advantage_estimator": "rloo"},
+            "--advantage-estimator rloo",
+        ),
+        case(
+            "batch not divisible",
+            {"global_batch_size": 100},
+            "--rollout-batch-size 32 × --n-samples-per-prompt 8 = 256",
+            "--global-batch-size 100",
+        ),
+        case(
+            "batch smaller than DP",
+            {"global_batch_size": 2, "actor_num_gpus_per_node": 4},
+            "2 samples per optimizer step",
+            "4 data-parallel ranks",
+            "--global-batch-size",
+        ),
+        case(
+            "ranks not divisible",
+            {"actor_num_gpus_per_node": 3, "tensor_model_parallel_size": 2},
+            "3 trainer ranks",
+            "--tensor-model-parallel-size 2",
+        ),
+        case(
+            "heads not divisible",
+            {"tensor_model_parallel_size": 3, "actor_num_gpus_per_node": 3},
+            "--tensor-model-parallel-size 3 does not divide",
+            "num_attention_heads 4",
+        ),
+        case(
+            "engines not divisible",
+            {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
+            "--rollout-num-gpus 3",
+            "--rollout-num-gpus-per-engine 2",
+        ),
+        case(
+            "negative bound",
+            {"max_weight_staleness": -1},
+            "--max-weight-staleness: expected at least 0, found -1",
+        ),
+        case(
+            "lead beyond the bound",
+            {"max_rollout_lead": 4},
+            "--max-rollout-lead 4",
+            "--max-weight-staleness 2 + 1",
+            "lower the lead to 3",
+        ),
+        case("no lead", {"max_rollout_lead": 0}, "--max-rollout-lead: expected at least 1, found 0"),
+        case(
+            "on-policy, rare publication",
+            {"on_policy": True, "max_weight_staleness": None, "update_weights_interval": 2},
+            "--on-policy",
+            "--update-weights-interval 2",
+        ),
+        case(
+            "lag beyond the bound",
+            {"debug_publication_lag": 3},
+            "--debug-publication-lag 3",
+            "--max-weight-staleness 2",
+            "nothing could ever be trained",
+        ),
+        case(
+            "uncorrected",
+            {"use_rollout_logprobs": False},
+            "asynchronous training (--max-rollout-lead 3)",
+            "--use-rollout-logprobs",
+            "--use-tis",
+            "--allow-uncorrected-off-policy",
+        ),
+        case(
+            "uncorrected lag",
+            {
+                "use_rollout_logprobs": False,
+                "max_weight_staleness": None,
+                "max_rollout_lead": 1,
+                "debug_publication_lag": 2,
+            },
+            "--debug-publication-lag 2",
+        ),
+        case("corrected twice", {"use_tis": True}, "--use-tis with --use-rollout-logprobs corrects twice"),
+        case("KL without weight", {"use_kl_loss": True}, "--use-kl-loss with --kl-loss-coef 0"),
+        case(
+            "weight without KL",
+            {"kl_loss_coef": 0.1},
+            "--kl-loss-coef 0.1 has no effect without --use-kl-loss",
+        ),
+        case(
+            "hasty watchdog",
+            {"stall_timeout": 400.0},
+            "--stall-timeout 400 is shorter than --request-timeout 600",
+        ),
+        case(
+            "shares of everything",
+            {"verify_weights_shares": 4},
+            "--verify-weights-shares 4 has no effect with --verify-weights full: use sample",
+        ),
+        case(
+            "skips what nobody compares",
+            {"verify_weights": "canary", "verify_weights_skip": ("lm_head",)},
+            "--verify-weights-skip has no effect with --verify-weights canary",
+        ),
+        case("interval without directory", {"save_interval": 5}, "--save-interval without --save"),
+        case("newest of none", {"save_keep_last": 2}, "--save-keep-last without --save"),
+        case("retains none", {"save_retain_interval": 5}, "--save-retain-interval without --save"),
+        case("overwrites none", {"save_overwrite": True}, "--save-overwrite without --save"),
+        case(
+            "retains what is not written",
+            {"save": Path("checkpoints"), "save_interval": 20, "save_retain_interval": 30},
+            "--save-retain-interval 30",
+            "--save-interval 20 does not write them",
+            "a multiple",
+        ),
+        case("nothing to load", {"load": Path("absent")}, "--load absent", "no such directory"),
+        case("unknown reward", {"rm_type": "maths"}, "--rm-type: expected one of exact_match", "did you mean math?"),
+        case("no reward", {"rm_type": None}, "no reward", "--rm-type", "--custom-rm-path"),
+        case(
+            "two origins of trajectories",
+            {"environment_path": "a:b", "agent_command": "python agent.py"},
+            "--environment-path and --agent-command each make trajectories",
+        ),
+        case(
+            "turns without a template",
+            {"agent_path": "a:b", "apply_chat_template": False},
+            "--agent-path needs the chat template",
+        ),
+        case("empty agent", {"agent_command": " "}, "--agent-command is empty"),
+        case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
+        case(
+            "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of qwen, llama3, glm"
+        ),
+        case("impatient watchdog of agents", {"agent_path": "a:b", "agent_timeout": 5000}, "--agent-timeout 5000"),
+        case("two rewards", {"custom_rm_path": "a:b"}, "--rm-type exact_match and --custom-rm-path a:b"),
+        case(
+            "malformed hook",
+            {"rm_type": None, "custom_rm_path": "a.b"},
+            "--custom-rm-path a.b: expected module:attr",
+        ),
+        case("reward without label", {"label_key": None}, "--rm-type exact_match", "--label-key none"),
+        case(
+            "sum without label",
+            {"rm_type": "math+format:0.1", "label_key": None},
+            "--rm-type math compares with a label",
+        ),
+        case("reward model without address", {"rm_type": "remote_rm"}, "--rm-type remote_rm", "give --rm-url"),
+        case("judge without a question", {"rm_type": "judge", "judge_url": "http://h/v1"}, "--judge-template"),
+        case("judge without a scale", {"rm_type": "judge", "judge_url": "http://h/v1"}, "--judge-scale"),
+        case("a scale that is none", {"judge_scale": "10"}, "--judge-scale: expected the lowest and the highest"),
+        case("tasks without metadata", {"rm_type": "reasoning_gym"}, "--rm-type reasoning_gym", "--metadata-key"),
+        case("code without tests", {"rm_type": "code", "label_key": None}, "--rm-type code", "--metadata-key"),
+        case("no format", {"rm_format": "("}, "--rm-format (: expected a regular expression"),
+        case("unknown filter", {"group_filter": ("zero_std",)}, "--group-filter: expected one of zero_variance"),
+        case(
+            "filter that lets nothing pass",
+            {"group_filter": ("zero_variance",), "n_samples_per_prompt": 1, "advantage_estimator": "reinforce"},
+            "--group-filter zero_variance: with --n-samples-per-prompt 1",
+        ),
+        case("filter that lets no length pass", {"group_filter": ("max_length:0",)}, "--group-filter max_length:0"),
+        case(
+            "filter that lets every length pass",
+            {"group_filter": ("max_length:1024",)},
+            "--group-filter max_length:1024",
+            "less than --rollout-max-response-len 1024",
+        ),
+        case("no fraction", {"group_filter": ("truncated:1",)}, "--group-filter truncated:1: expected a fraction"),
+        case("learning rates", {"min_lr": 1.0}, "--min-lr 1.0 is larger than --lr"),
+        case(
+            "choice",
+            {"lr_decay_style": "cubic"},
+            "--lr-decay-style: expected one of constant, linear, cosine",
+        ),
+        case(
+            "micro-batch too small",
+            {"max_tokens_per_gpu": 1000},
+            "--max-tokens-per-gpu 1000",
+            "--rollout-max-response-len 1024",
+            "at least 1025",
+        ),
+        case(
+            "micro-batch too small for both",
+            {"max_tokens_per_gpu": 1100, "rollout_max_prompt_len": 128},
+            "--rollout-max-prompt-len 128 + --rollout-max-response-len 1024",
+            "at least 1152",
+        ),
+        case(
+            "longer than the model",
+            {"rollout_max_response_len": 4096, "max_tokens_per_gpu": 8192},
+            "max_position_embeddings 2048",
+        ),
+        case("greedy training", {"rollout_temperature": 0.0}, "--rollout-temperature: expected more than 0"),
+        case("top p", {"rollout_top_p": 1.5}, "--rollout-top-p 1.5: SGLang"),
+        case("top k", {"rollout_top_k": 0}, "--rollout-top-k 0: SGLang"),
+        case("evaluation top p", {"eval_top_p": 0.0}, "--eval-top-p: expected more than 0"),
+        case("evaluation top k", {"eval_top_k": 0}, "--eval-top-k: expected -1 (all tokens) or at least 1"),
+        case("nearly greedy", {"rollout_temperature": 1e-7}, "--rollout-temperature: expected at least 1e-06"),
+        case(
+            "sampling cut",
+            {"rollout_top_p": 0.9, "rollout_top_k": 50},
+            "--rollout-top-p 0.9 and --rollout-top-k 50: SGLang",
+            "log-probs as they were before it was cut",
+            "--eval-top-p",
+        ),
+        case("tail cut", {"rollout_top_k": 50}, "--rollout-top-k 50: SGLang"),
+        case("dual clip", {"eps_clip_c": 1.0}, "--eps-clip-c: expected more than 1, or none"),
+        case("beta", {"adam_beta1": 1.0}, "--adam-beta1: expected at least 0 and less than 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_flags_to_change(
+    valid: dict[str, Any], change: dict[str, Any], messages: tuple[str, ...]
+):
+    """# covers: C3, C4, C12, O4"""
+    found = refusal(valid | change)
+    for message in messages:
+        assert message in found
+    assert "problems" not in found, "one mistake gives one message"
+
+
+def test_all_problems_are_reported_together(valid: dict[str, Any]):
+    found = refusal(valid | {"hf_checkpoint": None, "rollout_batch_size": 0, "save_interval": 3, "use_tis": True})
+    assert "4 problems" in found
+    for flag in ("--hf-checkpoint", "--rollout-batch-size", "--save-interval", "--use-tis"):
+        assert flag in found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"on_policy": True, "use_rollout_logprobs": False},
+        {"eval_top_p": 0.95, "eval_top_k": 50, "eval_temperature": 0.6},
+        {"eps_clip_c": None},
+        {"on_policy": True, "max_rollout_lead": 2},  # flags of an asynchronous run with --on-policy after them
+        {"max_weight_staleness": 0, "use_rollout_logprobs": False},
+        {"use_rollout_logprobs": False, "allow_uncorrected_off_policy": True},
+        {"use_rollout_logprobs": False, "use_tis": True},
+        {"n_samples_per_prompt": 1, "advantage_estimator": "reinforce"},
+        {"n_samples_per_prompt": 8, "min_group_fraction": 0.25},
+        {"max_weight_staleness": None, "max_rollout_lead": 16},
+        {"max_weight_staleness": 8, "max_rollout_lead": 1, "debug_publication_lag": 8},
+        {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2},
+    ],
+    ids=str,
+)
+def test_what_can_work_passes(valid: dict[str, Any], change: dict[str, Any]):
+    validate(assemble(valid | change, {}))
+
+
+def test_model_directory_without_its_files(valid: dict[str, Any]):
+    model: Path = valid["hf_checkpoint"]
+    (model / "model.safetensors").unlink()
+    assert "no weights (*.safetensors)" in refusal(valid)
+    (model / "config.json").write_text("{")
+    save_file({}, model / "model.safetensors")
+    assert "config.json is not a JSON object" in refusal(valid)
+    (model / "config.json").unlink()
+    assert "has no config.json" in refusal(valid)
+    assert "found a file" in refusal(valid | {"hf_checkpoint": valid["prompt_data"]})
+
+
+MIXTURE = {"n_routed_experts": 12, "moe_intermediate_size": 32}
+EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "messages"),
+    [
+        case("experts of none", {}, {EXPERT: 2}, "--expert-model-parallel-size", "model has none: leave them out"),
+        case("matrices of none", {}, {EXPERT_TENSOR: 1}, "--expert-tensor-parallel-size", "has none: leave them out"),
+        case("experts", MIXTURE, {EXPERT: 5}, "--expert-model-parallel-size 5 does not divide", "n_routed_experts 12"),
+        case("experts, qwen", {"num_experts": 8}, {EXPERT: 3}, "does not divide the model's num_experts 8"),
+        case("matrices", MIXTURE, {EXPERT_TENSOR: 3}, "--expert-tensor-parallel-size 3", "moe_intermediate_size 32"),
+        case(
+            "ranks",
+            MIXTURE,
+            {EXPERT: 4, EXPERT_TENSOR: 2, "actor_num_gpus_per_node": 4},
+            "4 trainer ranks do not divide into sets of experts on 8 ranks",
+            "--expert-tensor-parallel-size 2 × --expert-model-parallel-size 4 × --pipeline-model-parallel-size 1",
+        ),
+        case("no size", MIXTURE, {EXPERT: 0}, "--expert-model-parallel-size: expected at least 1, found 0"),
+    ],
+)
+def test_experts_that_cannot_be_split(
+    valid: dict[str, Any], config: dict[str, Any], change: dict[str, Any], messages: tuple[str, ...]
+):
+    describe_model(valid, config)
+    found = refusal(valid | change)
+    for message in messages:
+        assert message in found
+
+
+@pytest.mark.parametrize("change", [{}, {EXPERT: 4}, {EXPERT: 2, EXPERT_TENSOR: 2}, {EXPERT_TENSOR: 4}], ids=str)
+def test_experts_that_can_be_split(valid: dict[str, Any], change: dict[str, Any]):
+    describe_model(valid, MIXTURE)
+    validate(assemble(valid | {"actor_num_gpus_per_node": 4} | change, {}))
+
+
+def describe_model(values: dict[str, Any], more: dict[str, Any]) -> None:
+    path: Path = values["hf_checkpoint"] / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+def test_run_directory_that_is_a_file(valid: dict[str, Any]):
+    assert "expected a directory, found a file" in refusal(valid | {"run_dir": valid["prompt_data"]})
+
+
+def test_router_port_that_is_taken(valid: dict[str, Any]):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert f"--sglang-router-port {port} cannot be used" in refusal(valid | {"sglang_router_port": port})
+    validate(assemble(valid | {"sglang_router_port": port}, {}))
+
+
+def test_every_number_has_a_range():
+    one_by_one = {"rollout_top_p", "rollout_top_k", "eval_top_k", "eps_clip_c"}
+    covered = {*AT_LEAST, *ABOVE_ZERO, *AT_MOST, *IN_HALF_OPEN_UNIT_INTERVAL, *one_by_one}
+    numbers = {name for name, flag in flag_specifications().items() if flag.kind in (int, float)}
+    assert covered == numbers
+
+
+class TestResolvedValues:
+    """What flags mean when they are left out is said in one place each."""
+
+    @pytest.mark.parametrize(
+        ("values", "bound", "lead"),
+        [
+            ({}, None, 3),
+            ({"max_weight_staleness": 0}, 0, 1),
+            ({"max_weight_staleness": 2}, 2, 3),
+            ({"max_weight_staleness": 2, "max_rollout_lead": 1}, 2, 1),
+            ({"max_rollout_lead": 7}, None, 7),
+            ({"on_policy": True}, 0, 1),
+            ({"on_policy": True, "max_weight_staleness": 2, "max_rollout_lead": 2}, 0, 1),
+        ],
+    )
+    def test_bound_and_lead(self, values: dict[str, Any], bound: int | None, lead: int):
+        """# covers: C4, P2, P3"""
+        staleness = assemble(values, {}).staleness
+        assert (staleness.bound, staleness.lead) == (bound, lead)
+
+    def test_sizes(self):
+        arguments = Arguments()
+        assert arguments.rollout.samples_per_rollout == arguments.global_batch_size == 256
+        cluster = dataclasses.replace(arguments.cluster, actor_num_nodes=2, actor_num_gpus_per_node=4)
+        model = dataclasses.replace(arguments.model, tensor_model_parallel_size=2)
+        assert dataclasses.replace(arguments, cluster=cluster, model=model).data_parallel_size == 4
+
+
+def test_resuming_from_inside_the_run_directory_is_refused(valid: dict[str, Any], tmp_path: Path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    message = refusal({**valid, "run_dir": tmp_path / "run", "load": checkpoints})
+    assert f"--load {checkpoints} is inside --run-dir" in message
+
+
+def test_environments_and_agents_may_bring_the_reward(valid: dict[str, Any]) -> None:
+    # covers: C4
+    for origin in ("environment_path", "agent_path"):
+        validate(assemble({**valid, "rm_type": None, origin: "a:b"}, {}))
+
+
+def test_tool_calls_are_read_by_the_names_that_flags_take() -> None:
+    from miles_async.arguments.sessions import TOOL_CALL_PARSERS
+    from miles_async.trajectory.replies import PARSERS
+
+    assert tuple(PARSERS) == TOOL_CALL_PARSERS

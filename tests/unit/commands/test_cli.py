@@ -1,0 +1,330 @@
+"""``miles-async`` from the outside: exit codes, messages, nothing heavy loaded before flags are checked."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async import __version__
+from miles_async.arguments.parser import EPILOG
+from miles_async.checkpoints.manifest import RunIdentity, fingerprint, write_manifest
+from miles_async.cli import main
+from miles_async.errors import ConfigurationError, TrainerError
+from miles_async.prompts.templates import load_tokenizer
+
+MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "assets" / "reverse" / "model"
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    prompts = tmp_path / "train.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"rev {i}", "label": f"{i}"}) + "\n" for i in range(9)))
+    return [
+        "train", "--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--rm-type", "exact_match",
+        "--max-weight-staleness", "2", "--use-rollout-logprobs", "--rollout-max-response-len", "32", "--device", "cpu",
+        "--run-dir", str(tmp_path / "runs" / "latest"),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What ``miles_async.wiring.driver.run`` was called with; it returns 0, or raises what is put into ``raises``."""
+    calls: list[Any] = []
+    module = types.ModuleType("miles_async.wiring.driver")
+
+    def run(arguments: Any) -> int:
+        calls.append(arguments)
+        return 0
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "miles_async.wiring.driver", module)
+    return calls
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"miles-async {__version__}\n"
+    assert main(["--help"]) == 0
+    assert "Examples:" in capsys.readouterr().out
+    assert main([]) == 2
+
+
+def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]):
+    assert main(["trian"]) == 2
+    assert "error: unknown command trian; did you mean train?" in capsys.readouterr().err
+
+
+def test_train_runs_with_the_arguments(flags: list[str], runs: list[Any]):
+    assert main([*flags, "--lr", "1e-4"]) == 0
+    assert runs[0].optimizer.lr == 1e-4
+
+
+def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+    assert main([*flags, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "Nothing was started" in printed
+    assert "(9)" in printed
+    assert "age at most 2, 3 batch(es) admitted ahead" in printed
+    assert "1 ranks on cpu: DP 1\n" in printed
+    assert not runs
+
+
+def test_dry_run_tells_of_prompts_that_are_too_long(flags: list[str], tmp_path: Path, capsys: Any):
+    """One is skipped, since the model has 128 positions; others outgrow micro-batches, which nothing dies of."""
+    prompts = tmp_path / "train.jsonl"
+    texts = ["rev " + "1" * length for length in (2, 40, 100)]
+    prompts.write_text("".join(json.dumps({"prompt": text, "label": ""}) + "\n" for text in texts))
+    assert main([*flags, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert f"  note: {prompts}: 1 of 3 prompts are skipped: they have up to" in printed
+    assert "--rollout-max-response-len 32 leaves 96 of the model's 128 positions" in printed
+    assert "micro-batches of their own" not in printed
+    assert main([*flags, "--dry-run", "--max-tokens-per-gpu", "64"]) == 0
+    assert "their samples may exceed --max-tokens-per-gpu 64" in capsys.readouterr().out
+
+
+def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+    assert main([*flags, "--dry-run", "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]) == 0
+    assert "4 ranks on cpu: DP 2, TP 2\n" in capsys.readouterr().out
+
+
+def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Path, capsys: Any):
+    assert main([*flags, "--lr", "3e-4", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "run.toml").write_text(printed)
+    assert main(["train", "--config", str(tmp_path / "run.toml"), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["train", "--config", str(tmp_path / "run.toml")]) == 0
+    assert runs[0].optimizer.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--max-weight-stalenes", "2"], "did you mean --max-weight-staleness?"),
+        (["--max-weight-staleness", "-1"], "--max-weight-staleness: expected at least 0"),
+        (["--hf-checkpoint", "absent"], "--hf-checkpoint absent: there is no such directory"),
+        (["--label-key", "answer"], "train.jsonl:1: no key 'answer' (--label-key"),
+        (["@absent.args"], "no argument file absent.args"),
+        (
+            ["--custom-rm-path", "absent_module:f", "--rm-type", "none"],
+            "no module 'absent_module'",
+        ),
+        (["--run-dir", "/", "--dry-run"], "--run-dir /: the working directory"),
+        (["--run-dir", "docs", "--dry-run"], "found files and no run.json"),
+    ],
+)
+def test_what_cannot_work_ends_with_2_and_starts_nothing(
+    flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+):
+    assert main([*flags, *extra]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.out == ""
+    assert not runs
+
+
+@pytest.mark.parametrize("mode", [["--dry-run"], []], ids=["dry run", "run"])
+def test_checkpoints_are_checked_before_anything_starts(
+    flags: list[str], runs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str]
+):
+    # covers: C9
+    save = tmp_path / "checkpoints"
+    checkpoint = save / "iter_0000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "position.json").write_text('{"run": "earlier"}')
+    (checkpoint / "groups.msgpack").write_bytes(b"12345")
+    model = fingerprint(Path(flags[flags.index("--hf-checkpoint") + 1]))
+    write_manifest(checkpoint, RunIdentity(run="earlier", model=model, ranks={}))
+
+    def refusal(*extra: str) -> str:
+        assert main([*flags, *extra, *mode]) == 2
+        assert not runs
+        return capsys.readouterr().err
+
+    assert "holds iter_0000003 of the run earlier: resume it with --load" in refusal("--save", str(save))
+    assert main([*flags, "--save", str(save), "--load", str(checkpoint), "--dry-run"]) == 0
+    assert f"resumes from   {checkpoint}\n" in capsys.readouterr().out
+    (checkpoint / "groups.msgpack").write_bytes(b"123")
+    assert "groups.msgpack has 3 bytes, expected 5" in refusal("--load", str(save))
+    write_manifest(checkpoint, RunIdentity(run="earlier", model={**model, "num_attention_heads": 7}, ranks={}))
+    assert "another model than --hf-checkpoint: expected what was saved, num_attention_heads 7" in refusal(
+        "--load", str(save)
+    )
+
+
+def test_broken_line_7_is_named(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+    path = Path(flags[flags.index("--prompt-data") + 1])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:6], "{broken", *lines[7:]]))
+    assert main(flags) == 2
+    assert f"error: {path}:7: not valid JSON" in capsys.readouterr().err
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (TrainerError("rank 1 died"), 1, "error: rank 1 died"),
+        (ConfigurationError("port taken"), 2, "error: port taken"),
+    ],
+)
+def test_exit_code_tells_how_a_run_ended(
+    flags: list[str],
+    runs: list[Any],
+    monkeypatch: Any,
+    capsys: Any,
+    error: BaseException,
+    exit_code: int,
+    message: str,
+):
+    def run(arguments: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(sys.modules["miles_async.wiring.driver"], "run", run)
+    assert main(flags) == exit_code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--rollout-max-prompt-len", "3"], "all 9 prompts have more than 3 tokens"),
+        (["--sglang-mem-fraction-statik", "0.3"], "did you mean --sglang-mem-fraction-static?"),
+        (["--router-polizy", "random"], "did you mean --router-policy?"),
+        (["--weight-transport", "ipc"], "--weight-transport ipc shares the memory of a GPU"),
+        (["--run-dir", "/proc/run"], "--run-dir /proc/run: /proc cannot be written to"),
+        (["--actor-num-nodes", "2"], "--actor-num-nodes 2 without --ray-address"),
+        (["--lr-warmup-iters", "5000"], "--lr-warmup-iters 5000 is not less than the run's"),
+        (
+            ["--tensor-model-parallel-size", "4", "--actor-num-gpus-per-node", "4"],
+            "does not divide num_key_value_heads 2",
+        ),
+        (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_refuses_what_would_fail_later(
+    flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+):
+    assert main([*flags, *extra, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+    if "prompts" not in message:  # what takes seconds to know is checked by the rollout process, before engines
+        assert main([*flags, *extra]) == 2
+    assert not runs
+
+
+def change_config(flags: list[str], **changes: Any) -> Path:
+    model = Path(flags[flags.index("--hf-checkpoint") + 1])
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    return model
+
+
+def test_a_dry_run_refuses_a_model_that_cannot_be_trained(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    change_config(flags, model_type="mamba")
+    assert main([*flags, "--dry-run"]) == 2
+    assert "model_type 'mamba' is not among those" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_weights_that_are_not_those_of_the_config(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+):
+    change_config(flags, vocab_size=65)
+    assert main([*flags, "--dry-run"]) == 2
+    assert "model.embed_tokens.weight is [64, 128], and by config.json [65, 128]" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_a_model_without_tokenizer_or_template(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    model = change_config(flags)
+    (model / "chat_template.jinja").unlink()
+    assert main([*flags, "--dry-run"]) == 2
+    assert "has no chat template; use --no-apply-chat-template" in capsys.readouterr().err
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    load_tokenizer.cache_clear()
+    assert main([*flags, "--dry-run"]) == 2
+    assert "no usable tokenizer there" in capsys.readouterr().err
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which nothing may be looked up, by root neither."""
+    directory, stat = Path("/proc/closed"), os.stat
+
+    def refusing(path: Any, **keywords: Any) -> os.stat_result:
+        if str(path).startswith(str(directory)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **keywords)
+
+    monkeypatch.setattr("os.stat", refusing)
+    return directory
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--save", "--load", "--hf-checkpoint", "--prompt-data"])
+def test_paths_that_may_not_be_looked_at_are_problems_with_flags(
+    flags: list[str], closed: Path, flag: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*flags, "--dry-run", flag, str(closed / "inside")]) == 2
+    assert f"{flag} {closed / 'inside'}: " in capsys.readouterr().err
+
+
+def test_outputs_never_overwrite_inputs(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*flags, "--dry-run", "--save-hf", str(tmp_path / "runs" / ".." / "model")]) == 2
+    assert "model is --hf-checkpoint, which it would overwrite" in capsys.readouterr().err
+    assert main([*flags, "--dry-run", "--save", str(tmp_path / "runs" / "latest" / "checkpoints")]) == 2
+    assert "checkpoints is inside --run-dir" in capsys.readouterr().err
+
+
+HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "pyarrow", "aiohttp")
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["train", "--foo"], ["train"]], ids=str)
+def test_help_and_errors_load_nothing_heavy(words: list[str]):
+    code = (
+        "import sys\nfrom miles_async.cli import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        f"print('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert "LOADED []" in done.stdout
+
+
+def test_a_port_beyond_the_last_one_is_refused_with_the_range(flags: list[str], runs: list[Any], capsys: Any):
+    assert main([*flags, "--sglang-router-port", "80000"]) == 2
+    assert capsys.readouterr().err == "error: --sglang-router-port: expected at most 65535, found 80000\n"
+
+
+def test_a_terminal_without_the_characters_gets_question_marks():
+    code = "import sys; from miles_async.cli import main; sys.exit(main(['train', '--help']))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, timeout=30, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"--kl-loss-coef ? KL" in done.stdout
+
+
+def test_examples_in_the_help_keep_their_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if line.startswith("  miles-async train")] == EPILOG.splitlines()[1:]
+
+
+def test_python_m_works():
+    command = [sys.executable, "-m", "miles_async", "train", "--foo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown flag --foo")

@@ -1,0 +1,115 @@
+"""``miles-async stop``: the run ends in order if it can, and nothing of it is left either way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from miles_async.cli import main
+from miles_async.runtime.run_process import RUN_FILE, RunProcess, read_run_process
+
+DRIVER = """
+import signal, subprocess, sys, time
+from pathlib import Path
+from miles_async.runtime.run_process import note_run_process
+note_run_process(Path(sys.argv[1]), Path("absent"))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+if "obedient" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: (child.kill() if "tidy" in sys.argv else None, sys.exit(130)))
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+class Driver:
+    def __init__(self, run_dir: Path, *manners: str) -> None:
+        command = [sys.executable, "-c", DRIVER, str(run_dir), *manners]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.child = psutil.Process(int(self.process.stdout.readline()))
+
+    def end(self) -> None:
+        for process in (self.process, self.child):
+            if isinstance(process, subprocess.Popen) or process.is_running():
+                process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    started: list[Driver] = []
+    yield started
+    for driver in started:
+        driver.end()
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_run_that_ends_by_itself_is_only_asked(
+    tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # covers: C10
+    drivers.append(driver := Driver(tmp_path, "obedient", "tidy"))
+    assert main(["stop", str(tmp_path)]) == 0
+    assert driver.process.wait(10) == 130
+    assert not alive(driver.child)
+    assert capsys.readouterr().out == f"stopping the run in {tmp_path} (process {driver.process.pid})\n"
+
+
+def test_what_the_driver_leaves_is_killed_wherever_it_is(
+    tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C10
+    monkeypatch.setattr("miles_async.commands.stop.LEFTOVER_SECONDS", 0.5)
+    drivers.append(driver := Driver(tmp_path, "obedient"))
+    drivers.append(other := Driver(tmp_path.parent))
+    assert main(["stop", str(tmp_path)]) == 0
+    assert not alive(driver.child)
+    assert alive(other.child)
+    assert f"killing what is left: {driver.child.pid}" in capsys.readouterr().out
+    driver.process.wait(10)
+    assert main(["stop", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"the run in {tmp_path} is over\n"
+
+
+def test_a_driver_that_does_not_listen_is_killed(
+    tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C10
+    monkeypatch.setattr("miles_async.commands.stop.LEFTOVER_SECONDS", 0.5)
+    drivers.append(driver := Driver(tmp_path))
+    assert main(["stop", str(tmp_path), "--timeout", "0.3"]) == 0
+    assert driver.process.wait(10) == -9
+    assert not alive(driver.child)
+    assert "did not end within 0.3 s" in capsys.readouterr().out
+
+
+def test_a_process_that_only_has_the_pid_of_the_driver_is_left_alone(
+    tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str]
+) -> None:
+    drivers.append(driver := Driver(tmp_path))
+    old = msgspec.structs.replace(read_run_process(tmp_path), started=time.time() - 1e6, mark="another")
+    (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(old))
+    assert main(["stop", str(tmp_path)]) == 0
+    assert alive(psutil.Process(driver.process.pid))
+    assert "is over" in capsys.readouterr().out
+
+
+def test_what_is_no_run_of_this_machine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", str(tmp_path)]) == 2
+    assert "expected a run directory with a run.json" in capsys.readouterr().err
+    elsewhere = RunProcess(pid=1, started=0.0, host="gpu-17", mark="x")
+    (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(elsewhere))
+    assert main(["stop", str(tmp_path)]) == 2
+    assert "was started on gpu-17; stop it there" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""Calls to one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from miles_async.engines.http import Http
+from miles_async.engines.sglang.api import UNKNOWN_TOKENS_IN_FLIGHT, EngineApi
+from tests.fakes.fake_engine import FakeEngine
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n%s\r\n{}"
+
+
+async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server that finds a connection idle for too long just as the next request comes."""
+    request = await reader.readuntil(b"\r\n\r\n")
+    await reader.readuntil(b"}")
+    leaves = b"connection: close" in request.lower()
+    writer.write(ANSWER % (b"Connection: close\r\n" if leaves else b""))
+    if not leaves:
+        await reader.read(1)
+        writer.transport.abort()
+    writer.close()
+
+
+async def test_a_call_never_meets_a_connection_that_the_server_closes() -> None:  # covers: C3, C8
+    server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
+    url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+    http = Http()
+    async with server:
+        for _ in range(2):
+            await EngineApi(http).pause(url, "retract", 5.0)
+    await http.close()
+
+
+@pytest.mark.parametrize(
+    ("server_info", "expected"),
+    [
+        ({"speculative_algorithm": None, "speculative_num_draft_tokens": None}, 1),
+        ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}, 4),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": None}, UNKNOWN_TOKENS_IN_FLIGHT),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4, "speculative_adaptive": True},
+            UNKNOWN_TOKENS_IN_FLIGHT,
+        ),
+        ({}, UNKNOWN_TOKENS_IN_FLIGHT),
+    ],
+)
+async def test_an_engine_says_how_many_tokens_a_pass_may_yield(server_info: dict[str, Any], expected: int) -> None:
+    # covers: C1, M1
+    http = Http()
+    async with FakeEngine(server_info=server_info) as engine:
+        assert await EngineApi(http).probe(engine.url, 5.0) == expected
+    await http.close()

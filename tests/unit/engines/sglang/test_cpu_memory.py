@@ -1,0 +1,80 @@
+"""Engines on CPU take what their model, their work and their neighbours leave room for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles_async.engines.sglang import cpu_memory
+from miles_async.engines.sglang.cpu_memory import cache_bytes_per_token, memory_flags
+
+SMOLLM2 = {  # 135 M parameters
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+    "max_position_embeddings": 8192,
+}
+GIB = 1 << 30
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(cpu_memory, "free_bytes", lambda: 16 * GIB)
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    return str(tmp_path)
+
+
+def tokens(flags: tuple[str, ...]) -> int:
+    (flag,) = (flag for flag in flags if flag.startswith("--max-total-tokens="))
+    return int(flag.partition("=")[2])
+
+
+def test_bytes_of_a_token() -> None:
+    assert cache_bytes_per_token(SMOLLM2, "float32") == 30 * 2 * 3 * 64 * 4
+    assert cache_bytes_per_token(SMOLLM2, "bfloat16") == 30 * 2 * 3 * 64 * 2
+    assert cache_bytes_per_token({**SMOLLM2, "head_dim": 128}, "float32") == 30 * 2 * 3 * 128 * 4
+    latent = {"num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert cache_bytes_per_token(latent, "bfloat16") == 4 * 576 * 2
+    assert cache_bytes_per_token({}, "float32") is None
+
+
+def test_the_cache_holds_the_work_where_there_is_room(model: str) -> None:
+    assert tokens(memory_flags(model, "bfloat16", longest=1024, running=32, engines=1)) == 2 * 32 * 1024
+
+
+def test_memory_is_shared_with_the_other_engines(model: str) -> None:
+    per_token = 30 * 2 * 3 * 64 * 4
+    for engines in (1, 2, 4):
+        found = tokens(memory_flags(model, "float32", longest=4096, running=256, engines=engines))
+        assert found == 4 * GIB // engines // per_token
+
+
+def test_one_sample_always_fits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_memory, "free_bytes", lambda: 0)
+    assert tokens(memory_flags(model, "float32", longest=4096, running=256, engines=1)) == 4096
+
+
+def test_no_sample_is_longer_than_the_model_can_be_asked_for(model: str) -> None:
+    assert tokens(memory_flags(model, "bfloat16", longest=100_000, running=1, engines=1)) == 2 * 8192
+
+
+def test_a_model_without_a_config_gets_a_fixed_cache(tmp_path: Path) -> None:
+    assert tokens(memory_flags(str(tmp_path), "float32", longest=100, running=256, engines=1)) == 16384
+
+
+def test_neighbours_may_take_memory_while_it_starts(model: str) -> None:
+    """SGLang gives up when less than 1 − fraction of what was free before is free after it has loaded the model."""
+    assert "--mem-fraction-static=0.9" in memory_flags(model, "float32", longest=100, running=1, engines=8)
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_memory, "_CGROUP", tmp_path)
+    unlimited = cpu_memory.free_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cpu_memory.free_bytes() > unlimited / 2
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert cpu_memory.free_bytes() == 2000000

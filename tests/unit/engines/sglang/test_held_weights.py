@@ -1,0 +1,179 @@
+"""What a model says that it holds, as its loader copies tensors into parameters and something replaces them after."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from miles_async.engines.sglang.held_weights import WatchedModel
+from miles_async.runtime.tensor_digest import digest, total
+from miles_async.types import TensorShare
+
+Given = Iterable[tuple[str, torch.Tensor]]
+ALL = TensorShare()
+
+
+class Fused(torch.nn.Module):
+    """Holds q and k in one parameter with room for a third row of k."""
+
+    def __init__(self, rows: int = 6) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(rows, 4), requires_grad=False)
+        self.register_buffer("rotary", torch.ones(8))
+
+    def load_weights(self, weights: Given) -> None:
+        for name, tensor in weights:
+            self.qk.data[:4].copy_(tensor) if name == "q" else self.qk.data[4:6].copy_(tensor)
+
+
+WEIGHTS = {"q": torch.randn(4, 4), "k": torch.randn(2, 4)}
+
+
+def whole(tensor: torch.Tensor) -> str:
+    return digest(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.itemsize, tensor.shape)
+
+
+EXPECTED = {name: whole(tensor) for name, tensor in WEIGHTS.items()}
+
+
+def found(watched: WatchedModel, share: TensorShare = ALL) -> dict[str, str]:
+    """Total digests of what is held; "" where nothing is."""
+    parts = watched.held(share).parts
+    return {name: total(part.digest for part in some) if some else "" for name, some in parts.items()}
+
+
+def test_parts_of_a_fused_parameter_are_what_was_loaded() -> None:
+    # covers: C8
+    model = Fused()
+    watched = WatchedModel(model)
+    for _ in range(2):  # as publications do, again and again
+        model.load_weights(WEIGHTS.items())
+        assert found(watched) == EXPECTED
+        assert watched.held(ALL).unfilled == {}
+    model.qk.data[5, 1] += 1
+    assert found(watched) == {"q": EXPECTED["q"], "k": found(watched)["k"]}
+    assert found(watched)["k"] != EXPECTED["k"]
+
+
+def test_a_share_has_digests_of_its_tensors_and_tells_where_all_are() -> None:
+    model = Fused()
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    shares = [TensorShare(index, 4) for index in range(4)]
+    for name in WEIGHTS:
+        [mine] = [share for share in shares if share.includes(name)]
+        for share in shares:
+            [part] = watched.held(share).parts[name]
+            assert part.digest == (EXPECTED[name] if share == mine else "")
+
+
+def test_what_is_replaced_after_loading_is_reported_and_not_kept_alive() -> None:
+    # covers: M16
+    model = Fused()
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    loaded = StorageWeakRef(model.qk.untyped_storage())
+    model.qk.data = model.qk.data.to(torch.int8)
+    model.scale = torch.nn.Parameter(torch.ones(6))  # a quantization's own
+    assert loaded.expired()
+    assert found(watched) == {"q": "", "k": ""}
+    held = watched.held(ALL)
+    assert (held.other_form, held.unfilled) == (("q", "k"), {})
+
+
+def test_memory_that_shrank_is_not_read() -> None:
+    model = Fused()
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    model.qk.untyped_storage().resize_(4 * 4 * 4)
+    assert found(watched) == {"q": EXPECTED["q"], "k": ""}
+
+
+def test_memory_that_nothing_was_sent_for_is_reported_unless_it_is_padding() -> None:
+    # covers: C8
+    model = Fused(rows=9)
+    model.never = torch.nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    assert watched.held(ALL).unfilled == {"never": 5}
+    model.never.data.zero_()
+    assert watched.held(ALL).unfilled == {}
+    model.qk.data[7, :3] = 1.0
+    assert watched.held(ALL).unfilled == {"qk": 3}
+
+
+def test_a_tied_layer_is_filled_by_the_embedding() -> None:
+    model = Fused()
+    model.tied = torch.nn.Parameter(model.qk.data, requires_grad=False)  # another parameter, the same memory
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    assert watched.held(ALL).unfilled == {}
+
+
+def joined_first(model: Fused, weights: Given) -> None:
+    """As SGLang's loader of DeepSeek-V3 joins q_a_proj and kv_a_proj_with_mqa."""
+    given = dict(weights)
+    joined = torch.cat([given["q"], given["k"]], dim=0)
+    model.qk.data.copy_(joined)
+
+
+def in_threads(model: Fused, weights: Given) -> None:
+    """Copied when the loader has gone on to other tensors."""
+    threads = []
+    for name, tensor in weights:
+        memory = model.qk.data[:4] if name == "q" else model.qk.data[4:]
+        threads.append(threading.Thread(target=memory.copy_, args=(tensor,)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def discards(model: Fused, weights: Given) -> None:
+    list(weights)
+
+
+@pytest.mark.parametrize("load", [joined_first, in_threads])
+def test_loaders_that_join_or_wait_are_followed(load: Callable[[Fused, Given], None]) -> None:
+    model = Fused()
+    model.load_weights = lambda weights: load(model, weights)  # type: ignore[method-assign,assignment]
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    assert found(watched) == EXPECTED
+
+
+def test_a_loader_that_discards_what_it_is_given_holds_nothing_of_it() -> None:
+    # covers: C8
+    model = Fused()
+    model.qk.data.normal_()
+    model.load_weights = lambda weights: discards(model, weights)  # type: ignore[method-assign,assignment]
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    assert found(watched) == {"q": "", "k": ""}
+    held = watched.held(ALL)
+    assert (held.other_form, held.unfilled) == ((), {"qk": 24})
+
+
+class GemmaForCausalLM(Fused):
+    """Named like SGLang's, whose loader adds 1 to norms in place."""
+
+    def load_weights(self, weights: Given) -> None:
+        super().load_weights((name, tensor.add_(1.0) if "norm.weight" in name else tensor) for name, tensor in weights)
+
+
+def test_tensors_that_a_loader_is_known_to_compute_with_are_reported() -> None:
+    # covers: M16
+    model = GemmaForCausalLM()
+    watched = WatchedModel(model)
+    model.load_weights([("q", WEIGHTS["q"]), ("norm.weight", WEIGHTS["k"].clone())])
+    held = watched.held(ALL)
+    assert (held.other_form, held.unfilled) == (("norm.weight",), {})
+    assert found(watched) == {"q": EXPECTED["q"], "norm.weight": ""}
+    model.load_weights = lambda weights: discards(model, weights)  # type: ignore[method-assign,assignment]
+    watched = WatchedModel(model)
+    model.load_weights([("norm.weight", WEIGHTS["k"])])
+    assert watched.held(ALL).other_form == (), "never copied is not kept in another form"

@@ -1,0 +1,38 @@
+"""Misspelled flags of SGLang and smg are found without starting them; tests/integration compares with SGLang itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.engines.sglang.known_flags import sglang_flags, smg_flags, unknown_flags
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--mem-fraction-static", "--mem-fraction-static=0.3", "--tp-size", "--tensor-parallel-size",
+     "--disable-cuda-graph", "--mem-fraction", "--no-enable-fused-qk-norm-rope", "0.3", "-1"],
+)  # fmt: skip
+def test_what_sglang_knows_passes(word: str):
+    assert not list(unknown_flags([word], sglang_flags(), "--sglang-"))
+
+
+def test_what_it_does_not_know_is_named_as_the_user_wrote_it():
+    [problem] = unknown_flags(["--mem-fraction-statik", "0.3", "--tp-size=2"], sglang_flags(), "--sglang-")
+    assert problem.startswith("--sglang-mem-fraction-statik is passed on as --mem-fraction-statik, which the installed")
+    assert problem.endswith("did you mean --sglang-mem-fraction-static?")
+    [problem] = unknown_flags(["--quux=1"], sglang_flags(), "--sglang-")
+    assert "did you mean" not in problem
+
+
+def test_fields_without_a_flag_are_none():
+    assert not any(flag.startswith("---") for flag in sglang_flags())
+
+
+def test_smg():
+    assert not list(unknown_flags(["--policy", "round_robin"], smg_flags(), "--router-"))
+    [problem] = unknown_flags(["--polizy=x"], smg_flags(), "--router-")
+    assert "did you mean --router-policy?" in problem
+
+
+def test_where_the_program_is_not_installed_nothing_is_refused():
+    assert not list(unknown_flags(["--quux"], frozenset(), "--sglang-"))

@@ -1,0 +1,193 @@
+"""Evaluation: bounded, streaming, by data set.
+
+# covers: C9, R6
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from miles_async.errors import RewardError
+from miles_async.evaluation.evaluator import Evaluator
+from miles_async.evaluation.totals import Outcome, Totals, pass_at_k
+from miles_async.runtime.services import Circuit
+from miles_async.types import Attempt, Prompt, Sample
+from tests.property.builders import make_sample
+
+
+class Bench:
+    """Prompts "p0", "p1", ... per data set; ``rewards(prompt, sample)`` may return an error."""
+
+    def __init__(
+        self,
+        rewards: Callable[[int, int], float | BaseException] = lambda prompt, sample: 1.0,
+        *,
+        sets: Mapping[str, int],
+        n_samples: int = 1,
+        concurrency: int = 8,
+        seconds: float = 0.0,
+    ) -> None:
+        self.rewards, self.seconds = rewards, seconds
+        self.taken = self.in_flight = self.most_in_flight = self.finished = self.most_ahead = 0
+        self.attempt_ids: set[int] = set()
+        self.evaluator = Evaluator(
+            {name: lambda count=count: self.prompts(count) for name, count in sets.items()},  # type: ignore[misc]
+            client=None,  # type: ignore[arg-type]
+            generate=self.generate,
+            reward=self.reward,
+            n_samples=n_samples,
+            concurrency=concurrency,
+            service=Circuit("generation"),
+        )
+
+    def prompts(self, count: int) -> Iterator[Prompt]:
+        for number in range(count):
+            self.taken += 1
+            self.most_ahead = max(self.most_ahead, self.taken - self.finished)
+            yield Prompt(prompt_id=str(number), token_ids=(1, 2), text="")
+
+    async def generate(self, client: Any, attempt: Attempt, sample_index: int) -> Sample:
+        self.attempt_ids.add(attempt.attempt_id)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(self.seconds)
+        self.in_flight -= 1
+        tokens = int(attempt.prompt.prompt_id) + 1
+        return make_sample(
+            [3] * tokens, text=str(sample_index), finish_reason="length" if tokens == 1 else "stop", reward=None
+        )
+
+    async def reward(self, prompt: Prompt, sample: Sample) -> float:
+        self.finished += 1
+        reward = self.rewards(int(prompt.prompt_id), int(sample.text))
+        if isinstance(reward, BaseException):
+            raise reward
+        return reward
+
+
+async def test_metrics_of_a_data_set():
+    # Prompt 0 is answered right by 1 of 4 samples, prompt 1 by none.
+    bench = Bench(lambda prompt, sample: float(prompt == 0 and sample == 2), sets={"aime": 2}, n_samples=4)
+    assert await bench.evaluator.run() == pytest.approx(
+        {
+            "eval/accuracy": 1 / 8,
+            "eval/aime/reward/mean": 1 / 8,
+            "eval/aime/pass@1": 1 / 8,
+            "eval/aime/pass@2": (1 / 2 + 0) / 2,
+            "eval/aime/pass@4": 1 / 2,
+            "eval/aime/response_length/mean": 1.5,
+            "eval/aime/response_length/max": 2,
+            "eval/aime/truncated_ratio": 0.5,
+            "eval/aime/weight_version/min": 3,
+            "eval/aime/weight_version/max": 3,
+            "eval/aime/samples": 8,
+            "eval/aime/failed_samples": 0,
+        }
+    )
+    assert len(bench.attempt_ids) == 2
+    assert max(bench.attempt_ids) < 0  # never those of training attempts
+
+
+async def test_data_sets_count_alike_in_the_accuracy():
+    bench = Bench(lambda prompt, sample: float(prompt == 0), sets={"short": 1, "long": 10})
+    metrics = await bench.evaluator.run()
+    assert metrics["eval/short/reward/mean"] == 1.0
+    assert metrics["eval/long/reward/mean"] == pytest.approx(0.1)
+    assert metrics["eval/accuracy"] == pytest.approx(0.55)
+    assert len(bench.attempt_ids) == 11
+
+
+async def test_samples_that_fail_are_counted_and_left_out():
+    def rewards(prompt: int, sample: int) -> float | BaseException:
+        return RewardError("cannot tell") if sample == 0 or prompt == 2 else float(prompt == 0)
+
+    metrics = await Bench(rewards, sets={"aime": 3}, n_samples=2).evaluator.run()
+    assert metrics["eval/aime/failed_samples"] == 4
+    assert metrics["eval/aime/samples"] == 2
+    assert metrics["eval/aime/reward/mean"] == metrics["eval/aime/pass@1"] == 0.5
+    assert "eval/aime/pass@2" not in metrics  # nothing is known of two samples
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
+async def test_whatever_user_code_raises_costs_one_sample(error: BaseException):
+    # covers: C6
+    metrics = await Bench(lambda prompt, sample: error if prompt == 0 else 1.0, sets={"aime": 3}).evaluator.run()
+    assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (1, 2)
+
+
+async def test_an_outage_of_what_generation_needs_is_waited_for():
+    # covers: C6
+    bench = Bench(sets={"aime": 3})
+    generate, failures = bench.generate, iter([ConnectionRefusedError(), TimeoutError()])
+
+    async def down_at_first(client: Any, attempt: Attempt, sample_index: int) -> Sample:
+        if error := next(failures, None):
+            raise error
+        return await generate(client, attempt, sample_index)
+
+    bench.evaluator._generate = down_at_first
+    metrics = await bench.evaluator.run()
+    assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (0, 3)
+
+
+async def test_when_all_fail_there_is_no_accuracy_rather_than_zero():
+    metrics = await Bench(lambda prompt, sample: ValueError("broken"), sets={"aime": 3}).evaluator.run()
+    assert metrics == {"eval/aime/samples": 0, "eval/aime/failed_samples": 3}
+
+
+@pytest.mark.parametrize(("n_samples", "concurrency"), [(1, 4), (3, 4), (8, 4)])
+async def test_no_more_samples_are_in_flight_than_asked_for(n_samples: int, concurrency: int):
+    bench = Bench(sets={"a": 20, "b": 20}, n_samples=n_samples, concurrency=concurrency, seconds=0.02)
+    await bench.evaluator.run()
+    assert bench.most_in_flight == concurrency
+    assert bench.finished == 40 * n_samples
+
+
+async def test_prompts_are_read_as_they_are_needed():
+    bench = Bench(sets={"large": 200}, concurrency=4)
+    await bench.evaluator.run()
+    assert bench.most_ahead <= 4 + 1
+
+
+async def test_prompts_that_cannot_be_read_end_the_evaluation_with_their_error():
+    def broken() -> Iterator[Prompt]:
+        yield Prompt(prompt_id="0", token_ids=(1, 2), text="")
+        raise OSError("the disk is gone")
+
+    bench = Bench(sets={})
+    bench.evaluator._data_sets = {"a": broken}
+    with pytest.raises(ExceptionGroup) as caught:
+        await bench.evaluator.run()
+    assert caught.group_contains(OSError, match="the disk is gone")
+
+
+# ------------------------------------------------------------------------------------------------------------- pass@k
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 1), (4, 2), (5, 4), (6, 6)])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_sample(n: int, k: int):
+    for right in range(n + 1):
+        draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
+        assert math.isclose(pass_at_k(n, right, k), sum(map(any, draws)) / len(draws))
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, {1}), (2, {1, 2}), (6, {1, 2, 4, 6}), (8, {1, 2, 4, 8})])
+def test_k_doubles_up_to_the_number_of_samples(n: int, ks: set[int]):
+    totals = Totals(n)
+    totals.add_prompt([Outcome(reward=1.0, length=1, truncated=False, oldest_version=0, newest_version=1)] * n)
+    assert {name for name in totals.metrics() if name.startswith("pass")} == {f"pass@{k}" for k in ks}
+
+
+def test_versions_that_differ_are_seen():
+    totals = Totals(2)
+    totals.add_prompt(
+        [
+            Outcome(reward=1.0, length=1, truncated=False, oldest_version=3, newest_version=4),
+            Outcome(reward=1.0, length=1, truncated=False, oldest_version=4, newest_version=4),
+        ]
+    )
+    assert (totals.metrics()["weight_version/min"], totals.metrics()["weight_version/max"]) == (3, 4)

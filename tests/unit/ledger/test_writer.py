@@ -1,0 +1,275 @@
+"""From the pool to the disk: nothing lost, the dispatcher never held up, a full disk an error once.
+
+# covers: C2
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_async.arguments import RolloutArguments
+from miles_async.errors import ContractViolation, LedgerError, RequestRejectedError, TransientEngineError
+from miles_async.ledger import queued_writer
+from miles_async.ledger.reader import open_ledger
+from miles_async.ledger.writer import LedgerWriter
+from miles_async.rollout.concurrency import Concurrency
+from miles_async.rollout.dispatcher import Dispatcher, Hooks
+from miles_async.rollout.generate import SingleTurnGenerate
+from miles_async.rollout.manager import RolloutManager
+from miles_async.runtime.services import Services
+from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.ledger import Outcome
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool
+from miles_async.types import Generation, Group, Prompt, Sample, VersionSpan
+from tests.fakes.fake_sides import FakeEngineLoads
+from tests.property.builders import make_attempt
+
+BATCH = 4
+
+
+class Prompts:
+    """Ten prompts, over and over."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        self.taken += count
+        first = self.taken - count
+        return [(i // 10, Prompt(prompt_id=f"p{i % 10}", token_ids=(1, 2), text="")) for i in range(first, self.taken)]
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def restore(self, state: Any) -> None:
+        self.taken = state["taken"]
+
+
+class Engines:
+    """Engines, router and client in one; each tenth request fails, and each seventh is interrupted."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.calls = 0
+
+    async def generate(self, input_ids: Sequence[int], sampling: Any, *, routing_key: str) -> Generation:
+        await asyncio.sleep(0)
+        self.calls += 1
+        if self.calls % 10 == 0:
+            raise TransientEngineError("connection cut")
+        tokens = [5, 6] if self.calls % 7 == 0 else [7, 8, 2]
+        return Generation(
+            output_ids=np.array(tokens, np.int32),
+            logprobs=np.zeros(len(tokens), np.float32),
+            spans=(VersionSpan(self.version, 0, len(tokens)),),
+            finish_reason="abort" if self.calls % 7 == 0 else "stop",
+            engine_id=f"engine-{self.calls % 2}",
+            cached_tokens=0,
+            prompt_tokens=2,
+        )
+
+    async def supervise(self) -> None:
+        await asyncio.Event().wait()
+
+    def stats(self) -> dict[str, Any]:
+        return {"in_flight": 0, "busy_seconds": 0.0, "router": {"workers": 2.0}}
+
+    async def stop(self) -> None: ...
+
+
+async def reward(prompt: Prompt, sample: Sample) -> float:
+    if prompt.prompt_id == "p3":
+        raise RequestRejectedError("no reward for p3")
+    return 0.5
+
+
+def keep_most(group: Group) -> str | None:
+    return "too easy" if group.attempt.prompt.prompt_id == "p4" else None
+
+
+class Run:
+    """A rollout manager with everything real but engines, prompts and train data."""
+
+    def __init__(self, path: Path, *, ledger: LedgerWriter | None = None) -> None:
+        self.ledger = ledger or LedgerWriter(path, flush_seconds=0.005)
+        self.engines, self.source = Engines(), Prompts()
+        self.pool = Pool(
+            StalenessPolicy(bound=1, lead_batches=2, batch_size=BATCH, action="recycle"),
+            RetryPolicy(max_prompt_attempts=2, max_quarantined_prompts=5, recycle_stale=True),
+            observer=self.ledger,
+        )
+        self.dispatcher = Dispatcher(
+            pool=self.pool,
+            source=self.source,
+            client=self.engines,
+            hooks=Hooks(generate=SingleTurnGenerate({"max_new_tokens": 8}, str), reward=reward, group_filter=keep_most),
+            arguments=RolloutArguments(
+                num_rollout=20, rollout_batch_size=BATCH, n_samples_per_prompt=2, max_sample_failures=2
+            ),
+            concurrency=Concurrency(FakeEngineLoads(2), RolloutArguments()),
+            visible_version=lambda: self.engines.version,
+            stall_timeout=10,
+            services=Services(),
+        )
+        self.manager = RolloutManager(
+            engines=self.engines,
+            source=self.source,
+            dispatcher=self.dispatcher,
+            batches=None,  # type: ignore[arg-type]  # this test cuts without making train data
+            evaluator=None,
+            put=lambda shard: shard,
+            writers=(self.ledger,),
+        )
+
+    async def publish(self, version: int) -> None:
+        self.engines.version = version
+        await self.manager.commit_version(version)
+
+    async def train(self, steps: range) -> None:
+        """After every third step the version jumps, so that what waits in the buffer then is too old."""
+        for step in steps:
+            version = self.engines.version
+            groups = await self.dispatcher.cut(version)
+            self.pool.trained(groups, version)
+            if step % 3 == 2:
+                await until(lambda: self.pool.balance().buffered > 0)
+            await self.publish(version + (3 if step % 3 == 2 else 1))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110, the pool tells nobody
+            await asyncio.sleep(0.001)
+
+
+async def run_steps(run: Run, steps: range) -> None:
+    async with asyncio.TaskGroup() as scope:
+        running = scope.create_task(run.manager.run())
+        await run.publish(run.engines.version)
+        await run.train(steps)
+        await run.manager.close()
+        await running
+
+
+async def test_after_a_run_the_disk_has_what_the_pool_counted(tmp_path: Path) -> None:
+    run = Run(tmp_path / "ledger.sqlite")
+    await run_steps(run, range(12))
+    balance = run.pool.balance()
+    with open_ledger(tmp_path / "ledger.sqlite") as reader:
+        assert reader.balance() == balance
+        trained = list(reader._records("WHERE step IS NOT NULL"))
+        (letter,) = reader.dead_letters()
+    assert {outcome for outcome, count in balance.ended.items() if count} >= {
+        Outcome.TRAINED, Outcome.FILTERED, Outcome.STALE_RECYCLED, Outcome.FAILED, Outcome.QUARANTINED
+    }  # fmt: skip
+    assert [sum(record.step == step for record in trained) for step in range(12)] == [BATCH] * 12
+    assert all(record.engines and record.target_version - record.oldest_version <= 1 for record in trained)
+    assert any(record.chunks > 2 for record in trained)
+    assert (letter.prompt_id, len(letter.reasons)) == ("p3", 2)
+
+
+async def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
+    # covers: C9
+    first = Run(tmp_path / "first.sqlite")
+    await run_steps(first, range(3))
+    await first.manager.snapshot()
+    await first.manager.save(tmp_path)
+    second = Run(tmp_path / "second.sqlite")
+    await second.manager.load(tmp_path, step=3, version=first.engines.version, readmissions={})
+    second.engines.version = first.engines.version
+    await run_steps(second, range(3, 6))
+    with open_ledger(tmp_path / "second.sqlite") as reader:
+        assert reader.balance() == second.pool.balance()
+        assert reader.carried().balance == first.pool.balance()
+        assert {r.step for r in reader._records("WHERE step IS NOT NULL")} == {3, 4, 5}
+
+
+async def test_the_end_of_a_failed_run_is_on_disk_too(tmp_path: Path) -> None:
+    run = Run(tmp_path / "ledger.sqlite")
+
+    async def die() -> None:
+        await asyncio.sleep(0.02)
+        raise TransientEngineError("the last engine is gone")
+
+    run.engines.supervise = die  # type: ignore[method-assign]
+    async with asyncio.TaskGroup() as scope:
+        running = scope.create_task(_raises(run.manager.run(), TransientEngineError))
+        await run.publish(0)
+        await running
+    with open_ledger(tmp_path / "ledger.sqlite") as reader:
+        assert reader.balance() == run.pool.balance()
+        assert reader.balance().ended[Outcome.CANCELLED] > 0
+
+
+async def test_stopping_ends_what_is_in_flight_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any, **__: Any) -> Generation:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    run = Run(tmp_path / "ledger.sqlite")
+    monkeypatch.setattr(run.engines, "generate", never)
+    async with asyncio.TaskGroup() as scope:
+        scope.create_task(run.manager.run())
+        await run.publish(0)
+        await until(lambda: bool(run.pool.live()))
+        await run.manager.stop()  # as after Ctrl-C: nobody closed
+        with open_ledger(tmp_path / "ledger.sqlite") as reader:
+            balance = reader.balance()
+    assert balance.issued == balance.ended[Outcome.CANCELLED] > 0
+
+
+async def test_a_disk_error_ends_the_run_once_and_never_reaches_the_dispatcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "ledger.sqlite")
+
+    def full(events: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(run.ledger._store, "write", full)
+    async with asyncio.TaskGroup() as scope:
+        running = scope.create_task(_raises(run.manager.run(), LedgerError))
+        await run.publish(0)
+        error = await running
+    assert "disk is full" in str(error)
+    assert "--run-dir" in str(error)
+    run.ledger.issued(make_attempt(10**6))  # what comes later is not kept, and raises nothing
+    assert not run.ledger._waiting
+
+
+async def test_a_disk_that_hangs_is_an_error_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C10
+    monkeypatch.setattr(queued_writer, "WRITE_TIMEOUT", 0.05)
+    writer = LedgerWriter(tmp_path / "ledger.sqlite", flush_seconds=0.001)
+    writer._writing.acquire()
+    error = await _raises(writer.run(), LedgerError)
+    assert "took longer than" in str(error)
+    await writer.close()
+    writer._writing.release()
+
+
+async def test_a_pool_that_contradicts_the_disk_ends_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "ledger.sqlite")
+    run.pool._ledger.issue(make_attempt(-0))  # behind the observer's back
+    with pytest.raises(ContractViolation, match="C2: the ledger on disk has"):
+        await run.ledger.settle(run.pool.balance())
+    await run.ledger.close()
+
+
+async def test_a_directory_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="--run-dir"):
+        LedgerWriter(tmp_path / "missing" / "ledger.sqlite")
+
+
+async def _raises(work: Any, error: type[Exception]) -> Exception:
+    with pytest.raises(error) as caught:
+        await work
+    return caught.value

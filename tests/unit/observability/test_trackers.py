@@ -1,0 +1,123 @@
+"""Trackers never block, never raise and never end a run (M12)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from miles_async.api import Tracker
+from miles_async.observability.background import BackgroundTracker
+from miles_async.observability.tracker import CompositeTracker, age_metrics
+
+
+class RecordingTracker:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.finished = 0
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self.steps.append(step)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+class BrokenTracker:
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        raise RuntimeError("the service says no")
+
+    def finish(self) -> None:
+        raise RuntimeError("the service still says no")
+
+
+def test_composite_isolates_a_broken_tracker() -> None:
+    # covers: M12
+    good = RecordingTracker()
+    both = CompositeTracker([BrokenTracker(), good])
+    both.log({"reward/mean": 0.1}, step=0)
+    both.log({"reward/mean": 0.1}, step=1)
+    both.finish()
+    assert good.steps == [0, 1]
+    assert good.finished == 1
+    assert both.errors == 3
+
+
+def test_background_passes_everything_in_order_and_finishes_once() -> None:
+    inner = RecordingTracker()
+    tracker = BackgroundTracker("test", lambda: inner)
+    for step in range(100):
+        tracker.log({}, step=step)
+    tracker.finish()
+    tracker.finish()
+    tracker.log({}, step=100)
+    assert inner.steps == list(range(100))
+    assert inner.finished == 1
+
+
+def test_background_opens_off_the_callers_thread_and_does_not_wait_for_it() -> None:
+    # covers: M12
+    may_open, opened_by = threading.Event(), []
+
+    def slow_open() -> Tracker:
+        may_open.wait(10)
+        opened_by.append(threading.current_thread())
+        return inner
+
+    inner = RecordingTracker()
+    started = time.monotonic()
+    tracker = BackgroundTracker("test", slow_open)
+    tracker.log({}, step=0)
+    assert time.monotonic() - started < 5
+    assert inner.steps == []
+    may_open.set()
+    tracker.finish()
+    assert inner.steps == [0]
+    assert opened_by != [threading.current_thread()]
+
+
+def test_background_survives_a_tracker_that_cannot_be_opened() -> None:
+    # covers: M12
+    def fail() -> Tracker:
+        raise ConnectionError("no network")
+
+    tracker = BackgroundTracker("test", fail)
+    for step in range(10):
+        tracker.log({}, step=step)
+    tracker.finish()
+
+
+def test_background_counts_the_errors_of_a_broken_tracker() -> None:
+    # covers: M12
+    tracker = BackgroundTracker("test", BrokenTracker)
+    tracker.log({}, step=0)
+    tracker.finish()
+    assert tracker.errors == 2
+
+
+def test_background_drops_and_counts_when_the_tracker_hangs_and_finish_gives_up() -> None:
+    # covers: M12
+    release = threading.Event()
+
+    def hang() -> Tracker:
+        release.wait(30)
+        return RecordingTracker()
+
+    tracker = BackgroundTracker("test", hang, capacity=3, finish_timeout=0.05)
+    for step in range(10):
+        tracker.log({}, step=step)
+    assert tracker.dropped == 7
+    started = time.monotonic()
+    tracker.finish()
+    assert time.monotonic() - started < 5
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("ages", "metrics"),
+    [({}, {}), ({2: 1, 0: 127}, {"age/count/0": 127.0, "age/count/2": 1.0})],
+)
+def test_ages_become_flat_metrics(ages: dict[int, int], metrics: dict[str, float]) -> None:
+    assert age_metrics(ages) == metrics

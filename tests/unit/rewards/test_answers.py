@@ -1,0 +1,188 @@
+"""Rewards that compare an answer: mathematics, words, letters, formats, tasks of reasoning-gym."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments.rewards import RewardArguments
+from miles_async.errors import ConfigurationError, RewardError
+from miles_async.rewards.f1 import f1
+from miles_async.rewards.format_match import FormatReward
+from miles_async.rewards.hub import resolve_reward
+from miles_async.rewards.math_answer import MathReward
+from miles_async.rewards.multiple_choice import multiple_choice
+from miles_async.rewards.reasoning_gym_task import final_answer, score
+from miles_async.rewards.workers import WorkerPool
+from miles_async.runtime.services import Services
+from miles_async.types import Prompt
+from tests.property.builders import make_sample
+
+
+def prompt(label: str | None, **metadata: object) -> Prompt:
+    return Prompt(prompt_id="p:1", token_ids=(1,), text="", label=label, metadata=metadata)
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(1, timeout=5.0)
+    yield pool
+    await pool.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- math
+async def test_mathematical_answers_are_compared_by_what_they_mean(workers: WorkerPool):
+    math = MathReward(workers)
+    for response, label, right in [
+        (r"So it is \boxed{\frac{1}{2}}.", "0.5", 1.0),
+        (r"The answer is 42.", "42", 1.0),
+        (r"<think>\boxed{42}</think> It is \boxed{41}.", "42", 0.0),  # thoughts are not the answer
+        (r"<think>\boxed{42}</think> I give up.", "42", 0.0),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
+        (r"\boxed{7}", "$8$", 0.0),
+        (r"I don't know.", "42", 0.0),
+        (r"\boxed{\frac{1}{}}", "42", 0.0),
+        ("", "42", 0.0),
+    ]:
+        assert await math(prompt(label), make_sample([0], text=response)) == right, response
+
+
+async def test_what_cannot_be_decided_is_an_error_and_the_next_answer_is_judged(workers: WorkerPool):
+    math = MathReward(workers)
+    assert await math(prompt("5"), make_sample([0], text="5")) == 1.0
+    with pytest.raises(RewardError, match=r"took longer than --reward-timeout 5 s"):
+        await math(prompt("5"), make_sample([0], text=r"\boxed{10^{10^{10}}}"))
+    assert await math(prompt("5"), make_sample([0], text="5")) == 1.0
+
+
+async def test_a_label_without_mathematics_is_an_error(workers: WorkerPool):
+    with pytest.raises(RewardError, match="no mathematics in the label"):
+        await MathReward(workers)(prompt("$$"), make_sample([0], text="5"))
+    with pytest.raises(RewardError, match="p:1 has no label"):
+        await MathReward(workers)(prompt(None), make_sample([0], text="5"))
+
+
+# ---------------------------------------------------------------------------------------------------------- F1, choice
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("Paris", "paris.", 1.0),
+        ("The city of Paris", "Paris", 0.5),  # "city of paris": precision 1/3, recall 1
+        ("red red", "red", 2 / 3),  # words count as often as they occur
+        ("London", "Paris", 0.0),
+        ("", "Paris", 0.0),
+        ("<think>Paris Paris London</think>Paris", "Paris", 1.0),
+    ],
+)
+async def test_f1_of_words(response: str, label: str, reward: float):
+    assert await f1(prompt(label), make_sample([0], text=response)) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        (r"(A) is wrong. So \boxed{C}.", "C"),
+        (r"\boxed{\text{(C)}}", "C"),
+        ("**Answer: C**", "C"),
+        ("The correct answer is (C), not (B).", "C"),
+        ("Answer: B. No, wait. The answer is C.", "C"),  # the last word counts
+        ("C", "C"),
+        ("C) 42", "C"),
+        ("<think>Answer: B</think>\nC.", "C"),
+        ("A good question. I cannot say.", None),
+        ("Is the answer a number? Certainly.", None),
+        ("", None),
+    ],
+)
+async def test_the_chosen_letter(response: str, letter: str | None):
+    for label in ("C", "(c)"):
+        assert await multiple_choice(prompt(label), make_sample([0], text=response)) == float(letter == "C")
+    assert await multiple_choice(prompt("B"), make_sample([0], text=response)) == 0.0
+
+
+async def test_a_label_that_is_no_letter_is_an_error():
+    with pytest.raises(RewardError, match="the label is 'PARIS'"):
+        await multiple_choice(prompt("Paris"), make_sample([0], text="C"))
+
+
+# -------------------------------------------------------------------------------------------------------------- format
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<think>one,\ntwo</think>\nthree\n", 1.0),
+        ("one, two</think>three", 1.0),  # templates that open the thoughts in the prompt
+        ("<think>one, two</think>", 0.0),
+        ("<think></think>three", 0.0),
+        ("three", 0.0),
+        ("<think>" * 20_000, 0.0),  # in time
+        (" x</think" * 20_000, 0.0),
+    ],
+)
+async def test_the_format_by_default_is_thoughts_and_an_answer(workers: WorkerPool, response: str, reward: float):
+    format_reward = FormatReward(workers, RewardArguments().rm_format)
+    assert await format_reward(prompt(None), make_sample([0], text=response)) == reward
+
+
+async def test_a_pattern_that_takes_for_ever_costs_the_sample():
+    workers = WorkerPool(1, timeout=0.5)
+    try:
+        with pytest.raises(RewardError, match="took longer"):
+            await FormatReward(workers, "(a+)+b")(prompt(None), make_sample([0], text="a" * 50))
+    finally:
+        await workers.close()
+
+
+# -------------------------------------------------------------------------------------------------------- reasoning-gym
+REASONING_GYM = """
+def get_score_answer_fn(name):
+    return {"chain_sum": lambda answer, entry: 1.0 if answer == entry["answer"] else 0.01}[name]
+"""
+
+
+@pytest.fixture
+def reasoning_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, or what we use of it where it is not installed."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        (tmp_path / "reasoning_gym.py").write_text(REASONING_GYM)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("reasoning_gym")
+async def test_the_task_of_the_row_scores_the_answer():
+    reward = resolve_reward(RewardArguments(rm_type="reasoning_gym"), Services())
+    row = prompt("7", source_dataset="chain_sum", expression="4 + 3")
+    try:
+        assert await reward(row, make_sample([0], text="<think>3 + 4</think> It is <answer>7</answer>.")) == 1.0
+        assert await reward(row, make_sample([0], text="8")) < 0.1
+        with pytest.raises(RewardError, match="no_such_task"):
+            await reward(prompt("7", source_dataset="no_such_task"), make_sample([0], text="7"))
+        with pytest.raises(RewardError, match="its metadata names no task"):
+            await reward(prompt("7"), make_sample([0], text="7"))
+    finally:
+        await reward.close()
+
+
+def test_the_answer_is_in_the_last_tags():
+    assert final_answer("<answer>1</answer> no: <answer>\n2 </answer> done") == "2"
+    assert final_answer("<think><answer></think> 3 ") == "3"
+
+
+def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="pip install reasoning-gym"):
+        resolve_reward(RewardArguments(rm_type="format+reasoning_gym"), Services())
+
+
+def test_tasks_of_the_real_package_score_what_prompt_files_keep_of_them():
+    real = pytest.importorskip("reasoning_gym")
+    for task in ("chain_sum", "countdown", "sudoku"):
+        entry = json.loads(json.dumps(real.create_dataset(task, size=1, seed=1)[0]))
+        assert entry["metadata"]["source_dataset"] == task
+        assert score(task, entry["answer"], entry) == 1.0
+        assert score(task, "no", entry) < 0.1

@@ -1,0 +1,314 @@
+"""The reward hub, and what a user's own ``module:attr`` hook must be."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+from msgspec import structs
+
+from miles_async.api import Generate, GroupFilter, Reward
+from miles_async.arguments import RewardArguments
+from miles_async.arguments.rewards import REWARD_NAMES, parse_rm_type
+from miles_async.errors import (
+    ConfigurationError,
+    OverdueError,
+    RewardError,
+    ServiceOutageError,
+    ServiceUnavailableError,
+)
+from miles_async.rewards import guard
+from miles_async.rewards.exact_match import exact_match
+from miles_async.rewards.guard import GuardedReward
+from miles_async.rewards.hub import RewardHub, resolve_reward
+from miles_async.runtime.hooks import load_object
+from miles_async.runtime.services import Services
+from miles_async.seams import PromptSource
+from miles_async.types import Prompt, Sample
+
+PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
+
+
+def sample(text: str, finish_reason: Any = "stop") -> Sample:
+    return Sample(
+        tokens=np.asarray([1, 2, 3], np.int32),
+        prompt_length=2,
+        loss_mask=np.asarray([0, 0, 1], np.uint8),
+        rollout_logprobs=np.zeros(3, np.float32),
+        weight_versions=np.asarray([-1, -1, 0], np.int32),
+        text=text,
+        finish_reason=finish_reason,
+    )
+
+
+class TestExactMatch:
+    @pytest.mark.parametrize(
+        ("text", "finish_reason", "reward"),
+        [
+            ("21", "stop", 1.0),
+            (" 21\n", "stop", 1.0),
+            ("12", "stop", 0.0),
+            ("2 1", "stop", 0.0),
+            ("", "stop", 0.0),
+            ("21", "length", 0.0),  # no EOS
+            ("21", "abort", 0.0),
+        ],
+    )
+    async def test_right_answer_that_ended_by_itself(self, text: str, finish_reason: str, reward: float):
+        assert await exact_match(PROMPT, sample(text, finish_reason)) == reward
+
+    async def test_prompt_without_label_is_an_error(self):
+        with pytest.raises(RewardError, match="t:1 has no label"):
+            await exact_match(Prompt(prompt_id="t:1", token_ids=(1,), text="rev"), sample("21"))
+
+
+def hub_with(rm_type: str | None, **rewards: Any) -> RewardHub:
+    """A hub where some rewards are constants, or errors."""
+
+    def constant(value: Any) -> Reward:
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return reward
+
+    hub = RewardHub(RewardArguments(rm_type=rm_type), Services())
+    hub.rewards |= {name: constant(value) for name, value in rewards.items()}
+    return hub
+
+
+class TestHub:
+    def test_names_are_those_that_flags_may_say(self):
+        assert set(RewardHub(RewardArguments(), Services()).rewards) == set(REWARD_NAMES)
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ("math", (("math", 1.0),)),
+            ("math:1.0+format:0.1", (("math", 1.0), ("format", 0.1))),
+            ("f1 + format:-0.5", (("f1", 1.0), ("format", -0.5))),
+            ("", ()),
+        ],
+    )
+    def test_notation_of_sums(self, text: str, parts: tuple[tuple[str, float], ...]):
+        assert parse_rm_type(text) == parts
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("maths", "--rm-type: expected one of exact_match, .* found 'maths'; did you mean math?"),
+            ("math+", "--rm-type: expected one of .* found ''"),
+            ("math:", "--rm-type math:: expected a number after math:, found ''"),
+            ("math:nan", "--rm-type math:nan: expected a number"),
+            ("math:1:2", "--rm-type math:1:2: expected a number"),
+        ],
+    )
+    def test_what_is_no_sum_is_refused(self, text: str, message: str):
+        with pytest.raises(ConfigurationError, match=message):
+            resolve_reward(RewardArguments(rm_type=text), Services())
+
+    async def test_a_weighted_sum(self):
+        hub = hub_with("math:1.0+format:0.1+f1:-2", math=1.0, format=1.0, f1=0.25)
+        assert await hub(PROMPT, sample("21")) == pytest.approx(0.6)
+
+    async def test_a_part_that_fails_is_an_error_of_the_sum_not_a_zero_in_it(self):
+        hub = hub_with("math:1.0+format:0.1", math=RewardError("cannot tell"), format=1.0)
+        with pytest.raises(RewardError, match="math: cannot tell"):
+            await hub(PROMPT, sample("21"))
+
+    async def test_a_part_whose_service_is_down_is_asked_again_and_the_others_are_not(self):
+        hub, asked = hub_with("format:0.1+remote_rm"), []
+
+        def part(name: str) -> Reward:
+            async def reward(prompt: Prompt, sample: Sample) -> float:
+                asked.append(name)
+                if name == "remote_rm" and len(asked) < 3:
+                    raise ServiceUnavailableError("503")
+                return 1.0
+
+            return reward
+
+        hub.rewards |= {name: part(name) for name in ("format", "remote_rm")}
+        assert await hub(PROMPT, sample("21")) == pytest.approx(1.1)
+        assert asked == ["format", "remote_rm", "remote_rm"]
+
+    async def test_a_row_may_name_its_own_reward(self):
+        hub = hub_with("math", math=0.0, f1=0.5, format=1.0)
+        row = structs.replace(PROMPT, metadata={"rm_type": "f1:2+format"})
+        assert await hub(row, sample("21")) == 2.0
+        assert await hub(PROMPT, sample("21")) == 0.0
+
+    async def test_a_row_that_names_nothing_known_is_an_error_that_names_it(self):
+        row = structs.replace(PROMPT, metadata={"rm_type": "gpqa"})
+        with pytest.raises(RewardError, match=r"t:1, rm_type in its metadata: .* found 'gpqa'"):
+            await hub_with("math")(row, sample("21"))
+        with pytest.raises(RewardError, match="remote_rm: no server: give --rm-url"):
+            await hub_with("math")(structs.replace(PROMPT, metadata={"rm_type": "remote_rm"}), sample("21"))
+
+    async def test_own_reward(self, hooks: types.ModuleType):
+        reward = resolve_reward(RewardArguments(custom_rm_path="own_hooks:good"), Services())
+        assert await reward(PROMPT, sample("21")) == await hooks.good(PROMPT, sample("21"))
+
+    def test_nothing_is_refused(self):
+        with pytest.raises(ConfigurationError, match="no reward: give --rm-type"):
+            resolve_reward(RewardArguments(), Services())
+
+    async def test_closing_ends_what_the_reward_started(self, hooks: types.ModuleType):
+        reward = resolve_reward(RewardArguments(rm_type="math"), Services())
+        assert await reward(PROMPT, sample("21")) == 1.0
+        await reward.close()
+        assert not [child for child in psutil.Process().children() if "miles_async.rewards.worker" in child.cmdline()]
+
+        own = resolve_reward(RewardArguments(custom_rm_path="own_hooks:Closable"), Services())
+        await own.close()
+        assert hooks.closed
+        without = resolve_reward(RewardArguments(custom_rm_path="own_hooks:good"), Services())
+        await without.close()  # it has nothing to close
+
+
+class TestGuardedReward:
+    """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, -1e39, 1e13, "no number", None])
+    async def test_what_is_no_finite_number_is_an_error(self, value: Any):
+        async def reward(prompt: Prompt, sample: Sample) -> Any:
+            return value
+
+        with pytest.raises(RewardError):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    async def test_whatever_it_raises_is_a_reward_error(self):
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            raise AssertionError("no label")
+
+        with pytest.raises(RewardError, match="AssertionError"):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
+    async def test_what_is_no_exception_is_a_reward_error_too(self, error: BaseException):
+        # covers: C6
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            raise error
+
+        with pytest.raises(RewardError, match=f"reward raised {type(error).__name__}"):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), aiohttp.ServerDisconnectedError()])
+    async def test_while_its_service_is_down_it_is_asked_again(self, error: Exception):
+        # covers: C6
+        asked = 0
+
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            nonlocal asked
+            asked += 1
+            if asked < 3:
+                raise error
+            return 1.0
+
+        assert await GuardedReward(reward, 1.0, Services().circuit("mine"))(PROMPT, sample("21")) == 1.0
+        assert asked == 3
+
+    async def test_an_outage_that_does_not_end_is_no_reward_error(self):
+        # covers: C10
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            raise ConnectionRefusedError
+
+        services = Services(outage_timeout=0.1)
+        with pytest.raises(ServiceOutageError, match="expected mine to be back"):
+            await GuardedReward(reward, 1.0, services.circuit("mine"))(PROMPT, sample("21"))
+
+    async def test_a_close_that_hangs_or_fails_does_not_keep_the_run(self, monkeypatch: pytest.MonkeyPatch):
+        # covers: C10
+        class Reluctant:
+            async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+                return 1.0
+
+            async def close(self) -> None:
+                await asyncio.sleep(60)
+                raise AssertionError
+
+        monkeypatch.setattr(guard, "CLOSE_SECONDS", 0.02)
+        async with asyncio.timeout(5):
+            await GuardedReward(Reluctant(), timeout=1.0).close()
+
+    async def test_it_takes_bounded_time(self):
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            await asyncio.sleep(60)
+            return 1.0
+
+        with pytest.raises(OverdueError, match=r"longer than --reward-timeout 0\.01 s"):
+            await GuardedReward(reward, timeout=0.01)(PROMPT, sample("21"))
+
+
+@pytest.fixture
+def hooks() -> Iterator[types.ModuleType]:
+    """An importable module of the user's."""
+    module = types.ModuleType("own_hooks")
+    source = """
+async def good(prompt, sample): return 1.0
+def not_async(prompt, sample): return 1.0
+async def too_few(prompt): return 1.0
+async def extra(prompt, sample, *, scale=2.0): return scale
+def keep(group): return None
+class Good:
+    async def __call__(self, prompt, sample): return 0.5
+closed = []
+class Closable(Good):
+    async def close(self): closed.append(True)
+class NeedsArguments:
+    def __init__(self, path): pass
+class Source:
+    def take(self, count): return []
+    def state(self): return {}
+number = 3
+"""
+    exec(source, module.__dict__)
+    sys.modules["own_hooks"] = module
+    yield module
+    del sys.modules["own_hooks"]
+
+
+class TestHooks:
+    @pytest.mark.parametrize("attribute", ["good", "extra", "Good"])
+    async def test_function_or_class_that_fits(self, hooks: types.ModuleType, attribute: str):
+        reward = load_object(f"own_hooks:{attribute}", Reward, "--custom-rm-path")
+        assert await reward(PROMPT, sample("21")) in (0.5, 1.0, 2.0)
+
+    @pytest.mark.parametrize(
+        ("path", "protocol", "message"),
+        [
+            ("own_hooks.good", Reward, "expected module:attr"),
+            ("own_hooks:", Reward, "expected module:attr"),
+            ("own_hookz:good", Reward, "no module 'own_hookz'; put the directory that holds it into"),
+            ("own_hooks:god", Reward, "own_hooks has no 'god'; did you mean good?"),
+            ("own_hooks:not_async", Reward, "is not a Reward: it must be `async def`"),
+            ("own_hooks:good", GroupFilter, "it must not be `async def`; it must take (group)"),
+            ("own_hooks:too_few", Reward, "it must take (prompt, sample)"),
+            ("own_hooks:good", Generate, "it must take (client, attempt, sample_index)"),
+            ("own_hooks:NeedsArguments", Reward, "cannot make one without arguments"),
+            ("own_hooks:number", Reward, "it cannot be called (found int)"),
+            ("own_hooks:Source", PromptSource, "it has no restore()"),
+        ],
+    )  # fmt: skip
+    def test_what_does_not_fit_says_why(self, hooks: types.ModuleType, path: str, protocol: type, message: str):
+        with pytest.raises(ConfigurationError) as caught:
+            load_object(path, protocol, "--some-flag")
+        assert str(caught.value).startswith(f"--some-flag {path}")
+        assert message in str(caught.value)
+
+    def test_module_that_fails_to_import_is_told_with_its_error(self, tmp_path: Any, monkeypatch: Any):
+        (tmp_path / "broken_hooks.py").write_text("import absent_dependency\n")
+        (tmp_path / "raising_hooks.py").write_text("1 / 0\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigurationError, match=r"importing broken_hooks failed: No module named 'absent_dep"):
+            load_object("broken_hooks:f", Reward, "--custom-rm-path")
+        with pytest.raises(ConfigurationError, match="importing raising_hooks failed: ZeroDivisionError"):
+            load_object("raising_hooks:f", Reward, "--custom-rm-path")

@@ -1,0 +1,337 @@
+"""Black-box agents: what they return, whose fault their failures are, and commands as agents.
+
+# covers: C3, C4
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+
+from miles_async.api import Agent
+from miles_async.errors import RequestRejectedError, ServiceUnavailableError, TransientEngineError
+from miles_async.rollout import process_tree
+from miles_async.rollout.agent import AgentGenerate
+from miles_async.rollout.agent_command import CommandAgent
+from miles_async.runtime.hooks import load_object
+from miles_async.sessions.records import Collected, OpenSession
+from miles_async.types import Attempt, Prompt, Sample
+from tests.fakes.scripted_model import ScriptedModel
+
+PROMPT = Prompt(
+    prompt_id="p0",
+    token_ids=(1,),
+    text="rev 12",
+    messages=({"role": "user", "content": "rev 12"},),
+    label="21",
+    metadata={"level": 3},
+)
+ATTEMPT = Attempt(attempt_id=7, prompt=PROMPT, epoch=0)
+
+
+def sample(text: str = "21") -> Sample:
+    return Sample(
+        tokens=np.array([1, 2], np.int32),
+        prompt_length=1,
+        loss_mask=np.array([0, 1], np.uint8),
+        rollout_logprobs=np.zeros(2, np.float32),
+        weight_versions=np.array([-1, 0], np.int32),
+        text=text,
+        finish_reason="stop",
+        metadata={"turns": 2},
+    )
+
+
+def collected(**fields: Any) -> Collected:
+    nothing_wrong: dict[str, Any] = {
+        "ending": "finished",
+        "sample": sample(),
+        "reward": None,
+        "requests": 2,
+        "cut": False,
+        "failure": None,
+        "waiting": False,
+    }
+    return Collected(**{**nothing_wrong, **fields})
+
+
+class FakeSessions:
+    def __init__(self, outcome: Collected | Exception) -> None:
+        self.outcome = outcome
+        self.calls: list[str] = []
+
+    async def open(self, routing_key: str) -> OpenSession:
+        self.calls.append(f"open {routing_key}")
+        return OpenSession(
+            session_id="s", instance_id="i", url="http://x/sessions/s", base_url="http://x/sessions/s/v1"
+        )
+
+    async def collect(self, session: OpenSession) -> Collected:
+        self.calls.append("collect")
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    async def abandon(self, session: OpenSession) -> None:
+        self.calls.append("abandon")
+
+
+async def outcome_of(
+    agent: Callable[[str, Prompt], Awaitable[Any]], outcome: Collected | Exception, *, timeout: float = 5.0
+) -> Sample:
+    generate = AgentGenerate(sessions=FakeSessions(outcome), run_agent=agent, timeout=timeout)
+    return await generate(ScriptedModel(lambda call, input_ids: []), ATTEMPT, 3)
+
+
+def returns(value: Any) -> Callable[[str, Prompt], Awaitable[Any]]:
+    async def agent(base_url: str, prompt: Prompt) -> Any:
+        assert (base_url, prompt) == ("http://x/sessions/s/v1", PROMPT)
+        return value
+
+    return agent
+
+
+def raises(error: BaseException) -> Callable[[str, Prompt], Awaitable[Any]]:
+    async def agent(base_url: str, prompt: Prompt) -> Any:
+        raise error
+
+    return agent
+
+
+# ------------------------------------------------------------------------------------------------ what it returns
+@pytest.mark.parametrize(
+    ("returned", "given", "turns", "reward"),
+    [
+        (None, None, None, None),  # the run's reward decides
+        (3, None, 3, None),
+        ((3, 0.5), None, 3, 0.5),
+        ([3, 1], None, 3, 1.0),
+        ((3, None), 0.25, 3, 0.25),
+        (3, 0.25, 3, 0.25),  # told to the session server
+    ],
+)
+async def test_an_agent_returns_turns_or_turns_and_reward(returned: Any, given: Any, turns: Any, reward: Any) -> None:
+    result = await outcome_of(returns(returned), collected(reward=given))
+    assert (result.metadata["agent_turns"], result.reward) == (turns, reward)
+    assert result.metadata["turns"] == 2  # and what the session noted stays
+
+
+async def test_sessions_are_keyed_by_sample_and_over_when_the_agent_is_cancelled() -> None:
+    sessions = FakeSessions(collected())
+
+    async def hang(base_url: str, prompt: Prompt) -> None:
+        await asyncio.sleep(60)
+
+    generate = AgentGenerate(sessions=sessions, run_agent=hang, timeout=60)
+    task = asyncio.ensure_future(generate(ScriptedModel(lambda call, input_ids: []), ATTEMPT, 3))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sessions.calls == ["open 7-3", "abandon"]
+
+
+# ---------------------------------------------------------------------------------------------------- whose fault
+async def refused_connection() -> Exception:
+    """What the openai client raises when nobody listens."""
+    async with openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.APIConnectionError) as caught:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+        return caught.value
+
+
+async def test_failures_of_infrastructure_are_told_from_the_agents_own() -> None:
+    cases = [
+        (raises(KeyError("answer")), collected(), RequestRejectedError, "KeyError"),
+        (raises(await refused_connection()), collected(sample=None, requests=0), ServiceUnavailableError, "connect"),
+        (raises(TimeoutError("search")), collected(), ServiceUnavailableError, "search"),
+        (raises(SystemExit(2)), collected(), RequestRejectedError, "the agent raised SystemExit"),
+        (raises(asyncio.CancelledError()), collected(), RequestRejectedError, "the agent raised CancelledError"),
+        (raises(KeyError("x")), collected(failure="engines are gone"), TransientEngineError, "engines are gone"),
+        (returns(3), collected(failure="engines are gone"), TransientEngineError, "engines are gone"),
+        (returns(3), collected(ending="expired"), TransientEngineError, "expired"),
+        (raises(KeyError("x")), collected(ending="aborted"), TransientEngineError, "aborted"),
+        (returns(3), collected(sample=None), RequestRejectedError, "without a turn"),
+        (returns((3, "high")), collected(), RequestRejectedError, "turns or \\(turns, reward\\)"),
+        (returns(3), TransientEngineError("session lost"), TransientEngineError, "session lost"),
+        (raises(KeyError("x")), TransientEngineError("session lost"), TransientEngineError, "session lost"),
+    ]
+    for agent, outcome, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            await outcome_of(agent, outcome)
+
+
+async def test_running_into_the_length_limit_is_no_failure() -> None:
+    result = await outcome_of(raises(ValueError("context_length_exceeded")), collected(cut=True))
+    assert result.reward is None
+
+
+@pytest.mark.parametrize(("waiting", "kind"), [(True, TransientEngineError), (False, RequestRejectedError)])
+async def test_an_agent_whose_time_is_up_was_slow_itself_or_waited_for_engines(waiting: bool, kind: type) -> None:
+    async def hang(base_url: str, prompt: Prompt) -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(kind, match="--agent-timeout"):
+        await outcome_of(hang, collected(waiting=waiting), timeout=0.02)
+
+
+@pytest.mark.parametrize(("waiting", "kind"), [(True, TransientEngineError), (False, ServiceUnavailableError)])
+async def test_an_agents_client_that_gives_up_on_engines_is_no_outage_of_a_service(waiting: bool, kind: type) -> None:
+    async def give_up(base_url: str, prompt: Prompt) -> None:
+        raise RuntimeError("request timed out") from TimeoutError()
+
+    with pytest.raises(kind, match="request timed out"):
+        await outcome_of(give_up, collected(waiting=waiting))
+
+
+def test_an_agent_is_checked_at_the_start() -> None:
+    assert load_object(f"{__name__}:OwnAgent", Agent, "--agent-path")
+
+
+class OwnAgent:
+    async def __call__(self, base_url: str, prompt: Prompt) -> int:
+        return 1
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+def command(tmp_path: Path, source: str) -> CommandAgent:
+    (tmp_path / "agent.py").write_text(source)
+    return CommandAgent(f"python '{tmp_path}/agent.py'", log_path=tmp_path / "logs" / "agents.log")
+
+
+async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> None:
+    # covers: C7
+    source = (
+        "import json, os, sys\n"
+        "prompt = json.load(sys.stdin)\n"
+        "print('thinking', file=sys.stderr)\n"
+        "print('some output')\n"
+        "print(json.dumps([[os.environ['OPENAI_BASE_URL'], prompt, sys.executable], 0.5]))\n"
+    )
+    turns, reward = await command(tmp_path, source)("http://x/v1", PROMPT)
+    expected = {key: getattr(PROMPT, key) for key in ("prompt_id", "text", "label", "metadata")}
+    assert turns == ["http://x/v1", {**expected, "messages": list(PROMPT.messages)}, sys.executable]
+    assert reward == 0.5
+    assert (tmp_path / "logs" / "agents.log").read_text() == "thinking\n"
+
+
+@pytest.mark.parametrize("exceptions", [None, "inside.example"])
+async def test_a_command_reaches_its_session_without_a_proxy_and_the_outside_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exceptions: str | None
+) -> None:
+    # covers: C6
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    if exceptions:
+        monkeypatch.setenv("no_proxy", exceptions)
+    source = (
+        "import json, httpx\n"
+        "from httpx._utils import get_environment_proxies\n"  # what the openai client is made with
+        "print(json.dumps([get_environment_proxies(), 0]))\n"
+    )
+    proxies, _ = await command(tmp_path, source)("http://10.0.0.7:8000/sessions/1/v1", PROMPT)
+    assert proxies.pop("http://") == "http://proxy.example:3128"
+    kept = {f"all://*{exceptions}": None} if exceptions else {}
+    assert proxies == {"all://10.0.0.7": None, "all://127.0.0.1": None, "all://localhost": None, **kept}
+
+
+@pytest.mark.parametrize(("printed", "returned"), [("", None), ("done", None), ("3", 3), ("x\n[2, 1.0]", [2, 1.0])])
+async def test_the_last_line_of_a_command_may_be_what_it_returns(tmp_path: Path, printed: str, returned: Any) -> None:
+    assert await command(tmp_path, f"print({printed!r})")("http://x/v1", PROMPT) == returned
+
+
+@pytest.mark.parametrize(("status", "kind"), [(1, RequestRejectedError), (75, ConnectionError)])
+async def test_a_command_that_fails_says_so_with_its_last_words(tmp_path: Path, status: int, kind: type) -> None:
+    with pytest.raises(kind, match=f"status {status}") as caught:
+        await command(tmp_path, f"print('no key'); raise SystemExit({status})")("http://x/v1", PROMPT)
+    assert status == 75 or "no key" in str(caught.value)
+
+
+async def test_a_command_that_cannot_be_run_says_so(tmp_path: Path) -> None:
+    agent = CommandAgent("no-such-command", log_path=tmp_path / "agents.log")
+    with pytest.raises(RequestRejectedError, match="status 127"):
+        await agent("http://x/v1", PROMPT)
+    assert "no-such-command: " in (tmp_path / "agents.log").read_text()
+
+
+async def test_only_the_end_of_what_a_command_prints_is_read(tmp_path: Path) -> None:
+    source = "for _ in range(50): print('x' * 100_000)\nprint('[2, 0.5]')"
+    assert await command(tmp_path, source)("http://x/v1", PROMPT) == [2, 0.5]
+
+
+# Starts a process that holds stdout: a child; one in its own session; one whose parent is gone, too (a daemon).
+LEAVES_BEHIND = """
+import json, os, subprocess, sys
+def sleeper(**options):
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], **options).pid
+read, write = os.pipe()
+if not (middle := os.fork()):
+    os.setsid()
+    os.write(write, str(sleeper(start_new_session=True)).encode())
+    os._exit(0)
+os.waitpid(middle, 0)
+pids = [sleeper(), sleeper(start_new_session=True), int(os.read(read, 100))]
+with open(PIDS + ".new", "w") as file:
+    json.dump([os.getpid(), *pids], file)
+os.rename(PIDS + ".new", PIDS)
+"""
+
+
+def left_behind(tmp_path: Path, then: str) -> str:
+    return f"PIDS = {str(tmp_path / 'pids')!r}{LEAVES_BEHIND}{then}\n"
+
+
+async def started(tmp_path: Path) -> list[int]:
+    async with asyncio.timeout(20):
+        while not (tmp_path / "pids").exists():  # noqa: ASYNC110  (a file tells nobody)
+            await asyncio.sleep(0.02)
+    return json.loads((tmp_path / "pids").read_text())
+
+
+def gone(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+async def test_what_a_command_leaves_behind_costs_no_time_and_is_ended_with_it(tmp_path: Path) -> None:
+    agent = command(tmp_path, left_behind(tmp_path, "print('[3, 1.0]')"))
+    async with asyncio.timeout(20):
+        assert await agent("http://x/v1", PROMPT) == [3, 1.0]
+    pids = await started(tmp_path)
+    assert len(pids) == 4
+    assert all(map(gone, pids))
+
+
+async def test_a_command_that_is_not_wanted_any_more_is_gone_with_all_that_it_started(tmp_path: Path) -> None:
+    task = asyncio.ensure_future(command(tmp_path, left_behind(tmp_path, "time.sleep(60)"))("http://x/v1", PROMPT))
+    pids = await started(tmp_path)
+    assert not any(map(gone, pids))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert all(map(gone, pids))
+
+
+async def test_a_command_ends_with_the_process_that_runs_it_whatever_it_started(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(left_behind(tmp_path, "import time; time.sleep(60)"))
+    runs_it = "import os, subprocess, sys; a = sys.argv; subprocess.run([a[1], a[2], str(os.getpid()), a[1], a[3]])"
+    words = (sys.executable, process_tree.__file__, str(tmp_path / "agent.py"))
+    runner = await asyncio.create_subprocess_exec(sys.executable, "-c", runs_it, *words)
+    pids = await started(tmp_path)
+    runner.kill()
+    await runner.wait()
+    async with asyncio.timeout(20):
+        while not all(map(gone, pids)):  # noqa: ASYNC110  (they are no children of ours)
+            await asyncio.sleep(0.02)

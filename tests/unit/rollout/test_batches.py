@@ -1,0 +1,28 @@
+"""Groups become a batch only after their tokens were judged once more (C1)."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.arguments import AlgorithmArguments
+from miles_async.errors import ContractViolation
+from miles_async.rollout.batches import BatchMaker
+from tests.property.builders import make_group
+
+
+def maker(bound: int | None) -> BatchMaker:
+    return BatchMaker(
+        algorithm=AlgorithmArguments(), dp_size=1, max_tokens=64, samples_per_optimizer_step=2, bound=bound
+    )
+
+
+def test_a_group_that_is_too_old_never_becomes_a_batch() -> None:
+    """Whatever let it through before: the versions of its tokens are read again here."""  # covers: C1
+    group = make_group(1, versions=[(5, 5), (5, 3, 5)])
+    assert maker(2).make((group,), target_version=5).ages == {0: 1, 2: 1}
+    with pytest.raises(ContractViolation, match=r"C1: expected ages up to --max-weight-staleness 1 .*\{1: 2\}"):
+        maker(1).make((group,), target_version=5)
+
+
+def test_without_a_bound_any_age_is_trained() -> None:
+    assert maker(None).make((make_group(1, versions=[(0,), (9,)]),), target_version=9).ages == {0: 1, 9: 1}

@@ -1,0 +1,323 @@
+"""Episodes with an environment: what the model is asked to continue, what is trained, what ends an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from miles_async.api import Environment, MakeEnvironment
+from miles_async.errors import (
+    ConfigurationError,
+    NoRoomError,
+    OverdueError,
+    RewardError,
+    TransientEngineError,
+    UserCodeError,
+)
+from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
+from miles_async.runtime.hooks import load_factory
+from miles_async.runtime.services import Circuit
+from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.replies import ReplyParser, parse_qwen
+from miles_async.trajectory.taker import Limits
+from miles_async.trajectory.tree import Trajectory
+from miles_async.types import NO_VERSION, AssistantTurn, Attempt, Observation, Prompt, Sample
+from tests.fakes.chat_formats import TOOLS, chat_format
+from tests.fakes.scripted_model import ScriptedModel
+
+CHAT = chat_format("qwen3")
+PROMPT = Prompt(prompt_id="p0", token_ids=(1,), text="17*4?", messages=({"role": "user", "content": "17*4?"},))
+ATTEMPT = Attempt(attempt_id=7, prompt=PROMPT, epoch=0)
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "17*4"}}\n</tool_call>'
+END = CHAT.tokenize("<|im_end|>")
+
+
+class Lookup:
+    """Answers a call with 68, and is done when there is none; the reward is whether 68 was said."""
+
+    made: ClassVar[list[Lookup]] = []
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.turns: list[AssistantTurn] = []
+        self.closed = 0
+        self.made.append(self)
+
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return TOOLS
+
+    async def step(self, turn: AssistantTurn) -> Observation:
+        self.turns.append(turn)
+        calls = turn.message.get("tool_calls", ())
+        if not calls:
+            return Observation(done=True, reward=float(turn.text == "68"))
+        return Observation(
+            messages=tuple({"role": "tool", "content": "68", "tool_call_id": call["id"]} for call in calls),
+            metrics={"lookups": len(calls), "tool_errors": 0.5},
+        )
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def says(*texts: str) -> Callable[[int, list[int]], list[int]]:
+    return lambda call, input_ids: [*CHAT.tokenize(texts[min(call, len(texts) - 1)]), *END]
+
+
+def generate_with(make_environment: Any = Lookup, **options: Any) -> MultiTurnGenerate:
+    return MultiTurnGenerate(
+        make_environment=make_environment,
+        make_trajectory=lambda: Trajectory(Renderer(CHAT), ReplyParser(chat=CHAT, parse_calls=parse_qwen)),
+        sampling={"temperature": 1.0},
+        limits=options.pop("limits", Limits(response=1000, total=2000)),
+        service=options.pop("service", Circuit("environment")),
+        **{"max_turns": 4, "step_timeout": 5.0, **options},
+    )
+
+
+async def test_an_episode_becomes_one_sample_whose_observations_carry_no_loss() -> None:
+    # covers: R2, R3, M1
+    model = ScriptedModel(says(CALL, "68"), version=3)
+    sample = await generate_with()(model, ATTEMPT, 1)
+    first, second = model.requests
+    prompt = CHAT.render(PROMPT.messages, TOOLS, {}, generation_prompt=True)
+    assert CHAT.decode_all(first) == prompt
+    observed = "\n<|im_start|>user\n<tool_response>\n68\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert CHAT.decode_all(second) == f"{prompt}{CALL}<|im_end|>{observed}"
+    assert CHAT.decode_all(sample.tokens) == f"{prompt}{CALL}<|im_end|>{observed}68<|im_end|>"
+    assert CHAT.decode_all(sample.tokens[sample.loss_mask == 1]) == f"{CALL}<|im_end|>68<|im_end|>"
+    assert set(sample.weight_versions[sample.loss_mask == 0]) == {NO_VERSION}
+    assert set(sample.weight_versions[sample.loss_mask == 1]) == {3}
+    assert sample.prompt_length == len(first)
+    assert (sample.text, sample.finish_reason, sample.reward) == ("68", "stop", 1.0)
+    assert set(model.routing_keys) == {"7-1"}  # its turns find their prefix in the cache of one engine
+    assert sample.metadata["cached_tokens"] == len(first) // 2 + len(second) // 2
+    assert [message["role"] for message in sample.metadata["messages"]] == ["user", "assistant", "tool", "assistant"]
+    (turn, _) = Lookup.made[-1].turns
+    assert turn.message["tool_calls"][0]["function"] == {"name": "search", "arguments": {"query": "17*4"}}
+
+
+async def test_turns_that_are_kept_tell_how_old_the_sample_is_at_least() -> None:
+    # covers: C5
+    begun: list[tuple[str, int]] = []
+
+    def script(call: int, input_ids: list[int]) -> list[int]:
+        model.version = 3 + call
+        return [END, [*CHAT.tokenize(CALL), *END], [*CHAT.tokenize("68"), *END]][call]
+
+    class Patient(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            said = await super().step(turn)
+            return Observation(messages=({"role": "user", "content": "Go on."},)) if turn.index == 0 else said
+
+    model = ScriptedModel(script)
+    await generate_with(Patient, began=lambda key, version: begun.append((key, version)))(model, ATTEMPT, 1)
+    assert len(model.requests) == 3
+    # The first turn, of a stop token only, may leave no token of its own in the trajectory.
+    assert begun == [("7-1", 4), ("7-1", 5)]
+
+
+async def test_a_turn_that_a_publication_aborts_goes_on_under_the_new_version() -> None:
+    # covers: R2, C1
+    call_ids = [*CHAT.tokenize(CALL), *END]
+
+    def script(call: int, input_ids: list[int]) -> list[int]:
+        model.version = call
+        return [call_ids, call_ids[5:], [*CHAT.tokenize("68"), *END]][call]
+
+    model = ScriptedModel(script)
+    model.aborts = {0: 5}
+    sample = await generate_with()(model, ATTEMPT, 0)
+    assert model.requests[1] == [*model.requests[0], *call_ids[:5]]
+    versions = sample.weight_versions[sample.loss_mask == 1].tolist()
+    assert versions == [0] * 5 + [1] * (len(call_ids) - 5) + [2] * (len(versions) - len(call_ids))
+    assert sample.metadata["chunks"] == 3
+
+
+async def test_what_an_environment_counts_is_added_up() -> None:
+    sample = await generate_with()(ScriptedModel(says(CALL, CALL, "68")), ATTEMPT, 0)
+    assert sample.metadata["metrics"] == {"lookups": 2, "tool_errors": 1.0}
+
+
+async def test_an_episode_without_end_is_cut_after_so_many_turns() -> None:
+    model = ScriptedModel(says(CALL))
+    sample = await generate_with(max_turns=3)(model, ATTEMPT, 0)
+    assert len(model.requests) == 3
+    assert (sample.finish_reason, sample.reward) == ("length", None)
+    assert Lookup.made[-1].closed == 1
+
+
+async def test_no_trajectory_is_longer_than_the_limits() -> None:
+    whole = await generate_with()(ScriptedModel(says(CALL)), ATTEMPT, 0)
+    response = len(whole.tokens) - whole.prompt_length
+    for limit in (1, 3, response // 2, response - 1):
+        for limits in (Limits(response=limit, total=10_000), Limits(response=9999, total=whole.prompt_length + limit)):
+            cut = await generate_with(limits=limits)(ScriptedModel(says(CALL)), ATTEMPT, 0)
+            assert len(cut.tokens) - cut.prompt_length <= limit
+            assert cut.finish_reason == "length"
+            assert cut.tokens.tolist() == whole.tokens[: len(cut.tokens)].tolist()
+    short = await generate_with(limits=Limits(response=9999, total=9999, turn=2))(
+        ScriptedModel(says("a b c")), ATTEMPT, 0
+    )
+    assert short.loss_mask.sum() == 2
+
+
+async def test_a_prompt_that_leaves_no_room_is_its_own_fault() -> None:
+    with pytest.raises(NoRoomError, match="--max-tokens-per-gpu"):
+        await generate_with(limits=Limits(response=10, total=5))(ScriptedModel(says("a")), ATTEMPT, 0)
+
+
+async def test_another_try_has_an_environment_and_a_trajectory_of_its_own() -> None:
+    # covers: M7
+    def broken(call: int, input_ids: list[int]) -> Any:
+        return says(CALL)(call, input_ids) if call == 0 else TransientEngineError("connection cut")
+
+    generate = generate_with()
+    with pytest.raises(TransientEngineError):
+        await generate(ScriptedModel(broken), ATTEMPT, 0)
+    failed = Lookup.made[-1]
+    assert (len(failed.turns), failed.closed) == (1, 1)
+    sample = await generate(ScriptedModel(says("68")), ATTEMPT, 0)
+    assert Lookup.made[-1] is not failed
+    assert CHAT.decode_all(sample.tokens).endswith("<|im_start|>assistant\n68<|im_end|>")
+    assert sample.metadata["turns"] == 1
+
+
+async def test_an_environment_that_hangs_is_given_up_by_name_of_the_flag() -> None:
+    class Hanging(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    with pytest.raises(OverdueError, match="--environment-timeout"):
+        await generate_with(Hanging, step_timeout=0.02)(ScriptedModel(says("a")), ATTEMPT, 0)
+    assert Lookup.made[-1].closed == 1
+
+
+async def test_an_environment_that_cannot_connect_begins_again_when_its_service_is_back() -> None:
+    # covers: C6
+    failures = iter([ConnectionRefusedError("retrieval server"), TimeoutError("retrieval server")])
+
+    class Unreachable(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            if failure := next(failures, None):
+                raise failure
+            return await super().step(turn)
+
+    circuit = Circuit("retrieval server")
+    generate = generate_with(Unreachable, service=circuit)
+    sample = await circuit.call(lambda: generate(ScriptedModel(says("68")), ATTEMPT, 0))
+    assert (sample.reward, circuit.failures) == (1.0, 2)
+    assert [environment.closed for environment in Lookup.made[-3:]] == [1, 1, 1]
+
+
+async def test_a_step_that_works_ends_the_outage_before_the_episode_does() -> None:
+    # covers: C6
+    circuit, open_after_step = Circuit("retrieval server"), []
+    for _ in range(3):
+        circuit._failed(ConnectionError("down"), counts=True)
+    assert circuit.is_open
+
+    def script(call: int, input_ids: list[int]) -> list[int]:
+        open_after_step.append(circuit.is_open)
+        return says(CALL, "68")(call, input_ids)
+
+    await generate_with(service=circuit)(ScriptedModel(script), ATTEMPT, 0)
+    assert open_after_step == [True, False]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("browser"), SystemExit(1), asyncio.CancelledError()])
+async def test_a_close_that_hangs_or_raises_costs_no_sample(error: BaseException | None) -> None:
+    # covers: C10
+    class Reluctant(Lookup):
+        async def close(self) -> None:
+            if error is not None:
+                raise error
+            await asyncio.sleep(60)
+
+    async with asyncio.timeout(5):
+        sample = await generate_with(Reluctant, step_timeout=0.05)(ScriptedModel(says("68")), ATTEMPT, 0)
+    assert sample.reward == 1.0
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError()])
+async def test_whatever_a_step_raises_is_an_exception(error: BaseException) -> None:
+    # covers: C6
+    class Leaving(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            raise error
+
+    with pytest.raises(UserCodeError, match=type(error).__name__):
+        await generate_with(Leaving)(ScriptedModel(says("68")), ATTEMPT, 0)
+    assert Lookup.made[-1].closed == 1
+
+
+# ------------------------------------------------------------------------------------------------------ rewards
+def rewarded(reward: float | None) -> Sample:
+    return Sample(
+        tokens=np.array([1, 2], np.int32),
+        prompt_length=1,
+        loss_mask=np.array([0, 1], np.uint8),
+        rollout_logprobs=np.zeros(2, np.float32),
+        weight_versions=np.array([-1, 0], np.int32),
+        text="",
+        finish_reason="stop",
+        reward=reward,
+    )
+
+
+async def test_a_reward_that_was_given_stays_and_the_runs_own_fills_in() -> None:
+    # covers: C4
+    async def otherwise(prompt: Prompt, sample: Sample) -> float:
+        return 0.25
+
+    assert await GivenReward(otherwise)(PROMPT, rewarded(0.0)) == 0.0
+    assert await GivenReward(otherwise)(PROMPT, rewarded(None)) == 0.25
+    with pytest.raises(RewardError, match="--rm-type"):
+        await GivenReward(None)(PROMPT, rewarded(None))
+    for reward in (float("nan"), 1e39):
+        with pytest.raises(RewardError, match=r"p0: given by the environment or agent: reward .*: expected a finite"):
+            await GivenReward(None)(PROMPT, rewarded(reward))
+
+
+# -------------------------------------------------------------------------------------------------------- hooks
+def load(monkeypatch: pytest.MonkeyPatch, attribute: Any) -> Any:
+    module = types.ModuleType("own_environment")
+    module.Attribute = attribute  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_environment", module)
+    return load_factory("own_environment:Attribute", MakeEnvironment, Environment, "--environment-path")
+
+
+def test_environments_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(monkeypatch, Lookup) is Lookup
+    assert load(monkeypatch, lambda prompt: Lookup(prompt))
+
+    class Synchronous(Lookup):
+        def step(self, turn: AssistantTurn) -> Observation:  # type: ignore[override]
+            return Observation()
+
+    class WithoutClose:
+        def __init__(self, prompt: Prompt) -> None: ...
+
+        def tools(self) -> tuple[()]:
+            return ()
+
+        async def step(self) -> Observation:
+            return Observation()
+
+    class WithoutPrompt(Lookup):
+        def __init__(self) -> None: ...
+
+    for attribute, words in (
+        (Synchronous, r"step\(\) must be `async def`"),
+        (WithoutClose, r"step\(\) must take \(turn\); it has no close\(\)"),
+        (WithoutPrompt, r"it must take \(prompt\)"),
+        (7, "cannot be called"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            load(monkeypatch, attribute)

@@ -1,0 +1,157 @@
+"""User code may raise anything, cancel itself or hang: only an Exception or our own cancellation comes out.
+
+# covers: C6, C10
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from miles_async.errors import OverdueError, UserCodeError
+from miles_async.runtime import user_code
+from miles_async.runtime.user_code import call_user_code, run_user_code
+
+
+async def returns() -> int:
+    return 7
+
+
+async def raises(error: BaseException) -> int:
+    await asyncio.sleep(0)
+    raise error
+
+
+async def cancels_itself() -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(60)
+    return 7
+
+
+async def awaits_what_was_cancelled() -> int:
+    closed = asyncio.get_running_loop().create_future()
+    closed.cancel()  # as the requests of a shared client that somebody closes
+    await closed
+    return 7
+
+
+async def test_a_result_and_an_exception_come_out_as_they_are() -> None:
+    assert await run_user_code(returns(), seconds=5.0) == 7
+    with pytest.raises(KeyError, match="answer"):
+        await run_user_code(raises(KeyError("answer")))
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+async def test_what_is_no_exception_becomes_one(error: BaseException) -> None:
+    with pytest.raises(UserCodeError, match=type(error).__name__):
+        await run_user_code(raises(error))
+
+    def function() -> None:
+        raise error
+
+    with pytest.raises(UserCodeError, match=type(error).__name__):
+        call_user_code(function)
+
+
+@pytest.mark.parametrize("work", [cancels_itself, awaits_what_was_cancelled])
+async def test_a_cancellation_that_is_not_ours_does_not_reach_our_task_group(work: Any) -> None:
+    ended = []
+
+    async def one(work: Any) -> None:
+        try:
+            ended.append(await run_user_code(work()))
+        except UserCodeError as error:
+            ended.append(error)
+
+    async with asyncio.TaskGroup() as scope:
+        scope.create_task(one(work))
+        scope.create_task(one(returns))
+    assert sorted(map(type, ended), key=str) == [int, UserCodeError]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+async def test_tasks_that_it_starts_itself_do_not_end_the_event_loop(error: BaseException) -> None:
+    async def together() -> None:
+        await asyncio.gather(raises(error), returns())
+
+    async def in_a_group() -> None:
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(raises(error), name="mine")
+
+    async def forgotten() -> int:
+        task = asyncio.ensure_future(raises(error))
+        await asyncio.wait([task])
+        return 7
+
+    with pytest.raises(UserCodeError, match=f"{type(error).__name__}.* in a task"):
+        await run_user_code(together())
+    with pytest.raises(ExceptionGroup):
+        await run_user_code(in_a_group())
+    assert await run_user_code(forgotten()) == 7
+
+
+async def test_our_cancellation_ends_it_and_stays_one() -> None:
+    cleaned_up = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned_up.append(True)
+
+    task = asyncio.ensure_future(run_user_code(work()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cleaned_up == [True]
+
+
+async def test_a_deadline_holds_for_code_that_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "END_SECONDS", 0.02)
+    over = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async with asyncio.timeout(5):
+        with pytest.raises(OverdueError, match="longer than --reward-timeout"):
+            await run_user_code(stubborn(), seconds=0.02, overdue="longer than --reward-timeout")
+        task = asyncio.ensure_future(run_user_code(stubborn()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    over.set()
+    await asyncio.sleep(0.01)
+    assert not user_code._left_behind
+
+
+async def test_code_that_is_cancelled_twice_while_it_cleans_up_is_held_until_it_ends() -> None:
+    over = asyncio.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await over.wait()
+
+    task = asyncio.ensure_future(run_user_code(slow_to_end()))
+    await asyncio.sleep(0.01)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert task.cancelled()
+    assert len(user_code._left_behind) == 1  # the event loop itself would let it be collected
+    over.set()
+    await asyncio.sleep(0.01)
+    assert not user_code._left_behind

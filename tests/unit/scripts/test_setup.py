@@ -1,0 +1,238 @@
+"""The environment is the one that the lock describes, and a set-up that cannot work says why in one sentence."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import namedtuple
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[3]
+REQUIREMENTS = ROOT / "requirements"
+
+
+@pytest.fixture
+def setup_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/setup_env.py, working on an environment of its own in an empty folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.delitem(sys.modules, "setup_env", raising=False)
+    import setup_env as module
+
+    monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(module, "VENV_PYTHON", tmp_path / ".venv" / "bin" / "python")
+    monkeypatch.setattr(module, "STAMP", tmp_path / ".venv" / "setup-stamp")
+    monkeypatch.setattr(sys, "argv", ["setup_env.py"])
+    return module
+
+
+def make_venv_python(setup_env: ModuleType, script: str) -> None:
+    """Stands in for the environment's Python, hence for its pip: a shell script."""
+    python = setup_env.VENV_PYTHON
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+
+
+def read_requirements(name: str) -> list[Requirement]:
+    lines = (line.partition(" #")[0].strip() for line in (REQUIREMENTS / name).read_text().splitlines())
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def locked_versions() -> dict[str, Version]:
+    pins = read_requirements("requirements.lock")
+    return {canonicalize_name(pin.name): Version(next(iter(pin.specifier)).version) for pin in pins}
+
+
+def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+# ------------------------------------------------------------------------------------------------ the lock
+
+
+@pytest.mark.skipif(
+    (ROOT / ".venv" / "setup-stamp").exists() and (ROOT / ".venv" / "setup-stamp").read_text().startswith("gpu"),
+    reason="the lock is for CPU; the gpu extras replace a part of it",
+)
+class TestInstalledEnvironment:
+    def test_is_what_is_locked(self) -> None:
+        installed = {
+            canonicalize_name(distribution.metadata["Name"]): Version(Version(distribution.version).public)
+            for distribution in importlib.metadata.distributions(path=[str(path) for path in site_packages()])
+        }
+        for name in ("pip", "miles-async"):
+            installed.pop(name, None)
+        assert installed == locked_versions(), "run `make setup`"
+
+    def test_pip_check_has_only_the_known_complaints(self) -> None:
+        complaints = sorted(pip("check").stdout.replace("+cpu", "").splitlines())
+        known = (REQUIREMENTS / "known_pip_check.txt").read_text().splitlines()
+        assert complaints == known, "if intended: store the sorted output of `.venv/bin/pip check`, without '+cpu'"
+
+
+def site_packages() -> list[Path]:
+    return [Path(path) for path in sys.path if path.endswith("site-packages")]
+
+
+def test_lock_satisfies_every_source() -> None:
+    locked = locked_versions()
+    for source in ("base.in", "cpu.in", "dev.in", "nodeps.in"):
+        for requirement in read_requirements(source):
+            version = locked.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{source}: {requirement} is not in the lock: run `make lock`"
+            assert version in requirement.specifier, f"{source}: {requirement}, locked {version}: run `make lock`"
+
+
+def test_lock_holds_no_cuda_package() -> None:
+    """Next to a CPU torch, torchvision and torchaudio break the imports of transformers."""
+    refused = re.compile(r"torchvision|torchaudio|triton|nvidia-.*|cuda-.*")
+    assert [name for name in locked_versions() if refused.fullmatch(name)] == []
+
+
+def test_gpu_extras_have_the_engine_of_the_lock() -> None:
+    gpu, without_dependencies = (
+        next(requirement for requirement in read_requirements(source) if requirement.name == "sglang")
+        for source in ("gpu.in", "nodeps.in")
+    )
+    assert gpu.specifier == without_dependencies.specifier
+
+
+# ---------------------------------------------------------------------------------------------- the set-up
+
+
+def test_set_up_script_is_readable_by_old_pythons() -> None:
+    ast.parse((ROOT / "scripts" / "setup_env.py").read_text(), feature_version=(3, 6))
+
+
+@pytest.mark.parametrize("extras", ["", "gpu"])
+def test_current_environment_is_left_alone(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, extras: str) -> None:
+    """With its extras too, which later commands (`make test`) don't name."""
+    make_venv_python(setup_env, "exit 1")
+    setup_env.STAMP.write_text(extras + "\n" + setup_env.fingerprint(extras) + "\n")
+    monkeypatch.setattr(setup_env, "check_machine", lambda extras: pytest.fail("a set-up was started"))
+    setup_env.main()
+
+
+def test_changed_sources_start_a_set_up(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_venv_python(setup_env, "exit 1")
+    setup_env.STAMP.write_text("\n" + "fingerprint of an older lock" + "\n")
+    monkeypatch.setattr(setup_env, "check_machine", lambda extras: sys.exit("a set-up was started"))
+    with pytest.raises(SystemExit, match="a set-up was started"):
+        setup_env.main()
+
+
+def test_interrupted_set_up_is_not_taken_for_a_finished_one(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_venv_python(setup_env, "echo 'ERROR: cut off'; exit 1")
+    setup_env.STAMP.write_text("\n" + "an older fingerprint" + "\n")
+    monkeypatch.setattr(setup_env, "environment_is_usable", lambda: True)
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="pip failed"):
+            setup_env.main()
+
+
+def test_failed_download_shows_the_end_of_pip_and_the_way_on(
+    setup_env: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_venv_python(setup_env, "seq 100; echo 'ERROR: connection reset'; exit 1")
+    with pytest.raises(SystemExit, match="run `make setup` again"):
+        setup_env.pip(["install", "anything"])
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1] == "ERROR: connection reset"
+    assert len(shown) == setup_env.TAIL_LINES
+
+
+def test_disk_that_fills_up_is_named(setup_env: ModuleType) -> None:
+    make_venv_python(setup_env, "echo 'ERROR: [Errno 28] No space left on device'; exit 1")
+    with pytest.raises(SystemExit, match="the disk is full"):
+        setup_env.pip(["install", "anything"])
+
+
+def test_disk_that_is_too_small_is_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: usage(2**40, 2**40 - 2**30, 2**30))
+    with pytest.raises(SystemExit, match=r"1\.0 GiB are free .* needs about 4 GiB"):
+        setup_env.check_machine("")
+
+
+def test_other_python_is_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_env.sys, "version_info", (3, 9, 18, "final", 0))
+    with pytest.raises(SystemExit, match=r"Python 3\.11 is needed, but .* is 3\.9\.18"):
+        setup_env.check_machine("")
+
+
+def test_missing_venv_module_is_named(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    with pytest.raises(SystemExit, match=r"apt-get install python3\.11-venv"):
+        setup_env.check_machine("")
+
+
+def test_missing_compiler_matters_on_gpu_machines_only(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_env.shutil, "which", lambda _: None)
+    setup_env.check_machine("")
+    with pytest.raises(SystemExit, match=r"c\+\+ and nvcc not found"):
+        setup_env.check_machine("gpu")
+
+
+def test_unknown_extras_are_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["setup_env.py", "--extras", "gpus"])
+    with pytest.raises(SystemExit, match="'gpus': EXTRAS can be gpu"):
+        setup_env.main()
+
+
+def test_environment_that_is_half_made_or_was_moved_is_not_used(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_usable(venv: Path) -> bool:
+        monkeypatch.setattr(setup_env, "VENV", venv)
+        monkeypatch.setattr(setup_env, "VENV_PYTHON", venv / "bin" / "python")
+        return setup_env.environment_is_usable()
+
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    subprocess.run([sys.executable, "-m", "venv", str(here)], check=True)
+    assert is_usable(here)
+
+    shutil.copytree(here, elsewhere, symlinks=True)
+    assert not is_usable(elsewhere), "its scripts run the Python of the folder that they were made in"
+
+    (here / "pyvenv.cfg").unlink()
+    assert not is_usable(here), "without pyvenv.cfg its Python is the machine's own: pip would install there"
+
+
+# ------------------------------------------------------------------------------- the commands, the package
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()
+    shown = subprocess.run(["make", "--no-print-directory"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert re.findall(r"^ *make (\S+)", shown.stdout, re.MULTILINE) == targets
+
+
+def test_wheel_holds_one_package_with_arguments_and_presets_inside(tmp_path: Path) -> None:
+    """Built from a copy: setuptools writes into the folder that it builds from."""
+    for name in ("arguments", "miles_async", "requirements"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    built = pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path / "dist"), str(tmp_path))
+    assert built.returncode == 0, built.stderr
+
+    (wheel,) = (tmp_path / "dist").glob("miles_async-*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = [*ROOT.glob("arguments/**/*.py"), *ROOT.glob("arguments/**/*.args")]
+    expected = {f"miles_async/{path.relative_to(ROOT)}" for path in sources}
+    assert packed == expected | {str(path.relative_to(ROOT)) for path in ROOT.glob("miles_async/**/*.py")}

@@ -1,0 +1,261 @@
+"""Copies of staged weights on engines' hosts: whole or by what changed, always exactly what was staged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from miles_async.arguments import WeightsArguments
+from miles_async.errors import EngineError
+from miles_async.types import Incarnation, StagedWeights
+from miles_async.weights import host_copies
+from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.senders.object_store import ObjectStoreSender
+from miles_async.weights.staging import StagingOptions
+from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
+from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer
+
+FROZEN = "embed"  # a bucket of its own, which training leaves alone
+
+
+class FileTrainer(FakeTrainer):
+    """Weights of a few tensors that change a little with every version, really staged."""
+
+    def __init__(self, events: list[str], sender: ObjectStoreSender) -> None:
+        super().__init__(events)
+        self._sender = sender
+        self.sent_bytes: dict[str, int] = {}  # by file
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        shapes = {FROZEN: (100, 8), "a": (40, 8), "b": (40, 8), "c": (100, 8)}
+        tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        tensors["a"][:version] += 1
+        tensors["c"][7] -= version
+        return tensors
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        staged = self._sender.stage(version, self.weights(version).items())
+        return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=CANARY_LOGPROBS)
+
+    async def call_sender(
+        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
+    ) -> Any:
+        result = getattr(self._sender, method)(*arguments)
+        if method == "put_file":
+            self.sent_bytes[arguments[1]] = result[0].nbytes
+        return result
+
+
+class FileFleet(FakeFleet):
+    """Its engines have a host directory each, and hold the tensors of the files that they were told to load."""
+
+    def __init__(self, directory: Path, engines: Sequence[str]) -> None:
+        super().__init__([], joining=engines)
+        self.hosts = {engine: directory / engine for engine in engines}
+        self.tensors: dict[str, dict[str, torch.Tensor]] = {engine: {} for engine in engines}
+        self.loaded: dict[str, list[str]] = {}
+        for host in self.hosts.values():
+            host.mkdir()
+
+    def restart(self, engine: str) -> None:
+        """With an empty host directory, as any start of an engine."""
+        self.hosts[engine] = self.hosts[engine].with_name(f"{engine} again")
+        self.hosts[engine].mkdir()
+        self.tensors[engine].clear()
+        super().restart(engine)
+
+    async def on_host(
+        self, engines: Sequence[Incarnation], function: Any, arguments: Sequence[Any] = (), **_: Any
+    ) -> Any:
+        results: dict[Incarnation, Any] = {}
+        for engine in engines:
+            try:
+                results[engine] = self._error("host", engine) or function(self.hosts[engine.engine], *arguments)
+            except EngineError as error:
+                results[engine] = error
+        return results
+
+    async def load_files(self, directories: Any, version: int, flush_cache: bool) -> Any:
+        for engine, directory in directories.items():
+            if self._error("load", engine):
+                continue
+            files = in_directory(directory)
+            self.loaded[engine.engine] = [file.name for file in files]
+            for file in files:
+                self.tensors[engine.engine] |= load_file(file)
+        return await super().load_files(directories, version, flush_cache)
+
+
+def in_directory(directory: str) -> list[Path]:
+    return sorted(Path(directory).glob("*.safetensors"))
+
+
+class Setup:
+    def __init__(self, directory: Path, engines: int = 1, **flags: Any) -> None:
+        arguments = WeightsArguments(verify_weights="canary", **flags)
+        delta = None if arguments.weight_delta == "off" else arguments.weight_delta
+        options = StagingOptions(parent=directory / "staged", bucket_bytes=3200, delta=delta)  # type: ignore[arg-type]
+        self.sender = ObjectStoreSender(options, put=np.array)
+        self.fleet = FileFleet(directory, [f"engine-{index}" for index in range(engines)])
+        self.trainer = FileTrainer(self.fleet.events, self.sender)
+
+        def updater(*, repair: bool) -> FleetUpdater:
+            transport = choose_transport(arguments, self.trainer, self.fleet, "cpu", repair=repair)
+            return FleetUpdater(self.fleet, transport, arguments, tolerance=1e-3)
+
+        self.updater = updater(repair=False)
+        self.publisher = WeightPublisher(self.trainer, self.updater, arguments, repairs=updater(repair=True))
+
+    async def publish(self, version: int) -> float:
+        """The fraction sent; every serving engine holds exactly what was exported."""
+        self.trainer.sent_bytes.clear()
+        publication = await self.publisher.publish(version)
+        self.check(version)
+        return publication.sent_fraction
+
+    def check(self, version: int) -> None:
+        assert self.fleet.serving
+        for engine in self.fleet.serving:
+            found, expected = self.fleet.tensors[engine], self.trainer.weights(version)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected), engine
+
+
+@pytest.fixture(params=["disk", "object_store"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["xor", "overwrite"])
+def delta(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+BUCKETS = [f"bucket-0000{index}.safetensors" for index in range(3)]
+
+
+async def test_copies_are_gone_once_loaded(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engines=2, weight_transport="object_store")
+    for version in range(3):
+        assert await setup.publish(version) == 1
+        assert sorted(setup.trainer.sent_bytes) == BUCKETS
+    assert [list(host.iterdir()) for host in setup.fleet.hosts.values()] == [[], []]
+    setup.sender.close()
+
+
+async def test_engines_that_have_the_version_before_get_what_changed(
+    tmp_path: Path, transport: str, delta: str
+) -> None:
+    setup = Setup(tmp_path, engines=2, weight_transport=transport, weight_delta=delta)
+    assert await setup.publish(0) == 1
+    for version in (1, 2, 3):
+        fraction = await setup.publish(version)
+        assert 0 < fraction < 0.5
+        assert setup.fleet.loaded["engine-0"] == BUCKETS[1:], FROZEN
+        if transport == "object_store":
+            assert sum(setup.trainer.sent_bytes.values()) == pytest.approx(fraction * 8960)
+    assert [path.name for path in setup.fleet.hosts["engine-0"].iterdir()] == ["v0000003"]
+    setup.sender.close()
+
+
+async def test_an_engine_that_restarted_gets_everything_the_others_what_changed(tmp_path: Path, transport: str) -> None:
+    setup = Setup(tmp_path, engines=2, weight_transport=transport, weight_delta="xor")
+    await setup.publish(0)
+    await setup.publish(1)
+    setup.fleet.restart("engine-1")
+    assert await setup.publisher.repair() == ("engine-1",)
+    setup.check(1)
+    assert len(setup.fleet.loaded["engine-1"]) == 3
+    assert await setup.publish(2) < 0.5
+    setup.fleet.restart("engine-0")
+    assert 0.5 < await setup.publish(3) < 0.75
+    setup.sender.close()
+
+
+async def test_an_engine_that_restarts_after_its_host_got_what_changed_is_not_given_only_that(tmp_path: Path) -> None:
+    # covers: C8
+    setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta="xor")
+    await setup.publish(0)
+    plain = setup.fleet.pause
+
+    async def restart_meanwhile(engines: Any, mode: str) -> Any:
+        setup.fleet.restart("engine-0")
+        return await plain(engines, mode)
+
+    setup.fleet.pause = restart_meanwhile  # type: ignore[method-assign]
+    publication = await setup.publisher.publish(1)
+    setup.fleet.pause = plain  # type: ignore[method-assign]
+    assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
+    assert not setup.fleet.tensors["engine-0"]
+    assert setup.fleet.fenced == [], "the new start has done nothing wrong"
+    assert await setup.publisher.repair() == ("engine-0",)
+    setup.check(1)
+    setup.sender.close()
+
+
+async def test_a_version_that_was_skipped_is_sent_whole(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+    await setup.publish(0)
+    await setup.publish(1)
+    assert await setup.publish(5) == 1
+    assert await setup.publish(6) < 0.5
+    setup.sender.close()
+
+
+async def test_a_server_that_does_not_hold_what_its_host_has_gets_everything(tmp_path: Path) -> None:
+    """Its host was made ready for a publication that never reached it."""
+    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+    await setup.publish(0)
+    setup.fleet.versions["engine-0"] = -1
+    assert await setup.publish(1) == 1
+    setup.sender.close()
+
+
+async def test_a_host_that_lost_its_copy_gets_everything(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+    await setup.publish(0)
+    host_copies.discard(setup.fleet.hosts["engine-0"])
+    assert await setup.publish(1) == 1
+    setup.sender.close()
+
+
+async def test_weights_that_did_not_change_are_a_version_too(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+    setup.trainer.weights = lambda version: FileTrainer.weights(setup.trainer, 0)  # type: ignore[method-assign]
+    await setup.publish(0)
+    assert await setup.publish(1) == 0
+    assert setup.fleet.versions == {"engine-0": 1}
+    setup.sender.close()
+
+
+async def test_other_tensors_are_sent_whole(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+    await setup.publish(0)
+    weights = setup.trainer.weights(1) | {"c": torch.ones(50, 8)}
+    setup.trainer.weights = lambda version: weights  # type: ignore[method-assign]
+    assert await setup.publish(1) == 1
+    setup.sender.close()
+
+
+async def test_a_base_that_is_not_what_it_was_costs_that_engine(tmp_path: Path, delta: str) -> None:
+    # covers: C8
+    setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta=delta)
+    await setup.publish(0)
+    [base] = setup.fleet.hosts["engine-1"].glob("v*/bucket-00001.safetensors")
+    data = bytearray(base.read_bytes())
+    data[-1500] ^= 64  # in "a", in a row that does not change
+    base.write_bytes(data)
+    publication = await setup.publisher.publish(1)
+    assert (publication.engines, publication.fenced) == (("engine-0",), ("engine-1",))
+    assert "made from version 0 and what changed: expected digest" in setup.updater.last_loss
+    setup.check(1)
+    setup.sender.close()

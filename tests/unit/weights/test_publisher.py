@@ -1,0 +1,378 @@
+"""Publication is all-or-nothing (C8), seen as the order of calls that reach trainer and engines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from miles_async.arguments import WeightsArguments
+from miles_async.errors import EngineError, PublicationError
+from miles_async.types import HeldPart, HeldWeights, StagedWeights, TensorShare
+from miles_async.weights.publisher import WeightPublisher
+from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.update import FleetUpdater
+from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, ids
+
+
+def make(fleet: FakeFleet, engines_timeout: float = 10.0, senders: int = 1, **flags: object) -> WeightPublisher:
+    trainer, arguments = FakeTrainer(fleet.events, senders=senders), WeightsArguments(**flags)
+
+    def updater(name: str, *, repair: bool = False) -> FleetUpdater:
+        return FleetUpdater(
+            fleet,
+            choose_transport(arguments, trainer, fleet, "cpu", name=name, repair=repair),
+            arguments,
+            tolerance=1e-3,
+            engines_timeout=engines_timeout,
+            poll_seconds=0.01,
+        )
+
+    return WeightPublisher(trainer, updater("weights"), arguments, repairs=updater("repairs", repair=True))
+
+
+async def test_order_of_a_publication() -> None:
+    # covers: C8, R4
+    fleet = FakeFleet([])
+    publication = await make(fleet).publish(0)
+    assert fleet.events == [
+        "stage 0", "probe", "open 2", "connect", "pause retract", "flush", "begin",
+        "send 0/0", "receive t0", "load 0/1", "send 0/1", "receive t1", "end", "digests", "resume", "score", "admit 0",
+    ]  # fmt: skip
+    assert publication.engines == ("engine-0",)
+    assert publication.fenced == ()
+    assert fleet.serving == ["engine-0"]
+
+
+async def test_senders_take_turns_each_in_a_group_of_its_own() -> None:
+    # covers: C8
+    fleet = FakeFleet([])
+    publisher = make(fleet, senders=2)
+    await publisher.publish(0)
+    assert fleet.events[2:] == [
+        "open 2 by 0", "connect", "open 2 by 1", "connect", "pause retract", "flush", "begin",
+        "send 0/0 by 0", "receive t0", "load 0/1 by 1", "send 0/1 by 1", "receive t1", "end",
+        "digests", "resume", "score", "admit 0",
+    ]  # fmt: skip
+    assert len(fleet.groups) == 2
+    await publisher.close()
+    assert not fleet.groups
+
+
+async def test_rolling_brings_engines_to_the_weights_a_few_at_a_time() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    publisher = make(fleet, publish_order="rolling", rolling_engines=2)
+    await publisher.publish(0)
+    assert "open 4" in fleet.events, "nobody generates yet: all at once"
+    fleet.joining.append("engine-3")
+    portions, plain = [], fleet.pause
+
+    async def watch(engines: Any, mode: str) -> Any:
+        portions.append(tuple(map(str, engines)))
+        return await plain(engines, mode)
+
+    fleet.pause = watch  # type: ignore[method-assign]
+    for version in (1, 2):
+        fleet.events.clear()
+        publication = await publisher.publish(version)
+        assert publication.engines == tuple(e for portion in portions for e in portion)
+        assert fleet.events.count(f"stage {version}") == 1
+        assert not fleet.paused
+        portions, last = [], portions
+    assert last == [("engine-0", "engine-1"), ("engine-2", "engine-3")]
+    fleet.events.clear()
+    await publisher.publish(3)
+    assert "connect" not in fleet.events, "a process group per portion, kept"
+
+
+async def test_rolling_loses_only_who_fails() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    publisher = make(fleet, publish_order="rolling")
+    await publisher.publish(0)
+    fleet.logprobs["engine-1"] = (-9.0, -9.0)
+    publication = await publisher.publish(1)
+    assert (publication.engines, publication.fenced) == (("engine-0", "engine-2"), ("engine-1",))
+
+
+async def test_in_place_flushes_who_joins_and_nobody_else() -> None:
+    # covers: M11
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    publisher = make(fleet, pause_generation_mode="in_place")
+    await publisher.publish(0)
+    assert "flush" in fleet.events, "a server that was attached may hold what others left in it"
+    fleet.events.clear()
+    await publisher.publish(1)
+    assert "pause in_place" in fleet.events
+    assert "flush" not in fleet.events
+
+
+async def test_group_is_kept_while_engines_stay_the_same() -> None:
+    fleet = FakeFleet([])
+    publisher = make(fleet)
+    await publisher.publish(0)
+    await publisher.publish(1)
+    assert fleet.events.count("connect") == 1
+    fleet.joining.append("engine-1")
+    await publisher.publish(2)
+    assert fleet.events.count("connect") == 2
+    assert "open 3" in fleet.events
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "probe",
+        "connect",
+        "pause retract",
+        "flush",
+        "begin",
+        "receive t0",
+        "receive t1",
+        "end",
+        "digests",
+        "resume",
+        "admit 3",
+    ],
+)
+@pytest.mark.parametrize("senders", [1, 2])
+async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str, senders: int) -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    fleet.faults[step] = {"engine-1"}
+    publication = await make(fleet, senders=senders).publish(3)
+    for engine in fleet.serving:
+        assert sum(engine in members for members in fleet.groups.values()) == senders
+    assert set(publication.engines) == {"engine-0", "engine-2"}
+    assert fleet.fenced == ["engine-1"]
+    assert fleet.serving == ["engine-0", "engine-2"]
+    assert not fleet.paused & {"engine-0", "engine-2"}
+    assert not fleet.sessions
+    for engine in ("engine-0", "engine-2"):
+        assert fleet.complete[engine] == ["t0", "t1"], "a part of the weights is not enough"
+
+
+async def test_a_group_that_broke_by_itself_costs_no_engine() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    plain, broken = fleet.receive_bucket, []
+
+    async def break_once(engines: Any, *rest: Any) -> Any:
+        if not broken:
+            broken.append(True)
+            return {engine: EngineError("connection closed by peer") for engine in engines}
+        return await plain(engines, *rest)
+
+    fleet.receive_bucket = break_once  # type: ignore[method-assign]
+    publication = await make(fleet).publish(3)
+    assert set(publication.engines) == {"engine-0", "engine-1"}
+    assert publication.fenced == ()
+
+
+async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
+    # covers: C8, C10
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    plain = fleet.receive_bucket
+
+    async def hang(engines: Any, *rest: Any) -> Any:
+        if "engine-1" in ids(engines):
+            await asyncio.sleep(0.05)  # the fleet's own deadline
+            return {engine: EngineError("no answer within 0.05 s") for engine in engines}
+        return await plain(engines, *rest)
+
+    fleet.receive_bucket = hang  # type: ignore[method-assign]
+    publication = await make(fleet, publication_timeout=5.0).publish(3)
+    assert publication.engines == ("engine-0",)
+    assert fleet.fenced == ["engine-1"]
+
+
+async def test_engine_that_answers_with_the_old_version_is_fenced() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    fleet.labels["engine-1"] = "4"
+    publication = await make(fleet).publish(5)
+    assert publication.fenced == ("engine-1",)
+
+
+@pytest.mark.parametrize("logprobs", [(-1.0, -2.1), (-1.0, float("nan")), (-1.0,)])
+async def test_canary_that_disagrees_fences(logprobs: tuple[float, ...]) -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    fleet.logprobs["engine-0"] = logprobs
+    publication = await make(fleet).publish(1)
+    assert publication.fenced == ("engine-0",)
+    assert fleet.serving == ["engine-1"]
+
+
+async def test_without_any_engine_it_says_so_at_the_deadline_and_why() -> None:
+    # covers: C10
+    fleet = FakeFleet([], joining=("engine-0",))
+    fleet.faults["pause retract"] = {"engine-0"}
+    with pytest.raises(PublicationError, match=r"waited 0.05 s for an engine.*engine-0 was lost: pausing.*refused"):
+        await make(fleet, engines_timeout=0.05).publish(2)
+
+
+async def test_update_that_takes_too_long_says_where_it_was() -> None:
+    # covers: C10
+    fleet = FakeFleet([])
+
+    async def hang(engines: Any) -> Any:
+        await asyncio.sleep(60)
+
+    fleet.flush_cache = hang  # type: ignore[method-assign]
+    with pytest.raises(PublicationError, match=r"version 2.*--publication-timeout.*pausing"):
+        await make(fleet, publication_timeout=0.05).publish(2)
+    assert not fleet.paused, "engines go on whatever happens"
+
+
+async def test_repair_touches_joining_engines_only_and_uses_the_served_version() -> None:
+    fleet = FakeFleet([])
+    publisher = make(fleet)
+    await publisher.publish(7)
+    fleet.events.clear()
+    fleet.joining = ["engine-1"]
+    assert await publisher.repair() == ("engine-1",)
+    assert fleet.events[0] != "stage 7"
+    assert fleet.versions == {"engine-0": 7, "engine-1": 7}
+    assert fleet.serving == ["engine-0", "engine-1"]
+
+
+async def test_an_engine_that_was_lost_in_a_repair_is_named_when_none_is_left() -> None:
+    # covers: C10
+    fleet = FakeFleet([])
+    publisher = make(fleet, engines_timeout=0.05)
+    await publisher.publish(0)
+    fleet.serving, fleet.joining = [], ["engine-1"]
+    fleet.faults["flush"] = {"engine-1"}
+    assert await publisher.repair() == ()
+    with pytest.raises(
+        PublicationError, match=r"waited 0.05 s for an engine.*engine-1 was lost: flush_cache: .*refused"
+    ):
+        await publisher.publish(1)
+
+
+async def test_what_is_staged_and_not_delivered_repairs_nobody() -> None:
+    fleet = FakeFleet([])
+    publisher = make(fleet)
+    await publisher.publish(7)
+    await publisher.stage(8)
+    fleet.joining = ["engine-1"]
+    assert await publisher.repair() == ("engine-1",)
+    assert fleet.versions == {"engine-0": 7, "engine-1": 7}
+    assert (await publisher.deliver(8)).engines == ("engine-0", "engine-1")
+    assert fleet.versions == {"engine-0": 8, "engine-1": 8}
+
+
+async def test_lag_sends_the_weights_of_earlier_versions_under_their_own_name() -> None:
+    fleet = FakeFleet([])
+    publisher = make(fleet, debug_publication_lag=2)
+    sent = [(await publisher.publish(version)).sent_version for version in range(5)]
+    assert sent == [0, 0, 0, 1, 2]
+
+
+# ------------------------------------------------------------------------- transports of independent engines
+async def test_order_of_a_publication_by_files() -> None:
+    # covers: C8, P4
+    fleet = FakeFleet([])
+    publication = await make(fleet, weight_transport="disk").publish(0)
+    assert fleet.events == [
+        "stage 0", "probe", "host expect_staged", "pause retract", "flush", "load ['staged/0']", "digests",
+        "resume", "score", "admit 0",
+    ]  # fmt: skip
+    assert publication.engines == ("engine-0",)
+    assert (publication.total_bytes, publication.sent_fraction) == (16, 1.0)
+
+
+@pytest.mark.parametrize(
+    "step", ["probe", "host expect_staged", "pause retract", "flush", "load ['staged/3']", "resume"]
+)
+async def test_engine_that_fails_alone_is_fenced_alone(step: str) -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    fleet.faults[step] = {"engine-1"}
+    publication = await make(fleet, weight_transport="disk").publish(3)
+    assert fleet.serving == ["engine-0", "engine-2"]
+    assert publication.fenced == ("engine-1",)
+    assert not fleet.paused & {"engine-0", "engine-2"}
+    assert fleet.events.count("load ['staged/3']") == 1, "the others have everything already"
+
+
+# --------------------------------------------------------------------------------------- --verify-weights full
+async def test_digests_are_compared_before_anybody_goes_on() -> None:
+    # covers: C8
+    fleet = FakeFleet([])
+    await make(fleet, verify_weights="full").publish(0)
+    assert fleet.events[-5:] == ["end", "digests", "resume", "score", "admit 0"]
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+async def test_engine_that_holds_something_else_is_fenced_and_nothing_is_committed_for_it(transport: str) -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    wrong = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest="ff")
+    fleet.held["engine-0"] = HeldWeights(parts={"t0": (wrong,), "t1": (wrong,)})
+    publisher = make(fleet, weight_transport=transport, verify_weights="full")
+    publication = await publisher.publish(1)
+    assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
+    assert fleet.serving == ["engine-1"]
+    assert "t0 has other elements than were sent (and 1 more)" in publisher._engines.last_loss
+
+
+async def test_tensors_that_are_skipped_may_differ() -> None:
+    # covers: M17
+    fleet = FakeFleet([])
+    right = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
+    fleet.held["engine-0"] = HeldWeights(parts={"t1": (right,)})
+    publication = await make(fleet, verify_weights="full", verify_weights_skip=("t0", "rotary")).publish(1)
+    assert publication.engines == ("engine-0",)
+
+
+async def test_a_sample_visits_every_tensor_and_who_joins_is_compared_whole() -> None:
+    # covers: C8
+    fleet = FakeFleet([])
+    publisher = make(fleet, verify_weights="sample", verify_weights_shares=3)
+    counts = []
+    for version in range(3):
+        if version == 2:
+            fleet.joining.append("engine-1")
+        counts.append((await publisher.publish(version)).compared_tensors)
+    first, *_ = fleet.shares
+    assert first == TensorShare(), "it joined"
+    assert fleet.shares[1:] == [TensorShare(1, 3), TensorShare(2, 3), TensorShare()]
+    expected = [sum(share.includes(name) for name in ("t0", "t1")) for share in (TensorShare(1, 3), TensorShare(2, 3))]
+    assert counts == [2, *expected]
+
+
+async def test_what_was_not_compared_is_told_once_and_counted() -> None:
+    # covers: M16
+    fleet = FakeFleet([])
+    right = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
+    fleet.held["engine-0"] = HeldWeights(parts={"t0": (), "t1": (right,)}, other_form=("t0",))
+    publisher = make(fleet)
+    with capture_logs() as logs:
+        publications = [await publisher.publish(version) for version in range(2)]
+    assert [(p.compared_tensors, p.incomparable_tensors) for p in publications] == [(1, 1)] * 2
+    assert [log["first"] for log in logs if "can't be compared" in log["event"]] == [("t0",)]
+
+
+@pytest.mark.parametrize("mode", ["canary", "full"])
+async def test_a_canary_that_tells_no_versions_apart_says_so(mode: str) -> None:
+    # covers: C8
+    fleet = FakeFleet([])
+    publisher = make(fleet, verify_weights=mode)
+    stage = publisher._trainer.stage_weights
+
+    async def with_previous(version: int) -> StagedWeights:
+        staged = await stage(version)
+        return msgspec.structs.replace(staged, previous_canary_logprobs=staged.canary_logprobs)
+
+    publisher._trainer.stage_weights = with_previous  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        publication = await publisher.publish(4)
+    assert publication.canary_undecided == ("engine-0",)
+    told = [log for log in logs if "could not distinguish this version" in log["event"]]
+    assert len(told) == (mode == "canary"), "digests have told them apart"

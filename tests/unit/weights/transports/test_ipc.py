@@ -1,0 +1,122 @@
+"""Buckets by handle: what SGLang may unpickle, and what it then finds. The device is pretended; CUDA is not tested."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import importlib.util
+import io
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from miles_async.arguments import WeightsArguments
+from miles_async.errors import ConfigurationError
+from miles_async.weights.senders.ipc import IpcSender, handles
+from miles_async.weights.staging import StagingOptions
+from miles_async.weights.transports.choice import check_device, choose_transport
+from tests.fakes.fake_sides import FakeFleet, FakeTrainer
+
+WEIGHTS = {"wide": torch.arange(6.0).reshape(2, 3), "narrow": torch.arange(5).to(torch.bfloat16)}
+
+
+@pytest.fixture
+def device_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Handle → tensor; torch's reductions as they are for a tensor on a GPU whose index here is 3."""
+    memory: dict[str, torch.Tensor] = {}
+
+    def reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
+        memory[handle := f"handle {len(memory)}"] = tensor
+        storage = (torch.storage.UntypedStorage, tensor.dtype, 3, handle, 4096, 0, b"counter", 0, b"event", True)
+        return reductions.rebuild_cuda_tensor, (type(tensor), tensor.size(), tensor.stride(), 0, *storage, False)
+
+    class Properties:
+        uuid = "uuid of GPU 3"
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: {3: Properties}[index])
+    return memory
+
+
+def share(tmp_path: Path) -> tuple[IpcSender, str]:
+    sender = IpcSender(StagingOptions(parent=tmp_path, bucket_bytes=1000), device=torch.device("cpu"))
+    sender.stage(0, WEIGHTS.items())
+    return sender, sender.share_bucket("g", 0, 0)
+
+
+def as_sglang_does(payload: str, memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """deserialize_own_rank and _update_weights_from_flattened_bucket, but for the device."""
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            assert (module, name) in allowed_by_sglang()
+            if name == "rebuild_cuda_tensor":
+                return self._rebuild
+            return super().find_class(module, name)
+
+        def _rebuild(self, *arguments: Any) -> torch.Tensor:
+            assert arguments[6] == "uuid of GPU 3"
+            return memory[arguments[7]]
+
+    bucket = Unpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+    data = bucket["flattened_tensor"]
+    return {m.name: data[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in bucket["metadata"]}
+
+
+def test_an_engine_finds_the_tensors(tmp_path: Path, device_memory: dict[str, torch.Tensor]) -> None:
+    sender, payload = share(tmp_path)
+    found = as_sglang_does(payload, device_memory)
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], WEIGHTS[name]) and found[name].dtype == WEIGHTS[name].dtype for name in found)
+    sender.close()
+
+
+@cache
+def allowed_by_sglang() -> set[tuple[str, str]]:
+    """SafeUnpickler.ALLOWED_GLOBALS, from the source: importing it takes a server's environment."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.origin is not None
+    tree = ast.parse((Path(package.origin).parent / "srt" / "utils" / "common.py").read_text())
+    [unpickler] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "SafeUnpickler"]
+    [allowed] = [n for n in unpickler.body if isinstance(n, ast.Assign) and n.targets[0].id == "ALLOWED_GLOBALS"]  # type: ignore[attr-defined]
+    return ast.literal_eval(allowed.value)
+
+
+def test_a_tensor_of_this_process_goes_the_usual_way() -> None:
+    from miles_async.types import TensorMeta
+
+    data = torch.arange(4, dtype=torch.uint8)
+    found = pickle.loads(base64.b64decode(handles(data, [TensorMeta("w", "uint8", (4,))])))
+    assert torch.equal(found["flattened_tensor"], data)
+
+
+async def test_buckets_are_shared_one_at_a_time_and_released() -> None:
+    class Trainer(FakeTrainer):
+        async def call_sender(self, method: str, arguments: Any = (), **_: Any) -> Any:
+            self.events.append(" ".join(map(str, (method, *arguments))))
+            return f"bucket {arguments[2]}" if method == "share_bucket" else None
+
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    trainer = Trainer(fleet.events)
+    arguments = WeightsArguments(weight_transport="ipc")
+    transport = choose_transport(arguments, trainer, fleet, "cuda")
+    staged = await trainer.stage_weights(4)
+    fleet.faults["open bucket 1"] = {"engine-1"}
+    errors = await transport.deliver(staged, (await fleet.members()).joining)
+    assert [str(engine) for engine, error in errors.items() if error] == ["engine-1"]
+    assert fleet.events[1:] == [
+        "begin", "share_bucket weights 4 0", "open bucket 0", "share_bucket weights 4 1", "open bucket 1",
+        "release weights", "end",
+    ]  # fmt: skip
+
+
+def test_a_run_without_gpus_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"--weight-transport ipc .* device is cpu: use distributed"):
+        check_device(WeightsArguments(weight_transport="ipc"), "cpu")
+    check_device(WeightsArguments(weight_transport="disk"), "cpu")

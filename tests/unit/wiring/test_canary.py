@@ -1,0 +1,63 @@
+"""The text of the canary: what the run's prompts begin with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.arguments.data import DataArguments
+from miles_async.arguments.parser import parse_arguments
+from miles_async.prompts.source import FilePromptSource
+from miles_async.wiring.canary import Canary
+from miles_async.wiring.rollout_process import canary_length
+
+
+def canary(folder: Path, config: dict[str, Any], max_tokens: int = 1000) -> Canary:
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = [{"prompt": letter * 100, "label": ""} for letter in "abcdefg"]
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = FilePromptSource(DataArguments(prompt_data=path), lambda text: str(text).encode())
+    return Canary(source, folder, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "max_tokens", "length"),
+    [
+        ({"vocab_size": 256}, 1000, 256),
+        ({"vocab_size": 256, "max_position_embeddings": 64}, 1000, 32),
+        ({"text_config": {"vocab_size": 256, "max_position_embeddings": 512}}, 130, 130),
+    ],
+)
+async def test_the_first_prompts_as_far_as_model_and_trainer_take_them(
+    tmp_path: Path, config: dict[str, Any], max_tokens: int, length: int
+) -> None:
+    # covers: C8
+    tokens = await canary(tmp_path, config, max_tokens).tokens()
+    assert bytes(tokens) == (b"a" * 100 + b"b" * 100 + b"c" * 100)[:length]
+
+
+@pytest.mark.parametrize(
+    ("flags", "length"),
+    [
+        ((), 8192),
+        (("--max-tokens-per-gpu", "300"), 300),
+        (("--sglang-mem-fraction-static", "0.5", "--sglang-context-length", "200"), 100),
+    ],
+)
+def test_flags_that_bound_it(flags: tuple[str, ...], length: int) -> None:
+    arguments = parse_arguments(["--hf-checkpoint", "m", *flags]).arguments
+    assert canary_length(arguments) == length
+
+
+def test_every_group_that_gets_weights_bounds_it(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(
+        "[groups.train.sglang]\ncontext-length = 300\n"
+        '[groups.judge]\nrole = "frozen"\nsglang = { context-length = 20 }\n'
+    )
+    flags = ["--hf-checkpoint", "m", "--server-groups", str(fleet), "--sglang-context-length", "400"]
+    assert canary_length(parse_arguments(flags).arguments) == 150

@@ -1,0 +1,121 @@
+"""How a run ends as a command: its first error surfaces, and its summary says what was done."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.arguments import Arguments, ClusterArguments, ModelArguments, ObservabilityArguments
+from miles_async.errors import ConfigurationError, SummaryError, TrainerError
+from miles_async.runtime.run_process import MARK
+from miles_async.wiring import driver as train
+
+# covers: C10
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arguments:
+    monkeypatch.setenv(MARK, "")  # restored at the end: this process is no run
+    return Arguments(
+        cluster=ClusterArguments(device="cpu"),
+        model=ModelArguments(hf_checkpoint=tmp_path / "model"),
+        observability=ObservabilityArguments(run_dir=tmp_path / "run"),
+    )
+
+
+def ends_with(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
+    """Have every run end at once, in this way."""
+
+    async def main(self: train.Run, all_is_up: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(train.Run, "main", main)
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"), [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (TrainerError("x"), "failed")]
+)
+def test_the_summary_says_how_it_ended(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, ending: str
+) -> None:
+    ends_with(monkeypatch, error)
+    if ending == "failed":
+        with pytest.raises(TrainerError):
+            train.run(arguments)
+    else:
+        assert train.run(arguments) == {"finished": 0, "interrupted": 130}[ending]
+    summary = json.loads((arguments.observability.run_dir / "summary.json").read_text())
+    assert summary["ending"] == ending
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_the_error(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_with(monkeypatch, TrainerError("rank 1 died"))
+    monkeypatch.setattr(train, "write_summary", full_disk)
+    with pytest.raises(TrainerError, match="rank 1 died"):
+        train.run(arguments)
+
+
+def test_an_interrupted_run_without_a_summary_is_interrupted(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_with(monkeypatch, KeyboardInterrupt())
+    monkeypatch.setattr(train, "write_summary", full_disk)
+    assert train.run(arguments) == train.EXIT_INTERRUPTED
+
+
+def test_a_finished_run_without_a_summary_says_so(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_with(monkeypatch, None)
+    monkeypatch.setattr(train, "write_summary", full_disk)
+    with pytest.raises(SummaryError, match=r"the run has finished, and its summary cannot be written: .*No space left"):
+        train.run(arguments)
+
+
+def test_a_plot_that_cannot_be_drawn_costs_nothing(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_with(monkeypatch, None)
+    monkeypatch.setattr(train, "plot_run", full_disk)
+    monkeypatch.setattr(train.RunSummary, "finish", lambda *_, **__: {"steps": 3})
+    assert train.run(arguments) == 0
+
+
+def test_a_directory_that_cannot_be_written_is_named(arguments: Arguments, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    below = replace(arguments, observability=ObservabilityArguments(run_dir=tmp_path / "file" / "run"))
+    with pytest.raises(ConfigurationError, match=f"--run-dir {tmp_path / 'file' / 'run'}: "):
+        train.run(below)
+
+
+def test_a_last_resort_ends_the_process_even_without_a_run_directory(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class EndedError(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise EndedError(status)
+
+    monkeypatch.setattr("os._exit", end)
+    run = train.Run(arguments, tmp_path / "removed", tmp_path / "control")
+    with pytest.raises(EndedError) as ended:
+        run.end_at_once(False, "Ray has ended")
+    assert ended.value.args == (train.EXIT_FAILED,)
+
+
+def test_a_directory_for_temporary_files_that_cannot_be_written_is_named(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(train, "temporary_parent", lambda: tmp_path / "file" / "tmp")
+    with pytest.raises(ConfigurationError, match=rf"temporary files \(TMPDIR\): .*{tmp_path / 'file' / 'tmp'}"):
+        train.run(arguments)
