@@ -9,7 +9,7 @@ import structlog
 from miles_async.engines.registry import EngineRecord, EngineState
 from miles_async.engines.stack import EngineStack
 from miles_async.errors import EngineError
-from miles_async.runtime.together import together
+from miles_async.runtime.tasks import gathered
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +19,7 @@ class FrozenEngines(EngineStack):
 
     async def supervise(self) -> None:
         """As ``EngineStack.supervise``; also routes requests to engines that came up."""
-        await together(super().supervise(), self._admit())
+        await gathered(super().supervise(), self._admit())
 
     async def _admit(self) -> NoReturn:
         while True:

@@ -24,8 +24,7 @@ from miles_async.engines.router_metrics import RouterMetrics
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime.addresses import node_host
-from miles_async.runtime.cleanup import afterwards, quietly
-from miles_async.runtime.together import together
+from miles_async.runtime.tasks import afterwards, gathered, quietly
 
 
 class EngineStack:
@@ -92,14 +91,14 @@ class EngineStack:
     async def start(self) -> None:
         """Router and engines up; engines ``joining``. Raises EngineStartError, having stopped everything."""
         try:
-            await together(self.router.start(), self.supervisor.start())
+            await gathered(self.router.start(), self.supervisor.start())
         except BaseException:
             await quietly(self.stop())
             raise
 
     async def supervise(self) -> None:
         """Keeps router and engines alive until cancelled; see ``EngineSupervisor.supervise``."""
-        await together(self.supervisor.supervise(), self._router_metrics.run())
+        await gathered(self.supervisor.supervise(), self._router_metrics.run())
 
     async def wait_for_joining(self) -> None:
         """Until at least one engine waits for weights."""

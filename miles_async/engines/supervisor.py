@@ -23,8 +23,7 @@ from miles_async.engines.restarts import RestartBudget
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import EngineApi
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
-from miles_async.runtime.cleanup import quietly
-from miles_async.runtime.together import together
+from miles_async.runtime.tasks import gathered, quietly
 
 log = structlog.get_logger(__name__)
 
@@ -93,7 +92,7 @@ class EngineSupervisor:
         none has come up, the next failure ends it: the reason is one that stays, such as the model.
         """
         try:
-            await together(*map(self._start_at_first, self._registry.engines.values()))
+            await gathered(*map(self._start_at_first, self._registry.engines.values()))
         except BaseException:
             await quietly(self.stop())
             raise

@@ -22,9 +22,9 @@ from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
-from miles_async.runtime.cleanup import afterwards
 from miles_async.runtime.clock import now
 from miles_async.runtime.stall_report import waiting_tasks
+from miles_async.runtime.tasks import afterwards
 from miles_async.seams import PromptSource
 from miles_async.staleness.ledger import Ledger
 from miles_async.types import Group, PreparedBatch, TrainShard

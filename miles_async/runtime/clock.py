@@ -1,4 +1,4 @@
-"""The clock of everything that runs on an event loop: monotonic seconds, virtual ones in a simulation."""
+"""The event loop's clock: monotonic seconds, virtual in a simulation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def now() -> float:
-    """Seconds on the running loop's clock; only differences mean something."""
+    """Seconds on the running loop's clock; only differences are meaningful."""
     return asyncio.get_running_loop().time()
 
 

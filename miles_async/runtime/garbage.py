@@ -1,10 +1,10 @@
-"""When Python looks for cycles of garbage.
+"""Garbage-collector tuning.
 
-By default whenever 700 objects more are alive than were at the last look. What it then looks through is all that was
-made since and is still alive: with a thousand requests in flight 100,000 objects that only wait, which stops the event
-loop for 30 to 70 ms several times per training step, and 0.2 s with the 400,000 that the rollout process imported
-(``tests/benchmarks/loop_lag.py``). It finds next to nothing: our tasks leave no cycles when they end. So it looks when
-many more objects are alive than before, which in a steady state is never, and after a leak of cycles is soon enough.
+By default Python collects whenever 700 more objects are alive than after the last collection, and traverses every
+object made since. With a thousand requests in flight that is 100,000 objects, which stops the event loop for 30 to
+70 ms several times per training step, and for 0.2 s with the 400,000 that the rollout process imported
+(``tests/benchmarks/loop_lag.py``). It finds next to nothing, since our tasks leave no cycles. With high thresholds a
+collection never runs in a steady state, and still runs soon enough after a leak of cycles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ THRESHOLDS = (100_000, 10, 10)
 
 
 def settle() -> None:
-    """To be called when a process has started up: what it holds by now is never looked at again, the rest rarely."""
+    """Call once a process has started up: exempt all objects alive now from collection, and collect rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -25,7 +25,7 @@ def settle() -> None:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Inside, Python looks rarely."""
+    """Collect rarely inside the context."""
     before = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
     try:

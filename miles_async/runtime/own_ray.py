@@ -1,4 +1,4 @@
-"""Whether the Ray cluster that this process started still lives."""
+"""Liveness of the Ray cluster that this process started."""
 
 from __future__ import annotations
 

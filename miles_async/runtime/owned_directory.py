@@ -1,5 +1,5 @@
-"""A directory for temporary files that is gone when its owner is: at its end, or, if it was killed, when the next one
-is made in the same place or ``miles-async stop`` is called.
+"""Temporary directories that go with their owner: when it ends, or, if it was killed, when the next one is made in the
+same place or ``miles-async stop`` runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""HTTP proxies of the environment (http_proxy and its kin) are for the outside: processes of a run talk to each other
-directly, whatever the environment says.
+"""Keep the environment's HTTP proxies (http_proxy and its kin) out of traffic between processes of a run.
 
-aiohttp asks no proxy unless it is told to (``trust_env``), which nothing of ours does. What reads the environment is
-others' code: smg, SGLang, and the clients of agents and hooks.
+aiohttp ignores proxies unless told otherwise (``trust_env``), which nothing of ours does. Those that read the
+environment are smg, SGLang, and the clients of agents and hooks.
 """
 
 from __future__ import annotations

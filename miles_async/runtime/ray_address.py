@@ -1,4 +1,4 @@
-"""Which Ray cluster a run joins: that of ``--ray-address``, else that of ``RAY_ADDRESS``, else it starts its own."""
+"""The Ray cluster that a run joins: ``--ray-address``, else ``RAY_ADDRESS``; without either it starts its own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PROBE_SECONDS = 5.0
 
 
 def with_ray_address(cluster: ClusterArguments) -> ClusterArguments:
-    """The same arguments, with the address in force: None where the run starts a cluster of its own."""
+    """Return the arguments with the address in force; None if the run starts a cluster of its own."""
     address = cluster.ray_address or os.environ.get(VARIABLE) or None
     return replace(cluster, ray_address=None if address == "local" else address)
 
 
 def check_ray_address(address: str | None) -> None:
-    """Raise ConfigurationError if no cluster can be there: Ray itself would try for two minutes."""
+    """Raise ConfigurationError if no cluster answers there. Ray itself would try for two minutes."""
     if address is None or address == "auto":
         return
     advice = f"--ray-address {address} (or {VARIABLE}): expected host:port of a Ray cluster's head, "

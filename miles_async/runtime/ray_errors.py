@@ -1,4 +1,4 @@
-"""Ray's errors about processes that are gone, as one line."""
+"""One-line reasons from Ray's errors about dead processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _EXPLANATIONS = ("Some common causes", "Ray killed this worker", "Refer to the d
 
 
 def why_gone(error: Exception) -> str:
-    """How a process ended that a call was made to; ``error``: Ray's, and not that of the call itself."""
+    """Say how the called process ended. ``error`` is Ray's own, not one that the call raised."""
     from ray.exceptions import OutOfMemoryError  # here, since tools and tests use engines without Ray
 
     text = str(error)

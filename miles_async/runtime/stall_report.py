@@ -1,4 +1,4 @@
-"""What a run that came to a stop leaves behind: ``stall.txt``, who waits for whom in driver and manager (C10)."""
+"""Lines for ``stall.txt``: which tasks of a stalled run wait where (C10)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_TASKS = 50
 
 
 def waiting_tasks() -> list[str]:
-    """One line per task of the running loop: its name, and the call of ours that it waits in; most frequent first."""
+    """List the tasks of the running loop: name, and the project's innermost call it waits in; most frequent first."""
     counts: dict[str, int] = {}
     for task in asyncio.all_tasks():
         if task is not asyncio.current_task():

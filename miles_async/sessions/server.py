@@ -33,7 +33,7 @@ from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, NoRoomError, first_error
 from miles_async.runtime.clock import now
 from miles_async.runtime.serialization import decode, encode
-from miles_async.runtime.together import gathered
+from miles_async.runtime.tasks import gathered
 from miles_async.sessions import chat
 from miles_async.sessions.bodies import read_conversation, read_object
 from miles_async.sessions.chat_request import ChatRequest, read_request

@@ -21,8 +21,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from miles_async.api import Metrics
 from miles_async.errors import MilesAsyncError, StalledError, TrainerError
-from miles_async.runtime.cleanup import quietly
 from miles_async.runtime.ray_errors import why_gone
+from miles_async.runtime.tasks import quietly
 from miles_async.trainer.actor import (
     REPAIRS_THREAD,
     WEIGHTS_THREAD,

@@ -47,7 +47,6 @@ from miles_async.observability.summary_view import print_summary
 from miles_async.observability.tracker import CompositeTracker
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
 from miles_async.rollout.actor import RolloutProcess
-from miles_async.runtime.cleanup import afterwards
 from miles_async.runtime.control import ControlServer
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.last_resort import LastResort
@@ -57,6 +56,7 @@ from miles_async.runtime.ray_cluster import ray_cluster, worker_environment
 from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, claimed
 from miles_async.runtime.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
+from miles_async.runtime.tasks import afterwards
 from miles_async.seams import EngineFleet, RolloutSide
 from miles_async.trainer.group import TrainerGroup
 from miles_async.weights.publisher import WeightPublisher

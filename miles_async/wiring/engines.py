@@ -18,8 +18,7 @@ from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.cleanup import quietly
-from miles_async.runtime.together import together
+from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
 
 SEEDS_PER_GROUP = 10_000  # engine i of a group samples with the i-th
@@ -59,14 +58,14 @@ class RunEngines:
     async def start(self) -> None:
         """All up; raises what any of them raises, having stopped everything."""
         try:
-            await together(*(service.start() for service in self._services))
+            await gathered(*(service.start() for service in self._services))
         except BaseException:
             await quietly(self.stop())
             raise
 
     async def supervise(self) -> None:
         """Keeps all alive until cancelled; raises the first error of any."""
-        await together(*(service.supervise() for service in self._services))
+        await gathered(*(service.supervise() for service in self._services))
 
     async def stop(self) -> None:
         """End all processes, whatever one of them says to that."""

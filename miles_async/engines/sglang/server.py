@@ -25,9 +25,9 @@ from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.addresses import LOOPBACK, HeldPort, node_host
 from miles_async.runtime.child_process import ChildProcess
-from miles_async.runtime.cleanup import quietly
 from miles_async.runtime.owned_directory import OwnedDirectory, temporary_parent
-from miles_async.runtime.room import directory_with_room
+from miles_async.runtime.scratch import scratch_directory
+from miles_async.runtime.tasks import quietly
 
 _POLL_SECONDS = 0.2
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
@@ -116,7 +116,7 @@ class EngineServer:
         try:
             async with self._choosing_directory:
                 if self._directory is None:
-                    self._directory = await asyncio.to_thread(directory_with_room, room)
+                    self._directory = await asyncio.to_thread(scratch_directory, room)
             return await asyncio.to_thread(function, self._directory.path, *arguments)
         except Exception as error:  # supervision point: it costs this engine, not the run
             raise EngineError(f"{function.__name__} on its host: {type(error).__name__}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from miles_async.runtime.cleanup import afterwards
+from miles_async.runtime.tasks import afterwards
 from miles_async.seams import EngineErrors, EngineFleet, WeightSenders
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.transports.attempt import Attempt

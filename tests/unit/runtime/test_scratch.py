@@ -15,16 +15,16 @@ from types import SimpleNamespace
 import pytest
 
 from miles_async.runtime.owned_directory import OwnedDirectory
-from miles_async.runtime.room import directory_with_room
+from miles_async.runtime.scratch import scratch_directory
 
 GIB = 2**30
 
 CLAIMANT = """
 import sys, time
 from pathlib import Path
-from miles_async.runtime.room import directory_with_room
+from miles_async.runtime.scratch import scratch_directory
 
-print(directory_with_room(int(sys.argv[2]), memory=Path(sys.argv[1])).path, flush=True)
+print(scratch_directory(int(sys.argv[2]), memory=Path(sys.argv[1])).path, flush=True)
 time.sleep(60)
 """
 
@@ -51,23 +51,23 @@ def in_memory(directories: list[OwnedDirectory], memory: Path) -> int:
 
 def test_engines_that_choose_before_they_write_don_t_all_choose_memory(places: tuple[Path, Path]) -> None:
     memory, disk = places
-    chosen = [directory_with_room(3 * GIB, memory=memory) for _ in range(8)]
+    chosen = [scratch_directory(3 * GIB, memory=memory) for _ in range(8)]
     assert in_memory(chosen, memory) == 6, "6 · 3 GiB are claimed, and as much as one more is free"
     assert all(directory.path.parent == disk for directory in chosen[6:])
     chosen[0].remove()
-    chosen.append(directory_with_room(3 * GIB, memory=memory))
+    chosen.append(scratch_directory(3 * GIB, memory=memory))
     assert chosen[-1].path.parent == memory, "a claim goes with its directory"
-    assert directory_with_room(12 * GIB, memory=memory).path.parent == disk
+    assert scratch_directory(12 * GIB, memory=memory).path.parent == disk
 
 
 def test_what_is_used_of_a_claim_counts_once(places: tuple[Path, Path]) -> None:
     memory, _ = places
-    first = directory_with_room(2**20, memory=memory)
+    first = scratch_directory(2**20, memory=memory)
     (first.path / "v1").mkdir()
     (first.path / "v1" / "bucket").write_bytes(bytes(2**20))
     os.link(first.path / "v1" / "bucket", first.path / "v1" / "again")
     room = (23 * GIB - 3 * 2**20) // 2  # the links' bytes are counted twice by this test's usage()
-    assert directory_with_room(room, memory=memory).path.parent == memory
+    assert scratch_directory(room, memory=memory).path.parent == memory
 
 
 def test_claims_of_other_processes_count_until_they_die(places: tuple[Path, Path]) -> None:
@@ -78,12 +78,12 @@ def test_claims_of_other_processes_count_until_they_die(places: tuple[Path, Path
     claimed = Path(other.stdout.readline().strip())
     assert claimed.parent == memory
     (claimed / ".claim").write_text(str(20 * GIB))  # as one with as much memory would have
-    assert directory_with_room(2 * GIB, memory=memory).path.parent == disk
+    assert scratch_directory(2 * GIB, memory=memory).path.parent == disk
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     other.stdout.close()
-    assert directory_with_room(2 * GIB, memory=memory).path.parent == memory
+    assert scratch_directory(2 * GIB, memory=memory).path.parent == memory
 
 
 def test_without_memory_files_go_to_disk(places: tuple[Path, Path], tmp_path: Path) -> None:
-    assert directory_with_room(1, memory=tmp_path / "absent").path.parent == places[1]
+    assert scratch_directory(1, memory=tmp_path / "absent").path.parent == places[1]

@@ -1,7 +1,7 @@
-"""Where on a machine large temporary files go: into memory if there is room, else to disk.
+"""Scratch directories for large temporary files: in memory if there is room, else on disk.
 
-Processes that choose before any of them has written would all see the same free memory. So a choice is a claim, noted
-in the directory, which counts as far as it has not been used yet. One process of a machine chooses after another.
+Processes that choose before any of them has written would all see the same free memory. So each directory in memory
+notes how much it claims, unused claims count as taken, and processes of one machine choose one after another.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ MEMORY = Path("/dev/shm")
 _CLAIM = ".claim"  # bytes that the owner of a directory may come to use
 
 
-def directory_with_room(room: int, *, memory: Path = MEMORY) -> OwnedDirectory:
-    """For ``room`` bytes: in ``memory`` if that, and all that others have claimed, leaves at least as much of it free;
-    else on disk. Raises OSError.
+def scratch_directory(room: int, *, memory: Path = MEMORY) -> OwnedDirectory:
+    """Make a directory for ``room`` bytes: in ``memory`` if as much again stays free beside all claims, else on disk.
+
+    Raises OSError.
     """
     with suppress(OSError), _choosing(memory):
         sweep(memory)

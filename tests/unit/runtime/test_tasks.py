@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miles_async.errors import EngineError, TrainerError
-from miles_async.runtime.cleanup import afterwards, quietly
+from miles_async.runtime.tasks import afterwards, quietly
 
 # covers: C10
 

@@ -1,0 +1,45 @@
+"""Structured concurrency with one rule: the first error is the one that surfaces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import structlog
+
+from miles_async.errors import first_error
+
+Result = TypeVar("Result")
+
+log = structlog.get_logger(__name__)
+
+
+async def gathered(*work: Coroutine[object, object, Result]) -> list[Result]:
+    """Run coroutines concurrently; return results in order. The first error cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as scope:
+            tasks = [scope.create_task(part) for part in work]
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+    return [task.result() for task in tasks]
+
+
+async def quietly(cleanup: Awaitable[object]) -> None:
+    """Await ``cleanup`` while another error propagates; an error of the cleanup is only logged."""
+    try:
+        await cleanup
+    except Exception as error:  # supervision point: the error before it must surface
+        log.warning("cleaning up after an error failed, too", error=repr(error))
+
+
+@asynccontextmanager
+async def afterwards(cleanup: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Await ``cleanup()`` on exit. Its error is raised only if the body raised none."""
+    try:
+        yield
+    except BaseException:
+        await quietly(cleanup())
+        raise
+    await cleanup()
