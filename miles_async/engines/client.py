@@ -25,17 +25,17 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import numpy as np
 import structlog
 
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.sglang.answers import PACK, read_answer
 from miles_async.engines.sglang.api import EngineApi
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.runtime.clock import now
 from miles_async.runtime.turns import Turns
-from miles_async.types import FinishReason, Generation, VersionSpan
+from miles_async.types import Generation, VersionSpan
 
 log = structlog.get_logger(__name__)
 
@@ -57,35 +57,14 @@ at dispatch, tokens that the engine may have in flight) → spans. Raises Versio
 """
 
 
-class _Finish(msgspec.Struct):
-    type: str
-    message: str | None = None
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: _Finish
-    prompt_tokens: int = 0  # absent where a request was aborted before it had begun
-    cached_tokens: int = 0
-    weight_version: Any = None  # what it is worth is judged by ParseVersions
-    weight_versions: Any = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
-
-
-class _Reply(msgspec.Struct):
-    output_ids: list[int]
-    meta_info: _Meta
-
-
-class _Answer(msgspec.Struct, frozen=True):
+class _Response(msgspec.Struct, frozen=True, kw_only=True):
     """One answered request."""
 
+    status: int
     body: bytes
+    content_type: str
     engine_url: str
     dispatch_version: int
-
-
-_decoder = msgspec.json.Decoder(_Reply)
-_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class RouterClient:
@@ -165,10 +144,10 @@ class RouterClient:
     ) -> Generation:
         for _ in range(_ABORTS):
             await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
-            answer = await self._request(input_ids, sampling, routing_key, tried)
+            response = await self._request(input_ids, sampling, routing_key, tried)
             await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
-            await self._verified(answer.engine_url)
-            generation = self._generation(answer)
+            await self._verified(response.engine_url)
+            generation = self._generation(response)
             if self._keep_aborted or generation.finish_reason != "abort":
                 return generation
         raise TransientEngineError(f"{generation.engine_id} aborted a request {_ABORTS} times in a row")
@@ -186,7 +165,7 @@ class RouterClient:
 
     async def _request(
         self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str, tried: int
-    ) -> _Answer:
+    ) -> _Response:
         request_id = uuid.uuid4().hex
         version = self._registry.version
         body = {
@@ -195,6 +174,7 @@ class RouterClient:
             "sampling_params": dict(sampling),
             "return_logprob": True,
             "extra_key": f"v{version}",
+            PACK: True,
         }
         url = self._router_url()
         if tried:  # each time at another engine, where there is one; the prefix cache is a small loss then
@@ -202,7 +182,7 @@ class RouterClient:
         try:
             with self._traffic.request(request_id, routing_key, version):
                 async with asyncio.timeout(self._request_timeout):
-                    status, content, engine_url = await self._post(url, msgspec.json.encode(body), routing_key)
+                    response = await self._post(url, msgspec.json.encode(body), routing_key, version)
         except TimeoutError:
             await self._abort(request_id)
             raise TransientEngineError(
@@ -214,16 +194,21 @@ class RouterClient:
         except asyncio.CancelledError:
             await self._abort(request_id)
             raise
-        if status != 200:
-            raise http_error(status, content.decode(errors="replace"))
-        return _Answer(body=content, engine_url=engine_url, dispatch_version=version)
+        if response.status != 200:
+            raise http_error(response.status, response.body.decode(errors="replace"))
+        return response
 
-    async def _post(self, url: str, body: bytes, routing_key: str) -> tuple[int, bytes, str]:
-        """``url``: of the router, which says whom it asked, or of an engine. Status, content, URL of the engine."""
+    async def _post(self, url: str, body: bytes, routing_key: str, version: int) -> _Response:
+        """Post to ``url``, an engine's or that of the router, which names the engine that it asked."""
         headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
         async with self._http.session.post(f"{url}/generate", data=body, headers=headers) as response:
-            routed_to = response.headers.get(ROUTED_WORKER, url)
-            return response.status, await response.read(), routed_to
+            return _Response(
+                status=response.status,
+                body=await response.read(),
+                content_type=response.headers.get("Content-Type", ""),
+                engine_url=response.headers.get(ROUTED_WORKER, url),
+                dispatch_version=version,
+            )
 
     async def _abort(self, request_id: str) -> None:
         """End a request that nobody waits for any more: an engine notices a closed connection late.
@@ -260,55 +245,32 @@ class RouterClient:
         if self._registry.answering_at(engine_url) is None:
             raise TransientEngineError(f"engine at {engine_url} was fenced while it answered")
 
-    def _generation(self, answer: _Answer) -> Generation:
-        try:
-            reply = _decoder.decode(answer.body)
-        except msgspec.DecodeError as error:
-            raise TransientEngineError(f"cut or malformed answer of {answer.engine_url}: {error}") from error
-        meta = reply.meta_info
-        finish_reason = _FINISH_REASONS.get(meta.finish_reason.type)
-        if finish_reason is None:
-            raise TransientEngineError(f"{answer.engine_url}: finish reason {meta.finish_reason}")
-        output_ids, logprobs = _tokens_and_logprobs(reply, answer.engine_url)
-        engine = self._registry.answering_at(answer.engine_url)
+    def _generation(self, response: _Response) -> Generation:
+        answer = read_answer(response.body, response.content_type, response.engine_url)
+        engine = self._registry.answering_at(response.engine_url)
         assert engine is not None
         spans = self._parse_versions(
-            meta.weight_versions,
-            meta.weight_version,
-            len(output_ids),
-            answer.dispatch_version,
+            answer.meta.weight_versions,
+            answer.meta.weight_version,
+            len(answer.output_ids),
+            response.dispatch_version,
             engine.tokens_in_flight,
         )
-        if spans and spans[0].version < answer.dispatch_version:
+        if spans and spans[0].version < response.dispatch_version:
             raise TransientEngineError(
-                f"{answer.engine_url} began a request of version {answer.dispatch_version} with version "
+                f"{response.engine_url} began a request of version {response.dispatch_version} with version "
                 f"{spans[0].version}: the router still listed it when it was out"
             )
         self._traffic.completed[engine.engine_id] += 1
         return Generation(
-            output_ids=output_ids,
-            logprobs=logprobs,
+            output_ids=answer.output_ids,
+            logprobs=answer.logprobs,
             spans=spans,
-            finish_reason=finish_reason,
+            finish_reason=answer.finish_reason,
             engine_id=engine.engine_id,
-            cached_tokens=meta.cached_tokens,
-            prompt_tokens=meta.prompt_tokens,
+            cached_tokens=answer.meta.cached_tokens,
+            prompt_tokens=answer.meta.prompt_tokens,
         )
-
-
-def _tokens_and_logprobs(reply: _Reply, engine_url: str) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [T] and float32 [T]; raises TransientEngineError unless there is one log-prob per token."""
-    entries = reply.meta_info.output_token_logprobs
-    if [entry[1] for entry in entries] != reply.output_ids:
-        raise TransientEngineError(
-            f"{engine_url}: expected one log-prob for each of {len(reply.output_ids)} output tokens, "
-            f"found {len(entries)}{' of other tokens' if len(entries) == len(reply.output_ids) else ''}"
-        )
-    output_ids = np.array(reply.output_ids, np.int32)
-    logprobs = np.array([entry[0] for entry in entries], np.float32)  # NaN where SGLang sends null: was not a number
-    if not np.isfinite(logprobs).all():
-        raise TransientEngineError(f"{engine_url}: a log-prob is not finite; the engine's numerics are broken")
-    return output_ids, logprobs
 
 
 def http_error(status: int, text: str) -> EngineError:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
 from miles_async.types import HeldWeights
 
 KV_TOKENS = 16_384  # that fit into the cache
@@ -39,6 +40,7 @@ class FakeEngine:
     name_worker: bool = True  # answer as through the router: with the header that names the engine
     respond: Callable[[dict[str, Any]], web.Response | None] = lambda body: None  # misbehave instead of generating
     transform: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply  # spoil the answer
+    packs: bool = True  # answers are packed where requests ask for it; an engine that is not ours knows nothing of it
     weight_version: str = "default"
     server_info: dict[str, Any] = field(default_factory=lambda: {"speculative_algorithm": None})
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of /generate
@@ -175,7 +177,10 @@ class FakeEngine:
         finally:
             del self._running[request_id]
         headers = {"x-smg-routed-worker-id": self.url} if self.name_worker else {}
-        return web.json_response(self.transform(self._reply(request_id, running, body)), headers=headers)
+        reply = self.transform(self._reply(request_id, running, body))
+        if self.packs and body.get(PACK) and (packed := pack(reply)) is not None:
+            return web.Response(body=packed, content_type=MEDIA_TYPE, headers=headers)
+        return web.json_response(reply, headers=headers)
 
     async def _run(self, running: _Running, max_new_tokens: int) -> None:
         while len(running.output) < max_new_tokens and not running.aborted:

@@ -24,6 +24,7 @@ from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers, RayServers
 from miles_async.engines.registry import EngineState
+from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, read_answer
 from miles_async.engines.sglang.api import EngineApi
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.stack import EngineStack
@@ -149,6 +150,25 @@ async def test_an_answer_has_a_log_prob_per_token_and_spans_that_cover_it(engine
     assert meta["weight_version"] == "1"
     assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
     assert (await engine.api.model_info(engine.url, DEADLINE)).weight_version == "1"
+
+
+async def test_an_answer_is_packed_on_request_with_the_same_log_probs_to_the_last_bit(engine: Engine) -> None:
+    # covers: C12
+    """Fails when ``packed_answers.py`` no longer fits SGLang."""
+    await engine.name_version("1")
+    sampling = {"max_new_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7, 8], "sampling_params": sampling, "return_logprob": True}
+    answers, content_types = [], []
+    for extra in ({"extra_key": "a"}, {"extra_key": "b", PACK: True}):  # neither finds a prefix in the cache
+        async with engine.http.session.post(f"{engine.url}/generate", json=body | extra) as response:
+            content_types.append(response.content_type)
+            answers.append(read_answer(await response.read(), response.content_type, engine.url))
+    plain, packed = answers
+    assert content_types == ["application/json", MEDIA_TYPE]
+    assert packed.logprobs.tobytes() == plain.logprobs.tobytes()
+    assert packed.output_ids.tolist() == plain.output_ids.tolist()
+    assert (packed.finish_reason, packed.meta.prompt_tokens) == ("length", 4)
+    assert packed.meta.weight_versions == plain.meta.weight_versions == [{"version": "1", "start": 0, "end": 64}]
 
 
 async def test_an_engine_without_speculative_decoding_has_one_token_in_flight(engine: Engine) -> None:
@@ -401,6 +421,15 @@ async def test_log_probs_are_of_the_distribution_before_filters(
 async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None:  # covers: C5
     with pytest.raises(RequestRejectedError, match=r"400.*longer than the model's context length"):
         await running.stack.client.generate([5] * 600, {"max_new_tokens": 4}, routing_key="a")
+
+
+async def test_the_router_passes_packed_answers_on(running: Running) -> None:
+    sampling = {"max_new_tokens": 4, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, PACK: True}
+    async with Http().session as session, session.post(f"{running.stack.router.url}/generate", json=body) as response:
+        answer = read_answer(await response.read(), response.content_type, running.url)
+        assert response.content_type == MEDIA_TYPE
+    assert len(answer.output_ids) == 4
 
 
 async def test_a_connection_of_the_router_may_be_idle(running: Running) -> None:  # covers: C3

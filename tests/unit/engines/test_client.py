@@ -60,7 +60,9 @@ async def setup() -> AsyncIterator[Setup]:
         await http.close()
 
 
-async def test_an_answer_becomes_arrays_and_spans(setup: Setup) -> None:  # covers: M1
+@pytest.mark.parametrize("packs", [True, False])
+async def test_an_answer_becomes_arrays_and_spans(setup: Setup, packs: bool) -> None:  # covers: M1
+    setup.engine.packs = packs
     generation = await setup.client.generate([5, 6, 7], SAMPLING, routing_key="a")
     assert generation.output_ids.dtype == np.int32
     assert generation.output_ids.tolist() == [3, 4, 5, 6]

@@ -1,0 +1,131 @@
+"""Answers of SGLang to generation requests, as arrays.
+
+They come in two forms. *Plain* is the JSON that every SGLang server writes, 44 bytes per token in nested lists.
+*Packed* is msgpack that holds token ids and log-probs as arrays, 8 bytes per token and no Python object for any of
+them; engines that we launch send it (``packed_answers.py``) to requests with the field ``PACK``. Other servers ignore
+the field. Both forms give the same float32 log-probs, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from miles_async.errors import TransientEngineError
+from miles_async.types import FinishReason, Float32, Int32
+
+PACK = "packed_answer"  # field of a request: true asks for the packed form
+MEDIA_TYPE = "application/msgpack"  # of a packed answer
+
+_IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class Finish(msgspec.Struct):
+    """Why a generation ended."""
+
+    type: str
+    message: str | None = None
+
+
+class Meta(msgspec.Struct):
+    """The fields of ``meta_info`` that we read, except the log-probs."""
+
+    finish_reason: Finish
+    prompt_tokens: int = 0  # absent where a request was aborted before it had begun
+    cached_tokens: int = 0
+    weight_version: Any = None  # judged by ``staleness.versions.parse_spans``
+    weight_versions: Any = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One answer, checked: there is a finite log-prob for every token."""
+
+    meta: Meta
+    finish_reason: FinishReason
+    output_ids: Int32  # [T]
+    logprobs: Float32  # [T]
+
+
+class _Packed(msgspec.Struct):
+    meta_info: Meta
+    output_ids: bytes  # int32 [T], little-endian
+    output_logprobs: bytes  # float32 [T], little-endian; NaN for null
+
+
+class _PlainMeta(Meta):
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+
+
+class _Plain(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _PlainMeta
+
+
+_packed_decoder = msgspec.msgpack.Decoder(_Packed)
+_plain_decoder = msgspec.json.Decoder(_Plain)
+
+
+def read_answer(body: bytes, content_type: str, source: str) -> Answer:
+    """Parse and check an answer of either form.
+
+    Args:
+        body: the whole body.
+        content_type: the header; ``MEDIA_TYPE`` marks the packed form.
+        source: URL of the engine, for messages.
+
+    Raises:
+        TransientEngineError: the answer is cut or malformed, has an unknown finish reason, a log-prob that is not
+            finite, or other than one log-prob per token.
+    """
+    try:
+        meta, output_ids, logprobs = _read_packed(body) if content_type == MEDIA_TYPE else _read_plain(body, source)
+    except (ValueError, OverflowError) as error:  # a token id above int32; msgspec.DecodeError is a ValueError
+        raise TransientEngineError(f"cut or malformed answer of {source}: {error}") from error
+    finish_reason = _FINISH_REASONS.get(meta.finish_reason.type)
+    if finish_reason is None:
+        raise TransientEngineError(f"{source}: finish reason {meta.finish_reason}")
+    if len(output_ids) != len(logprobs):
+        raise _mismatch(len(output_ids), len(logprobs), source)
+    if not np.isfinite(logprobs).all():
+        raise TransientEngineError(f"{source}: a log-prob is not finite; the engine's numerics are broken")
+    return Answer(meta, finish_reason, output_ids, logprobs)
+
+
+def pack(reply: Any) -> bytes | None:
+    """The packed form of a plain answer, already parsed; None unless it has one log-prob for each of its tokens.
+
+    What cannot be packed is sent plain, and refused by :func:`read_answer`.
+    """
+    if not isinstance(reply, dict) or "output_token_logprobs" not in reply.get("meta_info", ()):
+        return None  # several answers, an error, or a request that was aborted before it had begun
+    output_ids, meta = reply["output_ids"], reply["meta_info"]
+    entries = meta["output_token_logprobs"]
+    if [entry[1] for entry in entries] != output_ids:
+        return None
+    logprobs = np.array([entry[0] for entry in entries], _LOGPROBS)
+    packed = _Packed(msgspec.convert(meta, Meta), np.array(output_ids, _IDS).tobytes(), logprobs.tobytes())
+    return msgspec.msgpack.encode(packed)
+
+
+def _read_packed(body: bytes) -> tuple[Meta, Int32, Float32]:
+    packed = _packed_decoder.decode(body)
+    return packed.meta_info, np.frombuffer(packed.output_ids, _IDS), np.frombuffer(packed.output_logprobs, _LOGPROBS)
+
+
+def _read_plain(body: bytes, source: str) -> tuple[Meta, Int32, Float32]:
+    plain = _plain_decoder.decode(body)
+    entries = plain.meta_info.output_token_logprobs
+    if [entry[1] for entry in entries] != plain.output_ids:
+        raise _mismatch(len(plain.output_ids), len(entries), source)
+    # float32 makes NaN of SGLang's null, which was not a number.
+    return plain.meta_info, np.array(plain.output_ids, np.int32), np.array([entry[0] for entry in entries], np.float32)
+
+
+def _mismatch(tokens: int, logprobs: int, source: str) -> TransientEngineError:
+    return TransientEngineError(
+        f"{source}: expected one log-prob for each of {tokens} output tokens, "
+        f"found {logprobs}{' of other tokens' if logprobs == tokens else ''}"
+    )
