@@ -1,4 +1,4 @@
-"""Addresses to give to other processes: the host of this node, and ports that stay ours until they are used.
+"""Addresses for other processes: this node's host, and ports that stay bound until they are used.
 
 An address handed to another machine must mean something there (C6): the fully qualified name where it
 resolves to something routable, else the IP of the interface that routes outwards. 127.0.0.1 only where Ray
@@ -23,7 +23,7 @@ _TRIES = 200
 
 
 def node_host(*, single_node: bool) -> str:
-    """The name or IP under which other parts of this run reach this node."""
+    """Return the name or IP under which other processes of the run reach this node."""
     if single_node:
         return LOOPBACK
     name = socket.getfqdn()
@@ -34,7 +34,7 @@ def node_host(*, single_node: bool) -> str:
 
 
 def _outward_ip() -> str:
-    """IP of the interface that a packet to the outside would leave by; nothing is sent."""
+    """Return the IP of the interface with the default route; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737)
@@ -64,7 +64,7 @@ class HeldPort:
         self.number = int(self._socket.getsockname()[1])
 
     def release(self) -> int:
-        """Give the port up; its number."""
+        """Release the port and return its number."""
         self._socket.close()
         return self.number
 

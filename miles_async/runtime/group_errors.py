@@ -1,4 +1,4 @@
-"""How errors of the process groups that carry weights are handled, by both ends.
+"""Error handling of the process groups that carry weights, for both ends.
 
 By default (torch 2.13, ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` 3) a watchdog thread ends the process when an operation of
 one of its NCCL groups fails or takes too long. That is right for training: a rank that lost another must not step on.
@@ -22,7 +22,7 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 @contextmanager
 def errors_are_raised() -> Iterator[None]:
-    """For process groups that are made inside, by several threads maybe; the process's other groups are as before."""
+    """Apply to process groups created inside the context, even by several threads; other groups keep their handling."""
     _environment.enter()
     try:
         yield
@@ -31,7 +31,7 @@ def errors_are_raised() -> Iterator[None]:
 
 
 class _Environment:
-    """Has the variable as long as anybody is inside."""
+    """Environment variable that is set while any thread is inside the context."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""Ends the driver where it cannot end by itself: a call into a Ray that is gone blocks for a minute, then aborts.
+"""End the driver when it cannot end by itself: a call into a dead Ray blocks for a minute, then aborts.
 
-SIGTERM to a whole process group, as ``timeout``, scancel and systemd send it, ends Ray's own processes along with the
-driver. So a thread hears of signals directly, watches Ray, and ends the process after a moment of grace.
+SIGTERM to a whole process group, as ``timeout``, scancel and systemd send it, also ends Ray's own processes. So a
+thread receives signals directly, watches Ray, and ends the process after a grace period.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-STARTING_SECONDS = 8.0  # from a signal to the end while parts start: nothing there is worth waiting for
-ORDERLY_SECONDS = 75.0  # later: for the end of both sides, Ray and the summary
-GRACE_SECONDS = 5.0  # without Ray: for what ends without it
+STARTING_SECONDS = 8.0  # grace after a signal while parts start, when nothing is worth waiting for
+ORDERLY_SECONDS = 75.0  # grace later, to stop both sides and Ray and write the summary
+GRACE_SECONDS = 5.0  # grace once Ray is dead
 _POLL_SECONDS = 0.5
 
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -72,7 +72,7 @@ class LastResort:
         self._wakeup.close()
 
     def all_is_up(self) -> None:
-        """Give the run the time that an orderly end takes from now on."""
+        """Allow the time of an orderly end from now on."""
         self._patience = ORDERLY_SECONDS
 
     def interrupts_this_task(self) -> None:

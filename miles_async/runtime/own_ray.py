@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-NEEDED = ("gcs_server", "raylet")  # without either of them no call into Ray is answered
+NEEDED = ("gcs_server", "raylet")  # no call into Ray is answered without both
 
 
 class OwnRay:
@@ -16,7 +16,7 @@ class OwnRay:
         self._ending = False
 
     def lost(self) -> str:
-        """Which of them ended although nobody shut Ray down; empty while all is well."""
+        """Name the processes that ended although nobody shut Ray down; empty while all is well."""
         if self._lost or self._ending:
             return self._lost
         if len(self._seen) < len(NEEDED):  # Ray is starting; looking through all processes is not for later
@@ -28,7 +28,7 @@ class OwnRay:
         return self._lost
 
     def ends(self) -> None:
-        """Ray is about to be shut down."""
+        """Expect Ray to end from now on."""
         self._ending = not self.lost()
 
 

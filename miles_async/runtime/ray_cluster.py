@@ -24,7 +24,7 @@ _HANDLER_SECONDS = 0.02
 
 @asynccontextmanager
 async def ray_cluster(address: str | None, environment: Mapping[str, str], own: OwnRay | None) -> AsyncIterator[None]:
-    """Ray for the duration of a run: the cluster at ``address``, or one of our own on this machine.
+    """Connect to Ray for the duration of a run: to the cluster at ``address``, or to a new one on this machine.
 
     ``own`` is told when our own is shut down. Raises ConfigurationError if there is no cluster at ``address``, or no
     room for one on this machine.
@@ -52,7 +52,7 @@ async def ray_cluster(address: str | None, environment: Mapping[str, str], own: 
 
 
 class _RayThread(threading.Thread):
-    """Connects and disconnects off the event loop, which stays free for signals.
+    """Connects and disconnects in a thread, so that the event loop stays free for signals.
 
     One thread for both: a cluster of our own ends with the thread that started it (PR_SET_PDEATHSIG). In this thread
     Ray does not replace the handler of SIGTERM either.
@@ -78,7 +78,7 @@ class _RayThread(threading.Thread):
         self._settle(self.closed)
 
     def close(self) -> None:
-        """Disconnect as soon as the connection is there."""
+        """Disconnect, waiting for a connection in progress."""
         self._over.set()
 
     def _settle(self, future: asyncio.Future[None], error: BaseException | None = None) -> None:
@@ -111,7 +111,7 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
 
 
 def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
-    """What Ray workers get of this process's environment (``--forward-env``, C8), and what they need on a CPU."""
+    """Environment of Ray workers: what ``--forward-env`` selects of ours, and settings that a CPU needs."""
     forwarded = {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Where a run writes: a directory that it has to itself. An earlier run's is moved aside, anything else is left alone.
+"""The run directory: owned by one run at a time. An earlier run's is moved aside, anything else is left alone.
 
 ``run.json`` marks the directory as a run's, says which process drives it, and is locked until that process ends,
 whatever way it ends.
@@ -31,7 +31,7 @@ SCHEDULE_FILE = "schedule.msgpack"  # --record
 
 @contextmanager
 def claimed(directory: Path, control: Path) -> Iterator[None]:
-    """Hold ``directory`` for the run of this process: empty but for ``run.json`` and a ``logs`` folder.
+    """Claim ``directory`` for this process's run: empty but for ``run.json`` and a ``logs`` folder.
 
     An earlier run's directory is renamed to ``<name>.<time>``. ``control``: the socket of this run (control.py).
     Raises ConfigurationError where :func:`check_run_directory` does, and if the directory cannot be made.
@@ -50,7 +50,7 @@ def claimed(directory: Path, control: Path) -> Iterator[None]:
 
 
 def check_run_directory(directory: Path) -> None:
-    """Raise ConfigurationError unless a run could have ``directory`` now. Changes nothing."""
+    """Raise ConfigurationError unless a run could claim ``directory`` now. Changes nothing."""
     place = directory.resolve()
     for name, path in {"working": Path.cwd(), "home": Path(os.path.expanduser("~")).resolve()}.items():
         if path.is_relative_to(place):
@@ -72,7 +72,7 @@ def check_run_directory(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ConfigurationError with the nearest name if there is no such directory."""
+    """Check that the run directory exists. Raises ConfigurationError with the nearest name if not."""
     if directory.is_dir():
         return
     siblings = [path.name for path in directory.parent.iterdir() if path.is_dir()] if directory.parent.is_dir() else []
@@ -82,7 +82,7 @@ def check_directory(directory: Path) -> None:
 
 
 def _locked_and_empty(directory: Path) -> int:
-    """The lock on a new ``run.json``, whatever other runs do to the directory meanwhile."""
+    """Lock a new ``run.json``, even if other runs replace the directory meanwhile."""
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         lock = _locked(directory)
@@ -97,7 +97,7 @@ def _locked_and_empty(directory: Path) -> int:
 
 
 def _locked(directory: Path) -> int:
-    """A descriptor that holds the lock of ``run.json``. Raises ConfigurationError naming the process that has it."""
+    """Return a descriptor that holds the lock of ``run.json``. Raises ConfigurationError naming the process that has it."""
     lock = os.open(directory / RUN_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The processes of a run: who drives it, and how all of them are found.
+"""The processes of a run: its driver, and a mark by which all of them are found.
 
 Every process of a run inherits an environment variable with the run's mark, wherever it hangs in the process tree and
 whatever session it belongs to. ``run.json`` in the run directory has the mark and the driver.
@@ -24,17 +24,17 @@ MARK = "MILES_ASYNC_RUN"
 
 
 class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """Who drives a run."""
+    """The driver of a run, as ``run.json`` records it."""
 
     pid: int
-    started: float  # seconds since 1970: pids are used again
+    started: float  # seconds since 1970; tells the driver from a later process with its pid
     host: str
     mark: str
     control: str = ""  # the socket that commands talk to (control.py)
 
 
 def note_run_process(run_dir: Path, control: Path) -> None:
-    """This process drives the run in ``run_dir``; the processes that it starts from now on are marked."""
+    """Record this process as the driver of the run in ``run_dir``, and mark the processes it starts from now on."""
     os.environ[MARK] = uuid.uuid4().hex
     this = psutil.Process()
     record = RunProcess(
@@ -48,7 +48,7 @@ def note_run_process(run_dir: Path, control: Path) -> None:
 
 
 def read_run_process(run_dir: Path) -> RunProcess:
-    """Raises ConfigurationError unless ``run_dir`` is a run directory."""
+    """Read ``run.json``. Raises ConfigurationError unless ``run_dir`` is a run directory."""
     path = run_dir / RUN_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunProcess)
@@ -73,7 +73,7 @@ def describe_driver(run_dir: Path) -> str:
 
 
 def find_driver(run: RunProcess) -> psutil.Process | None:
-    """The driver, if it is alive."""
+    """Return the driver, or None if it is dead."""
     try:
         process = psutil.Process(run.pid)
         same = abs(process.create_time() - run.started) < 1 and process.status() != psutil.STATUS_ZOMBIE
@@ -83,12 +83,12 @@ def find_driver(run: RunProcess) -> psutil.Process | None:
 
 
 def find_marked(run: RunProcess) -> list[psutil.Process]:
-    """The living processes of the run, this one not."""
+    """List the living processes of the run, except this one."""
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_marked(process, run)]
 
 
 def kill_marked(run: RunProcess) -> list[str]:
-    """Kill the living processes of the run, this one not. Returns pid and name of each."""
+    """Kill the living processes of the run, except this one. Return pid and name of each."""
     killed = []
     for process in find_marked(run):
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Records of ``types.py`` to bytes and files and back, arrays included: msgpack, one length-prefixed frame each."""
+"""Serialize the records of ``types.py``, arrays included: msgpack, in files one length-prefixed frame each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def encode(record: object) -> bytes:
 
 
 def decode(content: bytes, record_type: type[T]) -> T:
-    """What :func:`encode` wrote; arrays are read-only. Raises msgspec.MsgspecError."""
+    """Decode what :func:`encode` returned; arrays are read-only. Raises msgspec.MsgspecError."""
     try:
         return msgspec.msgpack.decode(content, type=record_type, dec_hook=_array)
     except UnicodeDecodeError as error:
@@ -31,7 +31,7 @@ def decode(content: bytes, record_type: type[T]) -> T:
 
 
 def write_frames(file: BinaryIO, records: Iterable[object]) -> None:
-    """Append one frame per record. One record is in memory at a time."""
+    """Append one frame per record, holding one record in memory at a time."""
     for record in records:
         content = encode(record)
         file.write(len(content).to_bytes(LENGTH_BYTES, "little"))
@@ -39,7 +39,7 @@ def write_frames(file: BinaryIO, records: Iterable[object]) -> None:
 
 
 def read_frames(file: BinaryIO, record_type: type[T]) -> Iterator[T]:
-    """The records of a file of frames. Raises EOFError if the last one is cut off, msgspec.MsgspecError."""
+    """Iterate over the records of a file. Raises EOFError if the last frame is cut off, msgspec.MsgspecError."""
     while prefix := file.read(LENGTH_BYTES):
         length = int.from_bytes(prefix, "little")
         content = file.read(length)

@@ -1,4 +1,4 @@
-"""Services that rewards, environments and agents need, and that may be down for a while.
+"""Circuit breakers for services that rewards, environments and agents need.
 
 An outage is one pause of the work that needs the service: it is reported once, one call at a time looks whether the
 service is back, and no sample pays for it (C6). An outage without end is the run's error.
@@ -31,8 +31,8 @@ _FILES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryEr
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an error of user code says that a service is down: it, or what led to it, is a failed connection, a
-    timeout, HTTP status 429 or 5xx, or ServiceUnavailableError.
+    """Tell whether an error of user code means that a service is down: it or one of its causes is a failed connection,
+    a timeout, HTTP status 429 or 5xx, or ServiceUnavailableError.
     """
     if isinstance(error, MilesAsyncError):
         return isinstance(error, ServiceUnavailableError)
@@ -46,14 +46,14 @@ def is_outage(error: BaseException) -> bool:
 
 
 def _http_status(error: BaseException) -> int | None:
-    """HTTP status that an error of requests, httpx, OpenAI's client, aiohttp or urllib is about; None: no answer."""
+    """HTTP status in an error of requests, httpx, OpenAI's client, aiohttp or urllib; None if there was no answer."""
     response = getattr(error, "response", None)
     found = (getattr(response, "status_code", None), getattr(error, "status", None))
     return next((status for status in found if isinstance(status, int) and 400 <= status < 600), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what led to it: clients wrap the connection's error several times."""
+    """Iterate over the error and its causes: clients wrap the connection's error several times."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         yield error
@@ -62,7 +62,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class Circuit:
-    """Calls of one service. Closed, they go through; open, they wait, and one per pause tries the service."""
+    """Circuit breaker of one service. Closed, calls go through; open, they wait, and one call per pause tries again."""
 
     def __init__(self, service: str, *, outage_timeout: float = math.inf, max_failures: int = 8) -> None:
         """``service``: its name in messages. ``outage_timeout``: seconds. ``max_failures``: of one call, while the
@@ -85,7 +85,7 @@ class Circuit:
 
     @property
     def is_open(self) -> bool:
-        """Whether the service is taken to be down."""
+        """True while the service counts as down."""
         return not self._closed.is_set()
 
     @property
@@ -142,7 +142,7 @@ class Circuit:
             failures += 1
 
     def works(self) -> None:
-        """Note that the service does something for a call, which goes on."""
+        """Note a sign of life from the service during a call."""
         self._in_a_row = 0
         if self.is_open:
             self._outage_seconds += self._down_seconds()
@@ -152,11 +152,11 @@ class Circuit:
             self._closed.set()
 
     def describe(self) -> str:
-        """Describe the outage in one line, for the report of a stall (C10)."""
+        """Describe the outage in one line, for ``stall.txt`` (C10)."""
         return f"{self.service} has been down for {self._down_seconds():.0f} s: {self._last_error}"
 
     def _down_seconds(self) -> float:
-        """Seconds since this outage began."""
+        """Seconds since the current outage began; 0 if there is none."""
         return 0.0 if self._down_since is None else now() - self._down_since
 
     def _failed(self, error: BaseException, *, counts: bool) -> None:
@@ -194,7 +194,7 @@ class Services:
         self._circuits: dict[str, Circuit] = {}
 
     def circuit(self, service: str) -> Circuit:
-        """The circuit of that service, the same for all who ask for it."""
+        """Return the circuit of a service, one per name."""
         if service not in self._circuits:
             self._circuits[service] = Circuit(
                 service, outage_timeout=self._outage_timeout, max_failures=self._max_failures
@@ -206,7 +206,7 @@ class Services:
         return max((circuit.paused_until for circuit in self._circuits.values()), default=-math.inf)
 
     def gauges(self) -> dict[str, float]:
-        """Services that are down now; failed calls and seconds of outages so far, over all services."""
+        """Metrics over all services: how many are down now, failed calls and seconds of outages so far."""
         circuits = self._circuits.values()
         return {
             "services_down": sum(circuit.is_open for circuit in circuits),
@@ -215,7 +215,7 @@ class Services:
         }
 
     def describe(self) -> list[str]:
-        """One line per service that is down."""
+        """Describe each service that is down in one line."""
         return [circuit.describe() for circuit in self._circuits.values() if circuit.is_open]
 
 

@@ -1,4 +1,4 @@
-"""A digest of a tensor that can be taken in pieces: of the whole where it is exported, of shards where it is held.
+"""Tensor digests that add up: of the whole tensor where it is exported, of its shards where engines hold them.
 
 A tensor's rows are padded with zeros to 64-bit words, little-endian. With x(i, j) the j-th word of row i,
 
@@ -82,12 +82,12 @@ def digest(data: npt.NDArray[np.uint8], itemsize: int, shape: Sequence[int]) -> 
 
 
 def total(digests: Iterable[str]) -> str:
-    """Digest of a tensor from those of its pieces."""
+    """Combine the digests of a tensor's pieces."""
     return to_text(sum(int(piece, 16) for piece in digests))
 
 
 def to_text(sum_of_products: int) -> str:
-    """A digest as manifests and engines write it."""
+    """Format a digest as manifests and engines write it."""
     return f"{sum_of_products % MODULUS:016x}"
 
 
@@ -101,5 +101,5 @@ def _multipliers(seed: int, count: int) -> Words:
 
 
 def _power_of_two(count: int) -> int:
-    """At least ``count``: few tables serve all sizes."""
+    """Round up to a power of two, so that few tables serve all sizes."""
     return 1 << max(count - 1, 0).bit_length()
