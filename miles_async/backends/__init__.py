@@ -1,4 +1,4 @@
-"""Training engines behind the protocol TrainBackend, found by the entry point group ``miles_async.backends``."""
+"""Training backends: implementations of ``api.TrainBackend``, in the entry point group ``miles_async.backends``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENTRY_POINTS = "miles_async.backends"
 
 
 def create_backend(name: str, **options: Any) -> TrainBackend:
-    """The backend of ``--train-backend``, in this process. Raises ConfigurationError for an unknown name."""
+    """Create the backend that ``--train-backend`` names. Raises ConfigurationError for an unknown name."""
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name not in found:
         raise ConfigurationError(

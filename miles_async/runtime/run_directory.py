@@ -97,7 +97,7 @@ def _locked_and_empty(directory: Path) -> int:
 
 
 def _locked(directory: Path) -> int:
-    """Return a descriptor that holds the lock of ``run.json``. Raises ConfigurationError naming the process that has it."""
+    """Lock ``run.json`` and return its descriptor. Raises ConfigurationError naming the process that has it."""
     lock = os.open(directory / RUN_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

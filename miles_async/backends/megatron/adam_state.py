@@ -16,7 +16,7 @@ import torch
 
 
 def make_state(optimizer: Any) -> None:
-    """What the first step would make."""
+    """Create the state that the first optimizer step would create."""
     for adam, parameter in _torch_adam_parameters(optimizer):
         if not adam.state[parameter]:
             adam.state[parameter] = {
@@ -27,7 +27,7 @@ def make_state(optimizer: Any) -> None:
 
 
 def separate_steps(optimizer: Any) -> None:
-    """After a load: every parameter has a ``step`` of its own."""
+    """Give every parameter its own ``step`` after a load."""
     for adam, parameter in _torch_adam_parameters(optimizer):
         adam.state[parameter]["step"] = adam.state[parameter]["step"].clone()
 

@@ -1,4 +1,4 @@
-"""MegatronBackend: one rank of the trainer, behind the protocol TrainBackend."""
+"""MegatronBackend: one trainer rank, an implementation of ``api.TrainBackend``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.types import TrainShard
 
-# Files of the source checkpoint that an export repeats byte by byte: all that inference needs besides the weights and
-# their config. The bridge would save what transformers makes of them, which differs (a tokenizer even where there was
-# none).
+# Files of the source checkpoint that an export copies byte by byte: all that inference needs besides weights and
+# config. The bridge would save transformers' rewritten versions (and a tokenizer even if there was none).
 COMPANION_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -35,7 +34,7 @@ COMPANION_FILES = (
 
 
 class MegatronBackend:
-    """Builds the model on construction, which is collective: all ranks at once. Methods are collective too."""
+    """One rank. Construction builds the model; it and all methods are collective: all ranks call them together."""
 
     def __init__(
         self,
@@ -171,7 +170,7 @@ class MegatronBackend:
             raise CheckpointError(f"--save-hf {directory}: cannot export: {error}") from error
 
     def close(self) -> None:
-        """Give up the process groups, so that this process can build another backend. Collective."""
+        """Destroy the process groups, so that this process can build another backend. Collective."""
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
@@ -179,7 +178,7 @@ class MegatronBackend:
 
 
 def _checked(model: ModelArguments, world_size: int, temperature: float) -> Path:
-    """Everything that can be refused before megatron is imported."""
+    """Refuse what can be refused before megatron is imported; return the checkpoint's directory."""
     if model.hf_checkpoint is None:
         raise ConfigurationError("--hf-checkpoint is required: a Hugging Face directory with the initial weights")
     if temperature <= 0:

@@ -33,12 +33,12 @@ from miles_async.backends.megatron import adam_state
 from miles_async.backends.megatron.checkpoint_writer import writing_in_process
 from miles_async.errors import CheckpointError
 
-# How the distributed optimizer lays out its state: by parameter, so that any number of ranks of any kind can load it.
-# Without the prefix, since megatron has one optimizer or two (experts apart) depending on the layout.
+# Layout of the distributed optimizer's state: by parameter, so that any layout of ranks can load it. Without the
+# prefix, since megatron has one optimizer or two (experts apart) depending on the layout.
 FORMAT = "fully_reshardable"
 SHARDING = {"distrib_optim_sharding_type": FORMAT, "chained_optim_avoid_prefix": True}
 
-# What megatron and torch raise for files that cannot be written, read or understood. CheckpointException is a
+# Errors of megatron and torch for files that cannot be written, read or understood. CheckpointException is a
 # BaseException in torch 2.
 FOREIGN_ERRORS = (
     OSError,
@@ -116,7 +116,7 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """First cause of a failure, without torch's collection of tracebacks."""
+    """Return the first cause of a failure, without torch's collection of tracebacks."""
     if isinstance(error, CheckpointException):
         if not error.failures:
             return "a rank failed; rank 0 knows which and why"
@@ -127,7 +127,7 @@ def _reason(error: BaseException) -> str:
 
 # ------------------------------------------------------------------------------------- model and optimizer
 def _parameters(modules: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Model and Adam's state of it, as this rank shares them: ``optimizer`` has one entry per part of it."""
+    """Sharded state of the model and its optimizer on this rank; ``optimizer`` has one entry per part."""
     model = _inner(modules).sharded_state_dict()
     states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
     if len(_parts(optimizer)) == 1:
@@ -136,13 +136,13 @@ def _parameters(modules: list[Any], optimizer: Any, *, loading: bool) -> dict[st
 
 
 def _optimizer_step(optimizer: Any) -> int:
-    """Steps that Adam has made, the same for all parameters."""
+    """Number of optimizer steps so far, the same for all parameters."""
     return int(_parts(optimizer)[0].state_dict()["optimizer"]["param_groups"][0].get("step") or 0)
 
 
 def _load_optimizer(optimizer: Any, states: dict[int, Any], step: int) -> None:
     for index, part in enumerate(_parts(optimizer)):
-        settings = part.state_dict()  # of the flags, by which megatron would overwrite them
+        settings = part.state_dict()  # learning rate and the like come from the flags, not from the checkpoint
         for group in settings["optimizer"]["param_groups"]:
             group["step"] = step
         part.load_state_dict({**settings, "param_state": states[index], "param_state_sharding_type": FORMAT})
@@ -150,7 +150,7 @@ def _load_optimizer(optimizer: Any, states: dict[int, Any], step: int) -> None:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """Dense layers and experts have an optimizer each where they are spread over ranks differently."""
+    """List the optimizers: dense layers and experts have one each if they are sharded differently."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -161,7 +161,7 @@ def _inner(modules: list[Any]) -> Any:
 
 # ------------------------------------------------------------------------------------------ random generators
 def _sharded_rng() -> ShardedObject:
-    """Every rank's own generators: a (pipeline, tensor, data)-parallel grid of objects."""
+    """Random generators of all ranks: a (pipeline, tensor, data)-parallel grid of objects."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -1,4 +1,4 @@
-"""Writes megatron checkpoints in the process that holds the tensors.
+"""Write megatron checkpoints from the process that holds the tensors.
 
 megatron-core 0.16 spawns a queue manager and forks a writer per file even for a synchronous save. The spawn imports
 ``__main__`` again (seconds, and wrong inside a Ray worker), and forking a process with running gloo or gRPC threads may
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 
 
 class InProcessWriter(filesystem_async.FileSystemWriterAsync):
-    """The files of one rank, one after another. Results go where megatron expects them."""
+    """Writes the files of one rank in turn; results go where megatron expects them."""
 
     @staticmethod
     def write_preloaded_data_multiproc(
@@ -40,7 +40,7 @@ class InProcessWriter(filesystem_async.FileSystemWriterAsync):
 
 
 def _reason(error: BaseException) -> BaseException:
-    """The system's error behind torch's, which only says that its position in the file is unexpected."""
+    """Find the system's error behind torch's, which only says that a file position is unexpected."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -49,7 +49,7 @@ def _reason(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def writing_in_process() -> Iterator[None]:
-    """Saves inside of this block use :class:`InProcessWriter`."""
+    """Make saves inside the context use :class:`InProcessWriter`."""
     writer, results = torch_strategy.FileSystemWriterAsync, filesystem_async._results_queue
     torch_strategy.FileSystemWriterAsync = InProcessWriter
     filesystem_async._results_queue = queue.Queue()

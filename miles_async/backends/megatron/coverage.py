@@ -1,4 +1,4 @@
-"""Every tensor of the checkpoint has a place in the model, and the other way round: else nothing is loaded.
+"""Check that checkpoint and model have the same tensors, before anything is loaded.
 
 megatron-bridge 0.3 warns about what it cannot place, or says nothing, and goes on with random or missing weights.
 """
@@ -16,11 +16,11 @@ from miles_async.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 SHOWN = 5  # names in one error
-DERIVED = (".rotary_emb.inv_freq",)  # constants that old checkpoints hold, computed anew by everybody
+DERIVED = (".rotary_emb.inv_freq",)  # constants in old checkpoints, which every implementation recomputes
 
 
 def check(bridge: Any, modules: list[Any]) -> None:
-    """Raises ConfigurationError naming tensors that would be left out. Collective."""
+    """Raise ConfigurationError naming tensors that would be left out. Collective."""
     config = bridge.hf_pretrained.config
     placed, homeless = _local_names(bridge._model_bridge, modules)
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -46,7 +46,7 @@ def check(bridge: Any, modules: list[Any]) -> None:
 
 
 def _local_names(model_bridge: Any, modules: list[Any]) -> tuple[set[str], set[str]]:
-    """(Hugging Face names of this rank's experts and of everything else, megatron names without one)."""
+    """Return (Hugging Face names on this rank, megatron names that have no counterpart)."""
     registry = model_bridge.mapping_registry()
     names, unknown = set(), set()
     for name in model_bridge._megatron_global_param_names_all_pp_ranks(modules):

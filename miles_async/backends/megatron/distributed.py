@@ -1,4 +1,4 @@
-"""torch.distributed and megatron's process groups, and small reductions over them."""
+"""Set-up of torch.distributed and megatron's process groups, and small reductions over them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def initialise(store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_seconds: float) -> None:
-    """The default process group. Before megatron-bridge, which would choose NCCL on any machine."""
+    """Create the default process group, before megatron-bridge would, which always chooses NCCL."""
     dist.init_process_group(
         backend,
         store=store,
@@ -23,7 +23,7 @@ def initialise(store: dist.Store, *, rank: int, world_size: int, backend: str, t
 
 
 def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, float]:
-    """Over data-parallel ranks: sums, and the largest of names ending in ``_max``; then to every pipeline stage.
+    """Reduce metrics over data-parallel ranks (sum; maximum for names ending in ``_max``), for every pipeline stage.
 
     Collective. Only the last pipeline stage passes metrics, the same names on each of its ranks.
     """
@@ -42,7 +42,7 @@ def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str
 
 
 def from_last_stage(value: Any) -> Any:
-    """A picklable object of the last pipeline stage, on every stage. Collective over the pipeline group."""
+    """Broadcast a picklable object from the last pipeline stage. Collective over the pipeline group."""
     from megatron.core import parallel_state
 
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:

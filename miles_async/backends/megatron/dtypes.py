@@ -1,4 +1,4 @@
-"""In which dtype a tensor is trained and exported: --bf16 says it, except for what a model keeps in fp32."""
+"""Dtypes of trained and exported tensors: as ``--bf16`` says, except for those that a model keeps in fp32."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import Float16Module
 
-# The bias of a router's choice (DeepSeek, GLM) and the decay of linear attention (Mamba, gated delta net): small steps
-# between large values, which bfloat16 would swallow. transformers and SGLang keep them in fp32 too.
-KEPT_IN_FP32 = (".expert_bias", ".A_log")  # ends of names
+# Router biases (DeepSeek, GLM) and decays of linear attention (Mamba, gated delta net) change by small steps relative
+# to their size, which bfloat16 rounds away. transformers and SGLang keep them in fp32 too.
+KEPT_IN_FP32 = (".expert_bias", ".A_log")  # suffixes of parameter names
 
 
 class MixedPrecision(Float16Module):
-    """Float16Module that leaves what stays in fp32 as it was loaded.
+    """Float16Module that leaves the fp32 parameters as they were loaded.
 
     Float16Module (megatron-core 0.16) rounds every floating tensor; making fp32 of the rounded ones again, as megatron
     does for ``expert_bias``, does not bring the lost bits back.
@@ -29,7 +29,7 @@ class MixedPrecision(Float16Module):
 
 
 def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Every floating parameter becomes ``dtype``, or fp32 if it stays that.
+    """Cast every floating parameter to ``dtype``, except those kept in fp32.
 
     Before weights are loaded, which would be rounded to what a layer was built with, and before
     DistributedDataParallel, whose buffers are made per dtype.
@@ -40,7 +40,7 @@ def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def index_groups(optimizer: Any) -> None:
-    """Where megatron finds the state of each parameter in the optimizer.
+    """Map each parameter to its optimizer state, where megatron looks for it.
 
     DistributedOptimizer (megatron-core 0.16) puts a group's fp32 parameters before the others, but numbers them as they
     come: with both in one group, checkpoints would hold each other's state.
@@ -52,7 +52,7 @@ def index_groups(optimizer: Any) -> None:
 
 
 def kept_in_fp32(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of ``module`` that are fp32 whatever the rest is."""
+    """List the parameters and buffers of ``module`` that are kept in fp32."""
     for tensors in (module.named_parameters(), module.named_buffers()):
         yield from ((name, tensor) for name, tensor in tensors if _stays(name))
 

@@ -1,4 +1,4 @@
-"""Refuses Hugging Face configs that would be trained wrongly, before anything starts.
+"""Refuse Hugging Face configs that would be trained wrongly, before anything starts.
 
 Bridge 0.3 and the host layer spec get some configs silently wrong (logits differ although the export is clean;
 measured against transformers). Each is refused here with the field of config.json that is the reason.
@@ -14,8 +14,8 @@ from typing import Any
 from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
 from miles_async.errors import ConfigurationError
 
-# ``model_type`` of what tests/integration/test_megatron_layouts.py compares with transformers: log-probs, export and
-# training.
+# ``model_type`` of the families that tests/integration/test_megatron_layouts.py compares with transformers: log-probs,
+# export and training.
 VERIFIED = ("llama", "qwen2", "qwen3", "gemma", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 # The constants of megatron-core's llama3 rope scaling (RotaryEmbedding._apply_scaling).
@@ -23,7 +23,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory. Raises ConfigurationError."""
+    """Read config.json of a Hugging Face directory. Raises ConfigurationError."""
     path = directory / "config.json"
     if not path.is_file():
         what = "has no config.json" if directory.is_dir() else "does not exist"
@@ -38,20 +38,20 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The same for weights in ``dtype``: what transformers and engines then load them in."""
+    """Return the config with ``dtype`` as the dtype in which transformers and engines load the weights."""
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]  # the latter is the older one
     return {**config, **dict.fromkeys(names, dtype)}
 
 
 def check_model(config: Mapping[str, Any], directory: Path) -> None:
-    """Raises ConfigurationError naming every field that would make training silently wrong."""
+    """Raise ConfigurationError naming every field that would make training silently wrong."""
     problems = list(_problems(config))
     if problems:
         raise ConfigurationError(f"{directory / 'config.json'} cannot be trained correctly: " + "; ".join(problems))
 
 
 def check_layout(config: Mapping[str, Any], model: ModelArguments, world_size: int) -> None:
-    """The model can be split as the flags say. Raises ConfigurationError."""
+    """Check that the model can be split as the flags say. Raises ConfigurationError."""
     tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     if tensor < 1 or pipeline < 1 or world_size % (tensor * pipeline):
         raise ConfigurationError(
@@ -101,12 +101,12 @@ def _check_expert_layout(config: Mapping[str, Any], model: ModelArguments, world
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Routed experts per layer, 0 for a dense model."""
+    """Number of routed experts per layer, 0 for a dense model."""
     return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
-    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` (4). Raises ConfigurationError if absent."""
+    """Read the rope base from ``rope_parameters`` (transformers 5) or ``rope_theta`` (4). Raises ConfigurationError."""
     theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
     if not isinstance(theta, int | float):
         raise ConfigurationError("config.json: expected rope_parameters.rope_theta (or rope_theta), found neither")
@@ -114,8 +114,8 @@ def rope_theta(config: Mapping[str, Any]) -> float:
 
 
 def provider_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of megatron's config that the bridge (0.3) misses next to transformers 5; without them every logit is
-    wrong, though the export is clean. ``config``: with transformers' defaults filled in.
+    """Return fields of megatron's config that the bridge (0.3) misses with transformers 5. Without them every logit is
+    wrong, though the export is clean. ``config`` has transformers' defaults filled in.
     """
     theta = rope_theta(config)
     fields: dict[str, Any] = {
@@ -153,7 +153,7 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_latent(config: Mapping[str, Any]) -> bool:
-    """Multi-head latent attention (DeepSeek)."""
+    """True for multi-head latent attention (DeepSeek)."""
     return "kv_lora_rank" in config
 
 

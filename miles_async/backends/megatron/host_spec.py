@@ -97,7 +97,7 @@ def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class WholeLinear(torch.nn.Linear):
-    """A linear layer that every tensor-parallel rank has whole and applies to its part of the sequence."""
+    """Linear layer replicated on all tensor-parallel ranks and applied to each rank's part of the sequence."""
 
     tensor_model_parallel = False  # for megatron-bridge
 
@@ -126,7 +126,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, dense and mixture, and the final norm."""
+    """Build the layers of this pipeline stage, dense and mixture, and the final norm."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )

@@ -1,4 +1,4 @@
-"""Metric sums of micro-batches → numbers of one rollout step."""
+"""Turn metric sums of micro-batches into the metrics of one rollout step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOTALS = frozenset({"tokens", "loss_tokens"})
 
 
 def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
-    """In float64: what comes out must not depend on how a batch was cut into micro-batches."""
+    """Add sums in float64, so that the result does not depend on the division into micro-batches."""
     for name, value in sums.items():
         value = value.detach().double()
         if name not in totals:

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint → megatron model, through megatron-bridge; optimizer and schedule around it."""
+"""Build the megatron model from a Hugging Face checkpoint through megatron-bridge, with optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from miles_async.backends.megatron.platform import Platform
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A megatron model (one module per virtual pipeline stage, here always one) and the bridge that made it."""
+    """A megatron model (one module per virtual pipeline stage, here always one) and the bridge that built it."""
 
     modules: list[Any]
     bridge: Any
 
     @property
     def align(self) -> int:
-        """Packed lengths are multiples of this: sequence parallelism splits them over tensor-parallel ranks."""
+        """Divisor of packed lengths: sequence parallelism splits them over tensor-parallel ranks."""
         config = get_model_config(self.modules[0])
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     @property
     def tied(self) -> bool:
-        """The output layer has the weights of the embedding."""
+        """True if the output layer shares the embedding's weights."""
         return bool(get_model_config(self.modules[0]).share_embeddings_and_output_weights)
 
 
 def load_model(directory: Path, model: ModelArguments, platform: Platform, *, trainable: bool) -> LoadedModel:
-    """The model with its weights on this rank's device. Collective.
+    """Load the model onto this rank's device. Collective.
 
     ``trainable`` wraps it in DistributedDataParallel with a distributed optimizer's buffers; without, it is
     frozen, for use as a reference. Raises ConfigurationError for what would be trained wrongly.
@@ -84,7 +84,7 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
 def make_optimizer(
     modules: list[Any], arguments: OptimizerArguments, *, bf16: bool, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW over data-parallel shards, and the learning rate over ``total_steps`` optimizer steps.
+    """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps.
 
     The schedule is stepped *before* the optimizer, so that step k of the warm-up has k / warm-up of the peak
     rate and none is wasted at rate 0.

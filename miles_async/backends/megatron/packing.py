@@ -1,4 +1,4 @@
-"""Several samples as one sequence: a TrainBatch becomes what one megatron forward pass takes (packed, THD).
+"""Pack several samples into one sequence (THD), the input of a megatron forward pass.
 
 The samples stand one behind another in a sequence of shape [1, T]; ``cu_seqlens`` keeps attention and positions
 inside each. A padding tail, itself a sequence without loss, rounds T up to what sequence parallelism needs.
@@ -36,7 +36,7 @@ class PackedBatch:
 
 
 def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> PackedBatch:
-    """A micro-batch with its loss fields. ``align``: T is a multiple of it and at least ``align``."""
+    """Pack a micro-batch with its loss fields. T is a positive multiple of ``align``."""
     lengths = np.diff(batch.offsets)
     fields = {
         "tokens": _tensor(batch.tokens, torch.int64, device),
@@ -51,7 +51,7 @@ def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> Packed
 
 
 def pack_sequences(sequences: Sequence[Sequence[int]], *, align: int, device: torch.device) -> PackedBatch:
-    """Token sequences to score, without loss fields."""
+    """Pack token sequences to score, without loss fields."""
     offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
     return _pack(tokens, offsets, {}, 0, align=align, device=device)

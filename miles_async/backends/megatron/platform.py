@@ -1,4 +1,4 @@
-"""All that differs between running on CUDA and on the host, in one record. The rest of the backend is one code path.
+"""Everything that differs between CUDA and the host, in one record; the rest of the backend is one code path.
 
 Import this before megatron: :meth:`Platform.prepare` installs what the platform needs.
 What CPU runs do not exercise: Transformer Engine kernels, fused Adam, NCCL, communication overlap.
@@ -34,7 +34,7 @@ HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """Where tensors live, what carries collectives, which layers and fusions the model is built of."""
+    """Device, communication backend, and the layers and fusions that the model is built of."""
 
     device: str  # "cpu" or "cuda"
     communication_backend: str  # of torch.distributed
@@ -47,7 +47,7 @@ class Platform:
 
     @classmethod
     def cuda(cls) -> Platform:
-        """With Transformer Engine where it is installed; otherwise host_spec's layers, correct but slower."""
+        """Use Transformer Engine if it is installed, else host_spec's layers, which are correct but slower."""
         engine = importlib.util.find_spec("transformer_engine") is not None
         return cls(
             device="cuda",
@@ -58,7 +58,7 @@ class Platform:
 
     @classmethod
     def named(cls, device: str) -> Platform:
-        """The value of ``--device``: cpu, cuda or auto. Raises ConfigurationError where CUDA is asked for in vain."""
+        """Choose by ``--device``: cpu, cuda or auto. Raises ConfigurationError if CUDA is asked for and absent."""
         if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
             return cls.cpu()
         if not torch.cuda.is_available():
@@ -66,7 +66,7 @@ class Platform:
         return cls.cuda()
 
     def prepare(self, local_rank: int) -> torch.device:
-        """Make megatron importable and choose this process's device. Before the first import of megatron."""
+        """Make megatron importable and set this process's device. Call before the first import of megatron."""
         from miles_async.backends.megatron import bridge_fixes, cpu_compat
 
         if self.device == "cpu":
@@ -84,7 +84,7 @@ class Platform:
         return device
 
     def layer_spec(self, of_bridge: Callable[..., Any]) -> Callable[..., Any]:
-        """For ``GPTModelProvider.transformer_layer_spec``; ``of_bridge``: the one it takes, Transformer Engine's."""
+        """Value for ``GPTModelProvider.transformer_layer_spec``; ``of_bridge``: the bridge's, of Transformer Engine."""
         if self.transformer_engine:
             return of_bridge
         from miles_async.backends.megatron.host_spec import host_block_spec

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of tokens from logits that are split over tensor-parallel ranks.
+"""Log-probs and entropy of tokens from vocab-parallel logits.
 
 Aligned with tokens: entry ``i`` describes ``tokens[i]`` given its prefix and is 0 at each sample's first token.
 The shift from "position i predicts token i + 1" happens here and nowhere else.
@@ -18,7 +18,7 @@ ENTROPY_ROWS = 4096  # rows of logits per pass, which bounds the temporary memor
 
 
 def token_logprobs(logits: Tensor, packed: PackedBatch, temperature: float) -> Tensor:
-    """float32 [N], differentiable. ``logits``: [1, T, V / TP], at temperature 1."""
+    """Log-probs, float32 [N], differentiable. ``logits``: [1, T, V / TP], at temperature 1."""
     # The division makes a copy, which vocab_parallel_cross_entropy overwrites.
     scaled = logits.float() / temperature
     return _of_next_token(-vocab_parallel_cross_entropy(scaled, packed.labels)[0], packed)
@@ -26,13 +26,13 @@ def token_logprobs(logits: Tensor, packed: PackedBatch, temperature: float) -> T
 
 @torch.no_grad()
 def token_entropy(logits: Tensor, packed: PackedBatch, temperature: float) -> Tensor:
-    """float32 [N], of the distribution that each token was drawn from; no gradient."""
+    """Entropy of the distribution that each token was drawn from, float32 [N], no gradient."""
     rows = [_entropy(chunk.float() / temperature) for chunk in logits[0].split(ENTROPY_ROWS)]
     return _of_next_token(torch.cat(rows), packed)
 
 
 def _of_next_token(values: Tensor, packed: PackedBatch) -> Tensor:
-    """[T] by predicting position → [N] by predicted token."""
+    """Shift values [T] of predicting positions to the tokens they predict, [N]."""
     shifted = torch.cat([values.new_zeros(1), values[:-1]])[: packed.num_tokens]
     return shifted.masked_fill(packed.is_first, 0.0)
 

@@ -22,7 +22,7 @@ _installed = False
 
 
 def install() -> bool:
-    """Call before the first import of megatron. True if this process now runs megatron on the host."""
+    """Install the patches, before the first import of megatron. True if megatron now runs on the host."""
     global _installed
     if torch.cuda.is_available():
         return False

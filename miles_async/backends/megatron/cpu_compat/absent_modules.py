@@ -23,7 +23,7 @@ TRITON_USERS = (
 
 
 def stand_ins() -> dict[str, Callable[[], dict[str, types.ModuleType]]]:
-    """Importing module → how to make the modules that it lacks."""
+    """Map each importing module to a function that makes the modules it lacks."""
     found: dict[str, Callable[[], dict[str, types.ModuleType]]] = {}
     if importlib.util.find_spec("transformer_engine") is None:
         found |= dict.fromkeys(TRANSFORMER_ENGINE_USERS, _transformer_engine)
@@ -33,7 +33,7 @@ def stand_ins() -> dict[str, Callable[[], dict[str, types.ModuleType]]]:
 
 
 def _transformer_engine() -> dict[str, types.ModuleType]:
-    """Just the names that megatron.bridge.peft needs to define its classes."""
+    """Stand-in with the names that megatron.bridge.peft needs to define its classes."""
     root, pytorch = _module("transformer_engine"), _module("transformer_engine.pytorch")
     pytorch.Linear, pytorch.LayerNormLinear = _unusable("Linear"), _unusable("LayerNormLinear")
     pytorch.ops = types.SimpleNamespace(Sequential=_unusable("ops.Sequential"))
@@ -42,7 +42,7 @@ def _transformer_engine() -> dict[str, types.ModuleType]:
 
 
 def _triton() -> dict[str, types.ModuleType]:
-    """Kernels can be defined (decorators return the function); launching one is a TypeError."""
+    """Stand-in in which kernels can be defined (decorators return the function); launching one is a TypeError."""
     root, language = _module("triton"), _module("triton.language")
     root.__version__, root.language = "0", language
     root.jit = lambda function=None, **_: function if function else (lambda f: f)

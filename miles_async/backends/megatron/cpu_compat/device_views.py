@@ -33,7 +33,7 @@ class View(types.ModuleType):
 
 
 class HostStream:
-    """One in-order queue, always drained: what a stream is on the host."""
+    """A stream on the host: one in-order queue, always drained."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -63,14 +63,14 @@ class HostEvent:
 
 
 def torch_view() -> View:
-    """What the name ``torch`` means inside megatron modules."""
+    """Make the view that replaces ``torch`` inside megatron modules."""
     overrides: dict[str, Any] = {name: _on_host(getattr(torch, name)) for name in FACTORIES}
     overrides["cuda"] = _cuda_view()
     return View(torch, overrides)
 
 
 def patch_cuda_methods() -> None:
-    """``tensor.cuda()`` and ``module.cuda()`` raise on a machine without CUDA; here they stay where they are."""
+    """Make ``tensor.cuda()`` and ``module.cuda()`` no-ops; without CUDA they raise."""
     torch.Tensor.cuda = _same  # type: ignore[method-assign]
     torch.nn.Module.cuda = _same  # type: ignore[method-assign]
 
@@ -80,7 +80,7 @@ def _same(self: Any, *_: Any, **__: Any) -> Any:
 
 
 def _host_device(device: Any) -> Any:
-    """The names "cuda" and "cuda:3", cuda device objects and bare ordinals all mean the host."""
+    """Map "cuda", "cuda:3", CUDA device objects and bare ordinals to the host."""
     if isinstance(device, int) and not isinstance(device, bool):
         return "cpu"
     if isinstance(device, str | torch.device) and str(device).startswith("cuda"):

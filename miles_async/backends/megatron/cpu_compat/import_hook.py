@@ -1,4 +1,4 @@
-"""Adjusts each megatron module right after its body has run: its ``torch`` becomes the view, its patch is applied."""
+"""Adjust each megatron module after its body has run: replace its ``torch`` by the view and apply its patch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _adjust(module: types.ModuleType, view: types.ModuleType, patches: Mapping[s
 
 @contextlib.contextmanager
 def _visible(modules: Mapping[str, types.ModuleType]) -> Iterator[None]:
-    """Importable only while one importing module's body runs, so that nobody else takes them for the real thing."""
+    """Make stand-ins importable only while one importing module's body runs, so that no other module finds them."""
     sys.modules.update(modules)
     try:
         yield
