@@ -1,4 +1,7 @@
-"""Runs a function on N processes that form one torch.distributed world, for tests; never leaves one behind."""
+"""Runs a function on N processes that form one torch.distributed world, for tests; never leaves one behind.
+
+All of a session's processes are forked from one that has imported megatron, which takes seconds, once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     The first rank that fails ends all others, with its traceback in the RuntimeError.
     """
     server = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.integration.rank_imports"])
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(world_size):

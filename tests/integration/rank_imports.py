@@ -1,0 +1,25 @@
+"""All that a rank of the trainer imports on CPU, without what a backend patches in the bridge when it is made.
+
+The processes of tests.integration.rank_processes are forked from one that has imported this.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from miles_async.backends.megatron import cpu_compat
+
+if not torch.cuda.is_available():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cpu_compat.install()  # what makes megatron.bridge importable
+        import megatron.bridge  # noqa: F401
+
+        import miles_async.backends.megatron.checkpoint
+        import miles_async.backends.megatron.distributed
+        import miles_async.backends.megatron.model
+        import miles_async.backends.megatron.step  # noqa: F401
+        import tests.integration.megatron_scenario
+        import tests.integration.plain_reference  # noqa: F401
