@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint typecheck lock bench study clean
+.PHONY: help setup quickstart test lint typecheck mutate lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -31,6 +31,9 @@ lint: setup ## style (ruff) and layers (import-linter)
 
 typecheck: setup ## types (mypy; strict on the pure packages)
 	$(BIN)/mypy
+
+mutate: setup ## do the fast tests notice small mistakes in the core? 100 random ones (MUTATE_ARGS="--only PATH --count 30 --seed 7")
+	$(BIN)/python scripts/mutate.py $(MUTATE_ARGS)
 
 lock: setup ## resolve requirements/*.in again (UPGRADE=all or UPGRADE=name,name lets pins move)
 	$(BIN)/python scripts/make_lock.py --upgrade "$(UPGRADE)"
