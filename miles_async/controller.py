@@ -140,6 +140,8 @@ class Controller:
     async def run(self) -> None:
         """The whole run. Raises the first error of either side, everything else being cancelled by then."""
         self.position = await self._checkpoints.load() or Position()
+        bound = "none" if self._bound is None else self._bound
+        log.info("training begins", step=self.position.step, steps=self._num_steps, max_weight_staleness=bound)
         async with asyncio.TaskGroup() as scope:
             rollout = scope.create_task(self._rollout.run(), name="rollout")
             await self._publisher.stage(self.position.version)  # 0, or where the checkpoint left off
@@ -300,7 +302,7 @@ class Controller:
             if self._publisher.evaluates_apart:
                 may_publish.set()
             metrics = await self._rollout.evaluate()
-        except Exception as error:  # supervision point: a failing evaluation never stops training (C9)
+        except Exception as error:  # supervision point: a failing evaluation never stops training (A9)
             log.warning("evaluation failed", step=step, error=repr(error))
         else:
             self._recorder.evaluation(step, metrics)

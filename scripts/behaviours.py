@@ -1,7 +1,8 @@
-"""Writes tests/behaviours.md: which tests cover which behaviour, from the ``# covers: M3, C8`` marks in tests/.
+"""Write tests/behaviours.md: which tests cover which behaviour, from the ``# covers: M3, C8`` marks in tests/.
 
 A mark counts for the test function that it stands in, or on the ``def`` line of; for the tests of a class or of a
-file if it stands in that one's docstring, or anywhere outside of a function. From the repository root:
+file if it stands in that one's docstring, or anywhere outside of a function. scripts/behaviours.toml says what each id
+means. From the repository root:
 
     .venv/bin/python scripts/behaviours.py
 """
@@ -10,26 +11,45 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "tests" / "behaviours.md"
+PAGE = ROOT / "tests" / "behaviours.md"
+MEANINGS = ROOT / "scripts" / "behaviours.toml"
 MARK = re.compile(r"\bcovers: (?P<ids>[A-Z]\d+(?:, ?[A-Z]\d+)*)")
 HEADER = """\
 # What the tests cover
 
-Generated from the `# covers:` marks in tests/ by `.venv/bin/python scripts/behaviours.py`; not edited by hand. A file
-without a test's name: its tests together.
-
-C1 to C12 are the contracts of [docs/architecture.md](../docs/architecture.md). The other letters are the systems that a
-behaviour is known from: P prime-rl, O open-instruct, R rllm, M miles. Marks of C1 to C11 in tests of engines, processes
-and evaluation may instead mean a behaviour known from Claw-R1: the name of the test tells.
-
-| behaviour | tests |
-|---|---|
+Written by `.venv/bin/python scripts/behaviours.py` from the `# covers:` marks in tests/ and the meanings in
+scripts/behaviours.toml; not edited by hand. A file without a list stands for all its tests.
 """
+
+
+@dataclass(frozen=True)
+class Family:
+    """The behaviours of one letter."""
+
+    title: str
+    about: str
+    meanings: Mapping[str, str]  # id → one line, in order of the numbers
+
+
+def read_meanings(path: Path) -> tuple[list[Family], dict[str, str]]:
+    """The families, and the ids that are not or not wholly covered with the reason."""
+    content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    not_yet: dict[str, str] = content.pop("not_yet")
+    families = []
+    for letter, entries in content.items():
+        numbers = sorted(int(key) for key in entries if key.isdigit())
+        meanings = {f"{letter}{number}": entries[str(number)] for number in numbers}
+        families.append(Family(entries["title"], entries["about"], meanings))
+    return families, not_yet
 
 
 def marks(path: Path) -> Iterator[tuple[str, str]]:
@@ -39,8 +59,7 @@ def marks(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(source.splitlines(), start=1):
         for mark in MARK.finditer(line):
             inside = [node for node in scopes if node.lineno <= number <= node.end_lineno]
-            # Of a method and its class, the method.
-            name = max(inside, key=lambda node: node.lineno).name if inside else ""
+            name = max(inside, key=lambda node: node.lineno).name if inside else ""  # the method, not its class
             for behaviour in re.split(r", ?", mark["ids"]):
                 yield behaviour, name
 
@@ -51,22 +70,39 @@ def _is_test(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
 
 
-def covered(tests: Path) -> dict[str, list[str]]:
-    """Behaviour → tests as "unit/test_x.py::test_y", sorted; behaviours in order of letter and number."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
+def covered(tests: Path) -> dict[str, list[tuple[str, str]]]:
+    """Behaviour → (file below ``tests``, name of the test or "" for all its tests), sorted."""
+    found: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
     for path in sorted(tests.rglob("test_*.py")):
         for behaviour, name in marks(path):
-            where = path.relative_to(tests).as_posix()
-            found[behaviour].add(f"{where}::{name}" if name else where)
+            found[behaviour].add((path.relative_to(tests).as_posix(), name))
     return {behaviour: sorted(found[behaviour]) for behaviour in sorted(found, key=lambda b: (b[0], int(b[1:])))}
 
 
-def render(table: dict[str, list[str]]) -> str:
+def render(
+    families: Sequence[Family], not_yet: Mapping[str, str], tests: Mapping[str, Sequence[tuple[str, str]]]
+) -> str:
     """The page."""
-    rows = (f"| {behaviour} | {'<br>'.join(f'`{test}`' for test in tests)} |\n" for behaviour, tests in table.items())
-    return HEADER + "".join(rows)
+    parts = [HEADER, "## Not covered yet\n", *(f"- **{behaviour}**: {reason}" for behaviour, reason in not_yet.items())]
+    for family in families:
+        parts.append(f"\n## {family.title}\n\n{family.about}")
+        for behaviour, meaning in family.meanings.items():
+            parts.append(f"\n### {behaviour}\n\n{meaning}\n")
+            parts += _listed(tests.get(behaviour, ()))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _listed(tests: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for file, entries in groupby(tests, key=lambda test: test[0]):
+        yield f"- [{file}]({file})"
+        yield from (f"  - {_words(name)}" for _, name in entries if name)
+
+
+def _words(name: str) -> str:
+    """``test_a_batch_is_cut`` → "a batch is cut"; names of classes as they are."""
+    return name.removeprefix("test_").replace("_", " ")
 
 
 if __name__ == "__main__":
-    TABLE.write_text(render(covered(ROOT / "tests")), encoding="utf-8")
-    print(f"wrote {TABLE.relative_to(ROOT)}")
+    PAGE.write_text(render(*read_meanings(MEANINGS), covered(ROOT / "tests")), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -51,7 +51,7 @@ class Evaluator:
     async def run(self) -> dict[str, float]:
         """One pass; metrics as ``eval/NAME/...``, and ``eval/accuracy``: the mean reward, averaged over data sets.
 
-        A sample that fails is counted and left out of the means; it ends nothing (C9).
+        A sample that fails is counted and left out of the means; it ends nothing (A9).
         """
         metrics: dict[str, float] = {}
         async with asyncio.TaskGroup() as scope:

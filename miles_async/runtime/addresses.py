@@ -1,6 +1,6 @@
 """Addresses for other processes: this node's host, and ports that stay bound until they are used.
 
-An address handed to another machine must mean something there (C6): the fully qualified name where it
+An address handed to another machine must mean something there (A6): the fully qualified name where it
 resolves to something routable, else the IP of the interface that routes outwards. 127.0.0.1 only where Ray
 has one node.
 """

@@ -22,7 +22,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 class ChildProcess:
-    """A child that dies with us (PR_SET_PDEATHSIG), whose output goes to a file in the run directory (C7).
+    """A child that dies with us (PR_SET_PDEATHSIG), whose output goes to a file in the run directory (A7).
 
     Must be started from a thread that lives as long as the child should: Linux counts the death of the
     starting *thread*. The thread of the event loop does; a worker of ``asyncio.to_thread`` may not.

@@ -111,7 +111,7 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
 
 
 def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
-    """Environment of Ray workers: what ``--forward-env`` selects of ours, and settings that a CPU needs."""
+    """Environment of Ray workers: what ``--forward-env`` selects of ours (A8), and settings that a CPU needs."""
     forwarded = {
         name: value
         for name, value in os.environ.items()

@@ -32,7 +32,7 @@ _STATUS_OF: tuple[tuple[type[MilesAsyncError], int, str], ...] = (
 
 
 def failure(error: MilesAsyncError) -> tuple[int, dict[str, Any]]:
-    """Status and body for an error. An upstream's own status and text are kept (C5)."""
+    """Status and body for an error. An upstream's own status and text are kept (A5)."""
     status, code = next((status, code) for kind, status, code in _STATUS_OF if isinstance(error, kind))
     if upstream := re.match(r"HTTP (\d{3}): ", str(error)):
         status = int(upstream[1])

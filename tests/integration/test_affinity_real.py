@@ -115,7 +115,7 @@ async def test_a_session_finds_its_prefix_and_random_routing_does_not(engines: F
 
 
 async def test_a_session_moves_when_its_engine_dies_and_stays_with_one_when_it_is_back(engines: FrozenEngines) -> None:
-    # covers: M13, C3
+    # covers: M13, A3
     conversation = Conversation(engines, "survivor")
     await conversation.turn()
     home = conversation.workers[0]

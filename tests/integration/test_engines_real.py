@@ -418,7 +418,7 @@ async def test_log_probs_are_of_the_distribution_before_filters(
     assert found.logprobs.max() < -1e-3
 
 
-async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None:  # covers: C5
+async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None:  # covers: A5
     with pytest.raises(RequestRejectedError, match=r"400.*longer than the model's context length"):
         await running.stack.client.generate([5] * 600, {"max_new_tokens": 4}, routing_key="a")
 
@@ -432,7 +432,7 @@ async def test_the_router_passes_packed_answers_on(running: Running) -> None:
     assert len(answer.output_ids) == 4
 
 
-async def test_a_connection_of_the_router_may_be_idle(running: Running) -> None:  # covers: C3
+async def test_a_connection_of_the_router_may_be_idle(running: Running) -> None:  # covers: A3
     """SGLang would close it after 5 s, and fail a request that comes in that moment."""
     reader, writer = await asyncio.open_connection(*running.url.removeprefix("http://").split(":"))
     for seconds in (6.0, 0.0):

@@ -82,7 +82,7 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(variable, "http://127.0.0.1:9")
 
 
-async def test_a_proxy_of_the_environment_is_not_asked(dead_proxy: None, setup: Setup) -> None:  # covers: C6
+async def test_a_proxy_of_the_environment_is_not_asked(dead_proxy: None, setup: Setup) -> None:  # covers: A6
     assert (await setup.client.generate([5, 6], SAMPLING, routing_key="a")).engine_id in ("engine-0", "engine-1")
 
 
@@ -117,7 +117,7 @@ async def test_a_removed_engine_gets_nothing_more(setup: Setup) -> None:
     await setup.router.remove(setup.engines[0].url)  # again: no-op
 
 
-async def test_requests_of_a_dead_engine_go_to_the_other(setup: Setup) -> None:  # covers: C3
+async def test_requests_of_a_dead_engine_go_to_the_other(setup: Setup) -> None:  # covers: A3
     await setup.engines[0].die()  # nobody has fenced it yet
     engines = {(await setup.client.generate([5], SAMPLING, routing_key=str(i))).engine_id for i in range(8)}
     assert engines == {"engine-1"}
@@ -125,7 +125,7 @@ async def test_requests_of_a_dead_engine_go_to_the_other(setup: Setup) -> None: 
 
 async def test_requests_go_round_a_router_that_lost_its_engines(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:  # covers: C3
+) -> None:  # covers: A3
     for engine in setup.engines:
         await setup.router.remove(engine.url)
     async with asyncio.timeout(10):

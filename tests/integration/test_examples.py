@@ -23,7 +23,7 @@ def run_of(example: str, run_dir: Path) -> RealRun:
 
 
 def test_an_environment_answers_turns_and_its_answers_carry_no_loss(tmp_path: Path) -> None:
-    # covers: R2, R3, C2, C7
+    # covers: R2, R3, C2
     run = run_of("calculator_tool", tmp_path / "run")
     assert_turns_were_trained(run, STEPS, most_turns=2)
     assert all(0 < step["rollout/tool_calls/mean"] < 1 for step in run.steps)
@@ -32,7 +32,7 @@ def test_an_environment_answers_turns_and_its_answers_carry_no_loss(tmp_path: Pa
 def test_an_agent_with_an_openai_client_is_trained_on_what_its_session_saw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # covers: M13, M14, R3, C2, C6, C7
+    # covers: M13, M14, R3, C2, A6, A7
     for variable in ("http_proxy", "https_proxy", "all_proxy"):  # for the outside: nothing of the run asks it
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
     run = run_of("blackbox_agent", tmp_path / "run")

@@ -284,6 +284,7 @@ def test_bfloat16_training_is_close_to_float32(ranks: list[Observed], case: Case
 @pytest.mark.parametrize("name", [ROUTER, ROUTER_BIAS])
 def test_what_stays_in_fp32_is_not_rounded(seen: dict[Case, list[Any]], root: Path, name: str) -> None:
     """Router biases are not trained, other parameters in fp32 are."""
+    # covers: M15
     case = "ep2", "glm4-moe in bf16, router in fp32"
     source, saved = (load_file(directory / FILE)[name] for directory in (root / case[1], root / "-".join(case) / "end"))
     for tensor in (source, saved):

@@ -204,7 +204,7 @@ BY_FILES = ("refuses to receive", "hangs as it receives", "answers 200 and recei
     ("transport", "fault"), [*(("distributed", fault) for fault in FAULTS), *(("disk", fault) for fault in BY_FILES)]
 )
 async def test_an_engine_that_fails_is_fenced_and_repaired(cluster: Cluster, transport: str, fault: str) -> None:
-    # covers: C3, C8, R4
+    # covers: A3, C8, R4
     path, faulty = FAULTS[fault]
     engine = cluster.engines["engine-0"]
     async with cluster.publishing(weight_transport=transport) as published, cluster.requests() as answers:
@@ -268,7 +268,7 @@ async def test_while_no_engine_is_left_everybody_waits_up_to_a_deadline(cluster:
 
 
 async def test_an_engine_that_dies_as_it_receives_is_restarted_and_repaired(cluster: Cluster) -> None:
-    # covers: C3, C8
+    # covers: A3, C8
     engine = cluster.engines["engine-0"]
     async with cluster.publishing() as published, cluster.requests() as answers:
         await published.next()

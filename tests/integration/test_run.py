@@ -193,7 +193,7 @@ def test_sigterm_to_the_group_ends_a_start_within_seconds(tmp_path: Path) -> Non
 
 
 def test_engine_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    # covers: C3, C5
+    # covers: C10, A7
     model = tmp_path / "model"
     shutil.copytree(QUICKSTART / "assets" / "reverse" / "model", model)
     (model / "model.safetensors").write_bytes(b"not a checkpoint")

@@ -84,7 +84,7 @@ async def test_a_turn_that_was_kept_is_told_by_the_key_of_its_session(tmp_path: 
 
 
 async def test_a_session_samples_through_the_rollout_process(tmp_path: Path) -> None:
-    # covers: M13, C7
+    # covers: M13, A7
     model = ScriptedModel(lambda call, input_ids: ANSWER, version=5)
     async with service_of(model, tmp_path) as service:
         session = await service.open(SETTINGS)

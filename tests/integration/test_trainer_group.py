@@ -141,7 +141,7 @@ async def test_a_step_trains_all_ranks_on_their_own_shards(group: TrainerGroup) 
         await group.train(references()[:1])
 
 
-async def test_output_of_ranks_goes_to_the_log_directory(group: TrainerGroup) -> None:  # covers: C7
+async def test_output_of_ranks_goes_to_the_log_directory(group: TrainerGroup) -> None:  # covers: A7
     assert group._log_directory is not None
     assert sorted(path.name for path in group._log_directory.iterdir()) == ["trainer-0.log", "trainer-1.log"]
 
@@ -229,7 +229,7 @@ async def test_checkpoint_and_hf_export(group: TrainerGroup, tmp_path: Path) -> 
 
 
 # ----------------------------------------------------------------------------------- in which somebody dies
-async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path) -> None:  # covers: C1, C10
+async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path) -> None:  # covers: A1, C10
     running = trainer_group(model, canary_tokens=())
     await running.start()
     pids = [info.pid for info in running.ranks]

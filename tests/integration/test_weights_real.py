@@ -145,7 +145,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 async def test_what_is_trained_is_what_generates(server: Server, transport: str, mode: str) -> None:
-    # covers: C8, M11, P4
+    # covers: C8, M11, P4, A2
     async with server.publishing(pause_generation_mode=mode, **TRANSPORTS[transport]) as published:
         await published.next()
         before = server.trainer.logprobs(random_sequences()[-1])
@@ -238,7 +238,7 @@ async def test_what_is_corrupted_on_the_way_is_never_committed(
 
 async def test_an_external_engine_is_brought_to_the_weights_and_left_running(server: Server) -> None:
     """In place, with a cache that somebody else has filled under the keys of versions to come."""
-    # covers: C8, M11
+    # covers: C8, A2, M11
     url = server.registry.engines[ENGINE].url
     assert url is not None
     before = server.registry.version

@@ -173,7 +173,7 @@ def test_on_policy_alternates_strictly() -> None:
 
 
 def test_one_straggler_never_blocks_finished_groups_behind_it() -> None:
-    # covers: C4, C11
+    # covers: C4, A11
     result = simulate(settings(bound=None, response_seconds=Scripted(500.0, 1.0), steps=20))
     assert result.steps[-2].ended < 100
     assert result.steps[-1].ended > 500  # the straggler is trained in the last batch, with nobody left to overtake it

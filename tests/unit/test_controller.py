@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from miles_async.arguments import (
     CheckpointArguments,
@@ -115,6 +116,18 @@ async def test_next_batch_is_cut_for_the_version_that_will_be_current() -> None:
     await b.controller.run()
     assert only(b.events, "cut") == ["cut for 0", "cut for 1", "cut for 2"]
     assert b.events.index("cut for 1") < b.events.index("commit 1")  # prepared while step 0 trains
+
+
+@pytest.mark.parametrize("bound", [None, 3])
+async def test_the_bound_is_off_by_default_and_announced_at_the_start(bound: int | None) -> None:
+    # covers: M4
+    assert StalenessArguments().bound is None
+    b = bench(steps=10, bound=bound, age=3)
+    with capture_logs() as logs:
+        await b.controller.run()
+    (announced,) = [entry for entry in logs if entry["event"] == "training begins"]
+    assert announced["max_weight_staleness"] == ("none" if bound is None else bound)
+    assert only(b.events, "train") != []
 
 
 async def test_each_step_is_published_but_the_last_which_nobody_would_use() -> None:
@@ -249,7 +262,7 @@ async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
 
 
 async def test_engines_for_evaluation_that_fail_do_not_stop_training() -> None:
-    # covers: C9
+    # covers: A9
     b = bench(steps=2, evaluate=True, apart=FakeFleet([], joining=()))
     await b.controller.run()
     assert len(b.records.steps) == 2
@@ -257,7 +270,7 @@ async def test_engines_for_evaluation_that_fail_do_not_stop_training() -> None:
 
 
 async def test_failing_evaluation_does_not_stop_training() -> None:
-    # covers: C9
+    # covers: A9
     b = bench(steps=2, evaluate=True)
     b.rollout.evaluation_error = EngineError("no engine answers")
     await b.controller.run()
@@ -297,7 +310,7 @@ async def test_log_probs_are_compared_only_where_the_trainer_has_published_its_w
 
 
 async def test_rollout_failure_stops_the_trainer_and_is_the_error_that_surfaces() -> None:
-    # covers: C1, C10
+    # covers: A1, C10
     b = bench(steps=1000)
     b.rollout.error = EngineError("all engines are gone")
     with pytest.raises(ExceptionGroup) as caught:

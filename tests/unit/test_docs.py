@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import subprocess
 import sys
 import types
@@ -218,27 +217,3 @@ def group(prompt: Prompt, *rewards: float) -> Group:
     attempt = Attempt(attempt_id=0, prompt=prompt, epoch=0)
     samples = tuple(sample("", "stop", reward) for reward in rewards)
     return Group(attempt=attempt, samples=samples, oldest_version=0, newest_version=0)
-
-
-def test_table_of_behaviours_is_current() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "behaviours.py"))
-    expected = script["render"](script["covered"](ROOT / "tests"))
-    assert (ROOT / "tests" / "behaviours.md").read_text() == expected, "run .venv/bin/python scripts/behaviours.py"
-
-
-def test_marks_are_read_where_they_stand(tmp_path: Path) -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "behaviours.py"))
-    mark = "# covers" + ":"
-    (tmp_path / "test_x.py").write_text(
-        f'"""All.\n\n{mark} C1, M10\n"""\n'
-        f"def test_a():  {mark} M3\n    pass\n"
-        f"async def test_b():\n    {mark} M3, C1\n    pass\n"
-        f'class TestC:\n    """{mark} P8"""\n    def test_d(self):\n        {mark} P9\n        pass\n'
-    )
-    assert script["covered"](tmp_path) == {
-        "C1": ["test_x.py", "test_x.py::test_b"],
-        "M3": ["test_x.py::test_a", "test_x.py::test_b"],
-        "M10": ["test_x.py"],
-        "P8": ["test_x.py::TestC"],
-        "P9": ["test_x.py::test_d"],
-    }

@@ -453,7 +453,7 @@ def test_resuming_from_inside_the_run_directory_is_refused(valid: dict[str, Any]
 
 
 def test_environments_and_agents_may_bring_the_reward(valid: dict[str, Any]) -> None:
-    # covers: C4
+    # covers: A4
     for origin in ("environment_path", "agent_path"):
         validate(assemble({**valid, "rm_type": None, origin: "a:b"}, {}))
 

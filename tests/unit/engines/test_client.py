@@ -99,21 +99,21 @@ async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setu
         (413, "body too large", RequestRejectedError),
     ],
 )
-def test_which_answers_are_worth_another_try(status: int, text: str, expected: type) -> None:  # covers: C3, C5
+def test_which_answers_are_worth_another_try(status: int, text: str, expected: type) -> None:  # covers: A3, A5
     error = http_error(status, text)
     assert type(error) is expected
     assert text in str(error)  # the upstream's own words
     assert str(status) in str(error)
 
 
-async def test_transient_errors_are_retried_with_a_fresh_id(setup: Setup) -> None:  # covers: C3
+async def test_transient_errors_are_retried_with_a_fresh_id(setup: Setup) -> None:  # covers: A3
     answers = iter([web.Response(status=503), web.Response(status=500, text="call_upstream_x"), None])
     setup.engine.respond = lambda body: next(answers)
     await setup.client.generate([5], SAMPLING, routing_key="a")
     assert len({body["rid"] for body in setup.engine.requests}) == 3
 
 
-async def test_further_tries_go_straight_to_one_serving_engine_after_the_other(setup: Setup) -> None:  # covers: C3, C8
+async def test_further_tries_go_straight_to_one_serving_engine_after_the_other(setup: Setup) -> None:  # covers: A3, C8
     """Whatever the router does: here it sends everything to an engine that is out."""
     setup.record.state = EngineState.FENCED
     async with FakeEngine(weight_version="3", name_worker=False) as first, FakeEngine(name_worker=False) as second:
@@ -128,7 +128,7 @@ async def test_further_tries_go_straight_to_one_serving_engine_after_the_other(s
     assert len(setup.engine.requests) == len(first.requests) == 8
 
 
-async def test_retries_are_bounded(setup: Setup) -> None:  # covers: C3
+async def test_retries_are_bounded(setup: Setup) -> None:  # covers: A3
     setup.engine.respond = lambda body: web.Response(status=503, text="overloaded")
     with capture_logs() as log_output, pytest.raises(TransientEngineError, match="503: overloaded"):
         await setup.client.generate([5], SAMPLING, routing_key="a")
@@ -136,7 +136,7 @@ async def test_retries_are_bounded(setup: Setup) -> None:  # covers: C3
     assert [entry["event"] for entry in log_output] == ["requests fail and are tried again"]  # not of every request
 
 
-async def test_a_rejected_request_is_not_retried(setup: Setup) -> None:  # covers: C3, C5
+async def test_a_rejected_request_is_not_retried(setup: Setup) -> None:  # covers: A3, A5
     setup.engine.respond = lambda body: web.Response(status=400, text="input is longer than the context")
     with pytest.raises(RequestRejectedError, match="longer than the context"):
         await setup.client.generate([5], SAMPLING, routing_key="a")
@@ -326,7 +326,7 @@ async def test_a_thousand_cancelled_requests_are_not_a_thousand_aborts(
     assert len(setup.engine.aborted_ids) == 3  # those were over
 
 
-async def test_a_timed_out_request_is_aborted_and_retried(setup: Setup) -> None:  # covers: C3
+async def test_a_timed_out_request_is_aborted_and_retried(setup: Setup) -> None:  # covers: A3
     setup.engine.token_seconds = 10.0
     setup.client._request_timeout = 0.05
     with pytest.raises(TransientEngineError, match="--request-timeout"):

@@ -1,6 +1,6 @@
 """Evaluation: bounded, streaming, by data set.
 
-# covers: C9, R6
+# covers: A9, R6
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class TestRows:
         assert prompt.label == "7"
         assert prompt.metadata == {"k": [1]}
 
-    def test_it_is_a_prompt_source(self, written: Callable[..., Path]):
+    def test_it_is_a_prompt_source(self, written: Callable[..., Path]):  # covers: M9
         assert isinstance(source_of(written(ROWS)), PromptSource)
 
     def test_ids_come_from_the_column_or_from_file_and_row(self, written: Callable[..., Path]):

@@ -1,6 +1,6 @@
 """Black-box agents: what they return, whose fault their failures are, and commands as agents.
 
-# covers: C3, C4
+# covers: A3, A4
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def command(tmp_path: Path, source: str) -> CommandAgent:
 
 
 async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> None:
-    # covers: C7
+    # covers: A7
     source = (
         "import json, os, sys\n"
         "prompt = json.load(sys.stdin)\n"
@@ -229,7 +229,7 @@ async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> 
 async def test_a_command_reaches_its_session_without_a_proxy_and_the_outside_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exceptions: str | None
 ) -> None:
-    # covers: C6
+    # covers: A6
     for variable in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")

@@ -106,7 +106,7 @@ async def reward(prompt: Prompt, sample: Sample) -> float:
 
 class Bench:
     def __init__(self, **options: Any) -> None:
-        self.engine, self.source = Engine(), Prompts()
+        self.engine, self.source = Engine(), options.pop("source", None) or Prompts()
         self.services = circuits = Services(outage_timeout=options.pop("outage_timeout", 60.0))
         beginnings = Beginnings(self.engine.dispatched.get)
         generate = SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids)), began=beginnings.note)
@@ -209,6 +209,32 @@ async def test_nothing_is_generated_that_no_step_will_train() -> None:
         await until(lambda: bench.balance()["buffered"] == 1)
         await asyncio.sleep(0.05)
         assert bench.balance()["issued"] == 3
+
+
+async def test_attempts_of_one_prompt_in_overlapping_epochs_are_never_mixed() -> None:
+    # covers: R8
+    class OnePrompt(Prompts):
+        def take(self, count: int) -> list[tuple[int, Prompt]]:
+            prompt = Prompt(prompt_id="p0", token_ids=(1, 2), text="", label="a")
+            self.taken += count
+            return [(self.taken - count + number, prompt) for number in range(count)]
+
+    def signed(generate: Any) -> Any:
+        async def sign(client: Any, attempt: Any, sample_index: int) -> Sample:
+            sample = await generate(client, attempt, sample_index)
+            return msgspec.structs.replace(sample, text=f"attempt {attempt.attempt_id}")
+
+        return sign
+
+    async with running(Bench(source=OnePrompt(), wrap=signed)) as bench:
+        bench.engine.seconds = 0.005
+        groups = await bench.dispatcher.cut(0)
+    assert {group.attempt.prompt.prompt_id for group in groups} == {"p0"}
+    assert (
+        len({group.attempt.epoch for group in groups}) == len({group.attempt.attempt_id for group in groups}) == BATCH
+    )
+    for group in groups:
+        assert {sample.text for sample in group.samples} == {f"attempt {group.attempt.attempt_id}"}
 
 
 async def test_resume_has_finished_groups_and_owes_every_prompt_that_was_in_flight(tmp_path: Path) -> None:

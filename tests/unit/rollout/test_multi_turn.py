@@ -272,7 +272,7 @@ def rewarded(reward: float | None) -> Sample:
 
 
 async def test_a_reward_that_was_given_stays_and_the_runs_own_fills_in() -> None:
-    # covers: C4
+    # covers: A4
     async def otherwise(prompt: Prompt, sample: Sample) -> float:
         return 0.25
 

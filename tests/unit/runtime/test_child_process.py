@@ -57,13 +57,13 @@ def test_a_wanted_port_that_is_taken_is_a_clear_error() -> None:
             HeldPort(LOOPBACK, number)
 
 
-def test_addresses_for_other_machines_are_never_loopback() -> None:  # covers: C6
+def test_addresses_for_other_machines_are_never_loopback() -> None:  # covers: A6
     assert node_host(single_node=True) == LOOPBACK
     with suppress(ConfigurationError):  # a sandbox without a network: refused, rather than localhost
         assert not socket.gethostbyname(node_host(single_node=False)).startswith("127.")
 
 
-async def test_a_child_writes_to_its_file_with_our_interpreter(tmp_path: Path) -> None:  # covers: C7
+async def test_a_child_writes_to_its_file_with_our_interpreter(tmp_path: Path) -> None:  # covers: A7
     code = "import sys; print(sys.executable); print('oops', file=sys.stderr); sys.exit(3)"
     child = ChildProcess("c", ["-c", code], log_path=tmp_path / "logs" / "c.log", environment={})
     child.start()
@@ -73,7 +73,7 @@ async def test_a_child_writes_to_its_file_with_our_interpreter(tmp_path: Path) -
     assert "oops" in child.tail()
 
 
-async def test_a_child_knows_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # covers: C6
+async def test_a_child_knows_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # covers: A6
     for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     code = "import urllib.request; print(urllib.request.getproxies())"

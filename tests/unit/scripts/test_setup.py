@@ -222,7 +222,7 @@ def test_make_help_lists_every_target() -> None:
     assert re.findall(r"^ *make (\S+)", shown.stdout, re.MULTILINE) == targets
 
 
-def test_wheel_holds_one_package_with_arguments_and_presets_inside(tmp_path: Path) -> None:
+def test_wheel_holds_one_package_with_arguments_and_presets_inside(tmp_path: Path) -> None:  # covers: A10
     """Built from a copy: setuptools writes into the folder that it builds from."""
     for name in ("arguments", "miles_async", "requirements"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)

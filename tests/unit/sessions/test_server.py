@@ -136,7 +136,7 @@ async def test_a_conversation_without_room_is_refused_as_clients_know_it() -> No
 async def test_errors_keep_the_upstreams_status_and_text(
     error: Exception, status: int, text: str, stream: bool
 ) -> None:
-    # covers: C5
+    # covers: A5
     async with agent_of(ScriptedModel(lambda call, input_ids: error)) as agent:
         if stream:  # its status is sent before the answer is there
             with pytest.raises(openai.APIError, match=text):
@@ -152,7 +152,7 @@ async def test_errors_keep_the_upstreams_status_and_text(
 
 # ------------------------------------------------------------------------------------------------------ sessions
 async def test_the_last_word_of_an_agent_is_its_reward() -> None:
-    # covers: C4
+    # covers: A4
     async with agent_of(ScriptedModel(says("68"))) as agent:
         answer = await agent.chat(QUESTION)
         assert await agent.post("finish", {"reward": 0.5}) == (
@@ -196,7 +196,7 @@ async def test_a_session_that_nobody_uses_expires_unless_there_is_a_heartbeat() 
 
 
 async def test_late_turns_never_revive_a_session_that_was_collected() -> None:
-    # covers: C11
+    # covers: A11
     model = ScriptedModel(says("68"), seconds=0.2)
     async with agent_of(model) as agent:
         late = asyncio.ensure_future(agent.chat(QUESTION))

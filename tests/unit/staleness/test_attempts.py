@@ -60,6 +60,18 @@ def test_drop_replaces_a_stale_prompt_by_a_fresh_one() -> None:
     assert attempts.issue(source, 0).prompt.prompt_id == "p1"
 
 
+def test_a_dropped_prompt_is_not_owed_another_attempt() -> None:
+    # covers: O3
+    attempts, source = book(recycle=False), Source()
+    dropped = attempts.issue(source, 0)
+    attempts.ended(dropped, Cause.STALE, "age 3")
+    assert attempts.waiting_retries == 0
+    resumed = book(recycle=False)
+    resumed.restore(json.loads(json.dumps(attempts.state())))
+    issued = [resumed.issue(source, 0).prompt.prompt_id for _ in range(10)]
+    assert dropped.prompt.prompt_id not in issued
+
+
 def test_slow_prompt_is_dropped_in_the_end_but_never_quarantined() -> None:
     attempts, source = book(attempts=2), Source()
     attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")

@@ -1,6 +1,6 @@
 """The cut.
 
-# covers: C1, C3, C7, R7, R9, C11
+# covers: C1, C3, C7, R7, R9, A11
 """
 
 from __future__ import annotations

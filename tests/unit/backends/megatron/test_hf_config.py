@@ -70,7 +70,7 @@ def test_verified_configs_pass(config: dict[str, Any]) -> None:
         (GEMMA | {"hidden_act": "silu"}, "hidden_act"),
     ],
 )
-def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) -> None:
+def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) -> None:  # covers: M21
     with pytest.raises(ConfigurationError, match=field):
         hf_config.check_model(config, Path("model"))
 

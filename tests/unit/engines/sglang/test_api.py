@@ -26,7 +26,7 @@ async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     writer.close()
 
 
-async def test_a_call_never_meets_a_connection_that_the_server_closes() -> None:  # covers: C3, C8
+async def test_a_call_never_meets_a_connection_that_the_server_closes() -> None:  # covers: A3, C8
     server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
     url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
     http = Http()

@@ -1,0 +1,85 @@
+"""The marks in tests/ and the page that is made of them; ids that are cited anywhere mean something."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SOURCES = [
+    path
+    for folder in ("arguments", "miles_async", "scripts", "examples", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+CITED = re.compile(r"(?<![\w/-])[ACMOPR]\d{1,2}(?![\w.])")
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "behaviours.py"))
+
+
+@pytest.fixture(scope="module")
+def meanings(script: dict[str, Any]) -> set[str]:
+    families, _ = script["read_meanings"](script["MEANINGS"])
+    return {behaviour for family in families for behaviour in family.meanings}
+
+
+def test_the_page_is_current(script: dict[str, Any]) -> None:
+    expected = script["render"](*script["read_meanings"](script["MEANINGS"]), script["covered"](ROOT / "tests"))
+    assert script["PAGE"].read_text() == expected, "run .venv/bin/python scripts/behaviours.py"
+
+
+def test_every_behaviour_has_a_test_or_a_reason_why_not(script: dict[str, Any], meanings: set[str]) -> None:
+    _, not_yet = script["read_meanings"](script["MEANINGS"])
+    tested = set(script["covered"](ROOT / "tests"))
+    assert tested - meanings == set()
+    assert meanings - tested == {behaviour for behaviour, reason in not_yet.items() if reason.startswith("no test")}
+
+
+def cited(path: Path) -> Iterator[str]:
+    """Ids in comments, docstrings and messages of a source file."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT or token.type == tokenize.STRING:
+            yield from CITED.findall(re.sub(r"noqa: [\w, ]+", "", token.string))
+
+
+def test_ids_that_sources_cite_have_a_meaning(meanings: set[str]) -> None:
+    unknown = {path: ids for path in SOURCES if (ids := set(cited(path)) - meanings)}
+    assert not unknown
+
+
+def test_contracts_of_the_pages_have_a_meaning(meanings: set[str]) -> None:
+    for page in PAGES:
+        assert set(re.findall(r"\bC\d{1,2}\b", page.read_text())) <= meanings, page
+
+
+def test_marks_are_read_where_they_stand(script: dict[str, Any], tmp_path: Path) -> None:
+    mark = "# covers" + ":"
+    (tmp_path / "test_x.py").write_text(
+        f'"""All.\n\n{mark} C1, M10\n"""\n'
+        f"def test_a():  {mark} M3\n    pass\n"
+        f"async def test_b():\n    {mark} M3, C1\n    pass\n"
+        f'class TestC:\n    """{mark} P8"""\n    def test_d(self):\n        {mark} P9\n        pass\n'
+    )
+    assert script["covered"](tmp_path) == {
+        "C1": [("test_x.py", ""), ("test_x.py", "test_b")],
+        "M3": [("test_x.py", "test_a"), ("test_x.py", "test_b")],
+        "M10": [("test_x.py", "")],
+        "P8": [("test_x.py", "TestC")],
+        "P9": [("test_x.py", "test_d")],
+    }
+
+
+def test_a_behaviour_is_a_section_with_its_tests_by_file(script: dict[str, Any]) -> None:
+    family = script["Family"]("Letters", "About them.", {"X1": "It holds."})
+    page = script["render"]([family], {}, {"X1": [("a/test_x.py", ""), ("a/test_x.py", "test_it_is_so")]})
+    assert "### X1\n\nIt holds.\n\n- [a/test_x.py](a/test_x.py)\n  - it is so\n" in page
