@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from miles_async.arguments.flag import flag
+
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmArguments:
     """Algorithm"""
 
-    advantage_estimator: str = flag(
+    advantage_estimator: AdvantageEstimator = flag(
         "grpo",
         "grpo: (r − mean) / (std + 1e-4) within the group; rloo: r − mean of the others; reinforce: r",
-        choices=("grpo", "rloo", "reinforce"),
     )
     grpo_std_normalization: bool = flag(True, "divide by the group's standard deviation (no: Dr. GRPO)")
     eps_clip: float = flag(0.2, "PPO clip range below 1")

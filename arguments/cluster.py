@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles_async.arguments.flag import flag
+
+Device = Literal["cpu", "cuda"]
+DeviceChoice = Literal["auto"] | Device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterArguments:
     """Cluster"""
 
-    device: str = flag("auto", "where models run; auto takes CUDA if there is any", choices=("auto", "cpu", "cuda"))
+    device: DeviceChoice = flag("auto", "where models run; auto takes CUDA if there is any")
     actor_num_nodes: int = flag(1, "nodes that train")
     actor_num_gpus_per_node: int = flag(1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP)")
     rollout_num_gpus: int = flag(1, "GPUs that generate (on CPU: engine processes)")

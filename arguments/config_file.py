@@ -10,9 +10,9 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.flag import FlagValue
 from miles_async.arguments.pass_through import PassThrough, is_pass_through, unflatten, values_from_toml
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.renamed_flags import explain_unknown
@@ -20,7 +20,7 @@ from miles_async.arguments.specification import FlagSpecification, argument_grou
 from miles_async.errors import ConfigurationError
 
 
-def read_config_file(path: Path) -> tuple[dict[str, Any], PassThrough]:
+def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
     """(field name → value, flags for SGLang and smg). Raises ConfigurationError naming every bad key."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], PassThrough]:
         raise ConfigurationError(f"--config: there is no file {path}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigurationError(f"--config: cannot read {path}: {error}") from None
-    values: dict[str, Any] = {}
+    values: dict[str, FlagValue] = {}
     passed: PassThrough = {}
     problems: list[str] = []
     for table, key, value in _entries(document):
@@ -40,7 +40,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], PassThrough]:
     return values, passed
 
 
-def _entries(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _entries(document: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
     """(table or "", key, value) of every key."""
     for key, value in document.items():
         if isinstance(value, dict) and key in argument_groups():
@@ -49,7 +49,7 @@ def _entries(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield "", key, value
 
 
-def _read_key(table: str, key: str, value: Any, values: dict[str, Any], passed: PassThrough) -> None:
+def _read_key(table: str, key: str, value: object, values: dict[str, FlagValue], passed: PassThrough) -> None:
     specifications = flag_specifications()
     name, flag = key.replace("-", "_"), "--" + key.replace("_", "-")
     specification = specifications.get(name)
@@ -91,7 +91,7 @@ def _of_group(group: str) -> list[FlagSpecification]:
     return [item for item in flag_specifications().values() if item.group == group]
 
 
-def _toml_value(value: Any) -> str:
+def _toml_value(value: FlagValue) -> str:
     match value:
         case None:
             return '"none"'

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from pathlib import Path
+from typing import TypeVar
+
+FlagValue = bool | int | float | str | Path | tuple[str, ...] | None
+"""What a flag may hold."""
+
+T = TypeVar("T", bound=FlagValue)
 
 
-def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), metavar: str | None = None) -> Any:
+def flag(default: T, help: str, *, metavar: str | None = None) -> T:
     """A field that is also a command-line flag: ``max_weight_staleness`` becomes ``--max-weight-staleness``.
 
     The field's annotation gives the type: ``int``, ``float``, ``str``, ``Path``, ``bool`` (then ``--x`` and
-    ``--no-x``), ``X | None`` (the word "none" means None), ``tuple[str, ...]`` (several values).
+    ``--no-x``), ``X | None`` (the word "none" means None), ``tuple[str, ...]`` (several values), ``Literal["a", "b"]``
+    (one of these).
     """
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
+    return dataclasses.field(default=default, metadata={"default": default, "help": help, "metavar": metavar})

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from miles_async.arguments.flag import flag
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
+
+RecomputeGranularity = Literal["full", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +27,7 @@ class ModelArguments:
     )
     sequence_parallel: bool = flag(True, "with tensor parallelism, split the sequence outside of attention and MLP too")
     bf16: bool = flag(False, "train in bfloat16 with fp32 main parameters (default: fp32)")
-    recompute_granularity: str | None = flag(None, "activation recomputation", choices=("full", "selective"))
+    recompute_granularity: RecomputeGranularity | None = flag(None, "activation recomputation")
     seed: int = flag(1234, "seed of the trainer's random generators")
 
     @property

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from miles_async.arguments.flag import flag
+
+WandbMode = Literal["offline", "online"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,13 +23,11 @@ class ObservabilityArguments:
         "replay`",
     )
     use_wandb: bool = flag(False, "log to Weights & Biases")
-    wandb_mode: str = flag(
-        "offline", "offline writes to the run directory and needs no network", choices=("offline", "online")
-    )
+    wandb_mode: WandbMode = flag("offline", "offline writes to the run directory and needs no network")
     wandb_project: str = flag("miles_async", "W&B project")
     wandb_group: str | None = flag(None, "W&B group")
     progress: bool = flag(True, "live progress on a terminal (plain lines elsewhere)")
-    log_level: str = flag("info", "least severe messages on the console", choices=("debug", "info", "warning", "error"))
+    log_level: LogLevel = flag("info", "least severe messages on the console")
     stall_timeout: float = flag(
         900.0, "seconds without any step or finished group after which the run stops (C10)", metavar="SECONDS"
     )

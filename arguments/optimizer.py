@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles_async.arguments.flag import flag
+
+LrDecayStyle = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,9 +20,7 @@ class OptimizerArguments:
     max_tokens_per_gpu: int = flag(8192, "tokens packed into one micro-batch; a longer sample gets one of its own")
     lr: float = flag(1e-6, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
-    lr_decay_style: str = flag(
-        "constant", "shape of the decay over --num-rollout", choices=("constant", "linear", "cosine")
-    )
+    lr_decay_style: LrDecayStyle = flag("constant", "shape of the decay over --num-rollout")
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
     weight_decay: float = flag(0.0, "AdamW weight decay")
     adam_beta1: float = flag(0.9, "Adam beta 1")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.text import Text
 from rich_argparse import RichHelpFormatter
@@ -18,6 +19,7 @@ from rich_argparse import RichHelpFormatter
 from miles_async.arguments import Arguments
 from miles_async.arguments.argument_files import expand_argument_files
 from miles_async.arguments.config_file import read_config_file
+from miles_async.arguments.flag import FlagValue
 from miles_async.arguments.pass_through import PassThrough, flatten, looks_like_flag, split_pass_through
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.renamed_flags import explain_unknown
@@ -63,7 +65,7 @@ def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> 
         raise ConfigurationError(f"unexpected argument {unexpected[0]!r}: every value needs its flag before it")
     given = vars(namespace)
     print_config, dry_run = given.pop("print_config"), given.pop("dry_run")
-    values: dict[str, Any] = {}
+    values: dict[str, FlagValue] = {}
     passed_by_files: PassThrough = {}
     for path in given.pop("config"):
         file_values, file_passed = read_config_file(path)
@@ -75,14 +77,14 @@ def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> 
     )
 
 
-def _collected(values: list[Any]) -> tuple[Any, ...] | None:
+def _collected(values: list[str | None]) -> tuple[str, ...] | None:
     """Value of a flag that takes several; "none" alone means None."""
     return None if values == [None] else tuple(value for value in values if value is not None)
 
 
-def assemble(values: Mapping[str, Any], passed: PassThrough) -> Arguments:
+def assemble(values: Mapping[str, FlagValue], passed: PassThrough) -> Arguments:
     """Field name → value, over all groups, as one object; what is missing has its default."""
-    by_group: dict[str, dict[str, Any]] = {group: {} for group in argument_groups()}
+    by_group: dict[str, dict[str, FlagValue]] = {group: {} for group in argument_groups()}
     for name, value in values.items():
         by_group[flag_specifications()[name].group][name] = value
     by_group["engines"] |= flatten(passed)
@@ -135,27 +137,27 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_flag(group: argparse._ArgumentGroup, specification: FlagSpecification) -> None:
-    options: dict[str, Any] = {
-        "help": _help(specification),
-        "default": argparse.SUPPRESS,
-        "dest": specification.name,
-    }
+    add = partial(
+        group.add_argument,
+        specification.flag,
+        help=_help(specification),
+        default=argparse.SUPPRESS,
+        dest=specification.name,
+    )
     if specification.kind is bool:
-        group.add_argument(specification.flag, action=argparse.BooleanOptionalAction, **options)
+        add(action=argparse.BooleanOptionalAction)
         return
 
-    def convert(text: str) -> Any:
+    def convert(text: str) -> FlagValue:
         try:
             return specification.from_text(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    if specification.many:
-        options["nargs"] = "*"
     metavar = specification.metavar or (
         "{" + ",".join(specification.choices) + "}" if specification.choices else _default_metavar(specification)
     )
-    group.add_argument(specification.flag, type=convert, metavar=metavar, **options)
+    add(type=convert, metavar=metavar, nargs="*" if specification.many else None)
 
 
 def _default_metavar(specification: FlagSpecification) -> str:
@@ -170,7 +172,7 @@ def _help(specification: FlagSpecification) -> str:
     return text.replace("%", "%%")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: FlagValue) -> str:
     match value:
         case bool():
             return "yes" if value else "no"

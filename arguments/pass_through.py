@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from miles_async.arguments.renamed_flags import OWNED_PASS_THROUGH_FLAGS
 
@@ -69,7 +68,7 @@ def _prefixed(word: str, prefix: str) -> str:
     return prefix + word[2:] if word.startswith("--") else word
 
 
-def values_from_toml(value: Any) -> tuple[str, ...]:
+def values_from_toml(value: object) -> tuple[str, ...]:
     """``true`` is a flag without value, a list several values. Raises ValueError for anything else."""
     if value is True:
         return ()

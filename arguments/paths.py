@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from miles_async.arguments import Arguments, EvaluationArguments
 from miles_async.arguments.evaluation import parse_data_sets
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Group = TypeVar("Group", bound="DataclassInstance")
 
 
 def with_absolute_paths(arguments: Arguments) -> Arguments:
@@ -16,7 +21,7 @@ def with_absolute_paths(arguments: Arguments) -> Arguments:
     return dataclasses.replace(arguments, **{name: _absolute(group) for name, group in groups.items()})
 
 
-def _absolute(group: Any) -> Any:
+def _absolute(group: Group) -> Group:
     if isinstance(group, EvaluationArguments) and group.eval_prompt_data is not None:
         data_sets = parse_data_sets(group.eval_prompt_data)
         words = tuple(word for name, path in data_sets.items() for word in (name, str(path.absolute())))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.flag import FlagValue
 from miles_async.arguments.specification import FlagSpecification, flag_specifications
 
 AT_LEAST: dict[str, int] = {
@@ -105,11 +105,13 @@ def range_problems(arguments: Arguments) -> Iterator[str]:
             yield f"{specification.flag}: expected {expected}, found {value}"
 
 
-def _expectation(specification: FlagSpecification, value: Any) -> str | None:
+def _expectation(specification: FlagSpecification, value: FlagValue) -> str | None:
     """What ``value`` should have been, or None if it may be what it is."""
     name = specification.name
     if specification.choices and value not in specification.choices:
         return f"one of {', '.join(specification.choices)}"
+    if not isinstance(value, int | float):
+        return None
     if name in AT_LEAST and not value >= AT_LEAST[name]:
         return f"at least {AT_LEAST[name]}"
     if name in ABOVE_ZERO and not value > 0:

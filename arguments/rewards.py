@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from miles_async.arguments.flag import flag
 from miles_async.errors import ConfigurationError
@@ -22,6 +23,8 @@ FILTER_NAMES = ("zero_variance", "aborted", "max_length", "truncated")
 
 Named = tuple[str, float | None]
 """A name of a hub, and the number behind its colon."""
+
+SandboxMode = Literal["auto", "strict", "off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +65,10 @@ class RewardArguments:
     )
     rm_code_timeout: float = flag(10.0, "seconds a program may take for one test", metavar="SECONDS")
     rm_code_memory: int = flag(1024, "MiB of address space a program may have", metavar="MIB")
-    reward_sandbox: str = flag(
+    reward_sandbox: SandboxMode = flag(
         "auto",
         "what confines programs that code runs: auto (seccomp, and Landlock where the kernel has it), strict (both, or "
         "the run doesn't start), off (nothing but limits of time and memory)",
-        choices=("auto", "strict", "off"),
     )
     group_filter: tuple[str, ...] = flag(
         (),

@@ -26,6 +26,8 @@ from miles_async.errors import ConfigurationError
 
 DEFAULT_GROUP = "engine"
 
+Role = Literal["train", "evaluation", "frozen"]
+
 
 class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engines that are alike; one table of the file, ``[groups.NAME]``."""
@@ -33,7 +35,7 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str = ""  # that of the table
     # train: generates for training, gets every version. evaluation: generates for evaluation, gets the version that is
     # evaluated. frozen: keeps the weights that it started with, for rewards; nothing of the run asks it by itself.
-    role: Literal["train", "evaluation", "frozen"] = "train"
+    role: Role = "train"
     engines: int = 1
     gpus_per_engine: int = 1  # its tensor-parallel size
     model: str | None = None  # frozen: a Hugging Face directory, if it is not that of --hf-checkpoint
@@ -89,8 +91,8 @@ def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
     return tuple(groups)
 
 
-def of_role(groups: Sequence[ServerGroup], role: str) -> tuple[ServerGroup, ...]:
-    """Those groups."""
+def of_role(groups: Sequence[ServerGroup], role: Role) -> tuple[ServerGroup, ...]:
+    """Groups with this role."""
     return tuple(group for group in groups if group.role == role)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles_async.arguments.flag import flag
 
 TOOL_CALL_PARSERS = ("qwen", "llama3", "glm")
+
+ReasoningParser = Literal["think"]
+TurnHistory = Literal["sampled", "template"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +44,12 @@ class SessionsArguments:
         "how tool calls are written: qwen, llama3, glm, or module:attr of your own (default: calls stay text)",
         metavar="NAME",
     )
-    reasoning_parser: str | None = flag(
-        None, "how reasoning is marked (default: it stays in the content)", choices=("think",)
-    )
-
-    turn_history: str = flag(
+    reasoning_parser: ReasoningParser | None = flag(None, "how reasoning is marked (default: it stays in the content)")
+    turn_history: TurnHistory = flag(
         "sampled",
         "what a turn continues: sampled: the tokens of the turns before it; template: the conversation as the chat "
         "template writes it, as in production; where that is not what was sampled (earlier reasoning is left out, "
         "say), a new branch begins",
-        choices=("sampled", "template"),
     )
 
     @property

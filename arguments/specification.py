@@ -15,11 +15,19 @@ import typing
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.flag import FlagValue
 
-KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: "true or false"}
+Kind = type[bool | int | float | str | Path]
+
+KIND_NAMES: Mapping[Kind, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    bool: "true or false",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +36,12 @@ class FlagSpecification:
 
     group: str  # field of Arguments: "staleness"
     name: str  # field of that group: "max_weight_staleness"
-    kind: type  # bool, int, float, str or Path
+    kind: Kind
     optional: bool  # the word "none" means None
     many: bool
-    default: Any
+    default: FlagValue
     help: str
-    choices: tuple[str, ...]
+    choices: tuple[str, ...]  # of a Literal; else ()
     metavar: str | None
 
     @property
@@ -46,36 +54,38 @@ class FlagSpecification:
         """``--no-progress``, for booleans."""
         return "--no-" + self.name.replace("_", "-")
 
-    def from_text(self, text: str) -> Any:
+    def from_text(self, text: str) -> FlagValue:
         """One value as typed on a command line. Raises ValueError saying what was expected."""
         if self.optional and text.lower() == "none":
             return None
-        value: Any = text
-        if self.kind in (int, float):
-            try:
-                value = self.kind(text)
-            except ValueError:
-                raise ValueError(self._expected(text)) from None
+        try:
+            value = self.kind(text) if self.kind in (int, float) else text
+        except ValueError:
+            raise ValueError(self._expected(text)) from None
         return self._checked(value, text)
 
-    def from_toml(self, value: Any) -> Any:
+    def from_toml(self, value: object) -> FlagValue:
         """The value of a key in a configuration file. Raises ValueError saying what was expected."""
         if self.optional and isinstance(value, str) and value.lower() == "none":
             return None
         if self.many:
-            value = [value] if isinstance(value, str) else value
-            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            values = [value] if isinstance(value, str) else value
+            if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
                 raise ValueError(f"expected a list of texts, found {value!r}")
-            return tuple(value)
-        accepted = {int: (int,), float: (int, float), str: (str,), Path: (str,), bool: (bool,)}[self.kind]
-        if not isinstance(value, accepted) or (isinstance(value, bool) and self.kind is not bool):
+            return tuple(values)
+        if isinstance(value, bool) is not (self.kind is bool):
             raise ValueError(self._expected(value))
-        return self._checked(float(value) if self.kind is float else value, value)
+        if self.kind is float and isinstance(value, int | float):
+            return self._checked(float(value), value)
+        expected = str if self.kind is Path else self.kind
+        if not isinstance(value, expected) or not isinstance(value, bool | int | str):
+            raise ValueError(self._expected(value))
+        return self._checked(value, value)
 
-    def _checked(self, value: Any, found: Any) -> Any:
-        if self.kind is float and not math.isfinite(value):
+    def _checked(self, value: bool | int | float | str, found: object) -> FlagValue:
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(self._expected(found))
-        if self.kind is Path:
+        if self.kind is Path and isinstance(value, str):
             if not value:
                 raise ValueError("expected a path, found an empty text")
             return Path(value).expanduser()
@@ -84,7 +94,7 @@ class FlagSpecification:
             raise ValueError(f"expected one of {', '.join(names)}; found {found!r}")
         return value
 
-    def _expected(self, found: Any) -> str:
+    def _expected(self, found: object) -> str:
         none = ' or "none"' if self.optional else ""
         return f"expected {KIND_NAMES[self.kind]}{none}, found {found!r}"
 
@@ -117,20 +127,24 @@ def flag_specifications() -> Mapping[str, FlagSpecification]:
             if "help" not in field.metadata:  # collected by the parser, not typed by name: sglang_extra, router_extra
                 continue
             assert field.name not in table, f"{field.name} is declared in {table[field.name].group} and {group}"
-            kind, optional, many = _analyse(hints[field.name])
+            kind, optional, many, choices = _analyse(hints[field.name])
             table[field.name] = FlagSpecification(
-                group=group, name=field.name, kind=kind, optional=optional, many=many,
-                default=field.default, **field.metadata,
+                group=group, name=field.name, kind=kind, optional=optional, many=many, choices=choices,
+                **field.metadata,
             )  # fmt: skip
     return table
 
 
-def _analyse(annotation: Any) -> tuple[type, bool, bool]:
-    """(kind, optional, many) of ``X``, ``tuple[X, ...]``, or one of them ``| None``."""
+def _analyse(annotation: object) -> tuple[Kind, bool, bool, tuple[str, ...]]:
+    """(kind, optional, many, choices) of ``X``, ``tuple[X, ...]``, ``Literal[...]``, or a union of them with None."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        (item,) = (item for item in typing.get_args(annotation) if item is not type(None))
-        kind, _, many = _analyse(item)
-        return kind, True, many
+        items = [_analyse(item) for item in typing.get_args(annotation) if item is not type(None)]
+        kind, _, many, _ = items[0]
+        choices = tuple(choice for item in items for choice in item[3])
+        return kind, type(None) in typing.get_args(annotation), many, choices
+    if typing.get_origin(annotation) is typing.Literal:
+        return str, False, False, typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
-        return typing.get_args(annotation)[0], False, True
-    return annotation, False, False
+        return typing.get_args(annotation)[0], False, True, ()
+    kind = next(kind for kind in KIND_NAMES if kind is annotation)
+    return kind, False, False, ()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from miles_async.arguments.flag import flag
 
 DEFAULT_UNBOUNDED_LEAD = 3
 """Batches ahead when ages are not bounded: enough to hide one slow batch, and far from racing ahead."""
+
+StaleGroupAction = Literal["recycle", "drop", "wait"]
+BatchOrder = Literal["oldest_first", "completion"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +34,11 @@ class StalenessArguments:
         "and no maximum)",
         metavar="BATCHES",
     )
-    stale_group_action: str = flag(
+    stale_group_action: StaleGroupAction = flag(
         "recycle",
         "what to do with a group that is too old at the cut: give its prompt another attempt, replace it by a "
         "fresh prompt, or (wait) let it not come to that: publications wait until groups that they would make too "
         "old are trained",
-        choices=("recycle", "drop", "wait"),
     )
     min_group_fraction: float = flag(
         1.0,
@@ -43,11 +46,10 @@ class StalenessArguments:
         "failed, are left out while that many remain. 1: all or nothing",
         metavar="FRACTION",
     )
-    batch_order: str = flag(
+    batch_order: BatchOrder = flag(
         "oldest_first",
         "which groups a batch takes first: by admission (what bounds ages with the least waste), or as they were "
         "completed (favours short responses)",
-        choices=("oldest_first", "completion"),
     )
     on_policy: bool = flag(
         False,

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from miles_async.arguments.flag import flag
+
+PauseMode = Literal["abort", "retract", "in_place"]
+PublishOrder = Literal["all", "rolling"]
+TransportName = Literal["distributed", "disk", "object_store", "ipc"]
+DeltaEncoding = Literal["xor", "overwrite"]
+VerifyMode = Literal["full", "sample", "canary", "off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,50 +20,44 @@ class WeightsArguments:
     """Weights"""
 
     update_weights_interval: int = flag(1, "rollout steps between publications")
-    pause_generation_mode: str = flag(
+    pause_generation_mode: PauseMode = flag(
         "retract",
-        "what happens to requests in flight: abort returns their partial output (the rest continues under "
-        "the new "
+        "what happens to requests in flight: abort returns their partial output (the rest continues under the new "
         "version), retract drops and rebuilds their KV cache, in_place keeps it",
-        choices=("abort", "retract", "in_place"),
     )
     keep_aborted: bool = flag(
         True,
         "with --pause-generation-mode abort: what was generated is kept, and goes on under the new version; else "
         "requests are generated again, so that no sample mixes versions",
     )
-    publish_order: str = flag(
+    publish_order: PublishOrder = flag(
         "all",
         "all pauses all engines together, which takes the least time; rolling brings --rolling-engines of them at a "
         "time to the new weights while the others generate, which takes longer and never stops the fleet",
-        choices=("all", "rolling"),
     )
     rolling_engines: int = flag(1, "with --publish-order rolling: engines updated at a time")
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of exported weights", metavar="BYTES")
-    weight_transport: str = flag(
+    weight_transport: TransportName = flag(
         "distributed",
         "how weights reach engines: distributed broadcasts them over a process group, disk has engines load the staged "
         "files, object_store brings the files to each engine's node through Ray, ipc shares the memory of the sending "
         "rank's GPU with engines that see that GPU",
-        choices=("distributed", "disk", "object_store", "ipc"),
     )
-    weight_delta: str = flag(
+    weight_delta: Literal["off"] | DeltaEncoding = flag(
         "off",
         "with --weight-transport disk or object_store: engines that hold the version before are sent what changed "
         "since, as xor of its bits or as overwrite (which elements, and their values), compressed",
-        choices=("off", "xor", "overwrite"),
     )
     weight_staging_dir: Path | None = flag(
         None,
         "where the trainer writes exported weights, two versions of them (default: weights in the run directory); with "
         "--weight-transport disk, a place that every engine's node sees",
     )
-    verify_weights: str = flag(
+    verify_weights: VerifyMode = flag(
         "full",
         "what is compared after each publication, on every engine: full compares digests of every tensor that it holds "
         "with those of what was sent, and log-probs of a text (the canary) with the trainer's; sample compares one of "
         "--verify-weights-shares of the tensors each time; canary compares log-probs alone",
-        choices=("full", "sample", "canary", "off"),
     )
     verify_weights_shares: int = flag(
         8, "with --verify-weights sample: publications in which every tensor is compared once", metavar="N"
@@ -78,6 +79,11 @@ class WeightsArguments:
     debug_publication_lag: int = flag(
         0, "debug: send the weights of this many versions ago, to study staleness", metavar="VERSIONS"
     )
+
+    @property
+    def delta_encoding(self) -> DeltaEncoding | None:
+        """How changes are encoded; None if whole tensors are sent."""
+        return None if self.weight_delta == "off" else self.weight_delta
 
     @property
     def compares_digests(self) -> bool:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miles_async.api import Metrics
+from miles_async.arguments.weights import PauseMode
 from miles_async.types import (
     CanaryScore,
+    CollectedSession,
     EngineLoad,
     FleetMembers,
     HeldWeights,
     Incarnation,
+    OpenSession,
     PreparedBatch,
     Prompt,
     StagedWeights,
@@ -48,6 +51,22 @@ class EngineLoads(Protocol):
 
     async def loads(self) -> Mapping[str, EngineLoad]:
         """Of each engine that takes requests, by its id. One that doesn't answer within seconds is left out."""
+        ...
+
+
+class Sessions(Protocol):
+    """Where agents get their sessions: one conversation each, at a URL of its own."""
+
+    async def open(self, routing_key: str) -> OpenSession:
+        """Raises TransientEngineError if the session server is gone."""
+        ...
+
+    async def collect(self, session: OpenSession) -> CollectedSession:
+        """End a session and take its trajectory. Raises TransientEngineError if it is lost."""
+        ...
+
+    async def abandon(self, session: OpenSession) -> None:
+        """End a session whose trajectory is not wanted."""
         ...
 
 
@@ -172,7 +191,7 @@ class EngineFleet(Protocol):
         """What each says that it holds: a version's number, or "default" before its first publication."""
         ...
 
-    async def pause(self, engines: Sequence[Incarnation], mode: str) -> EngineErrors:
+    async def pause(self, engines: Sequence[Incarnation], mode: PauseMode) -> EngineErrors:
         """Stops new requests at our side too, until :meth:`resume`."""
         ...
 

@@ -304,3 +304,28 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     incomparable_tensors: int = 0  # that can't be compared, or shall not; most over engines
     total_bytes: int = 0  # of the weights
     sent_fraction: float = 1.0  # of these bytes, what each engine was sent; mean over engines
+
+
+SessionEnding = Literal["open", "finished", "aborted", "expired"]
+"""finished and aborted by its agent or the run; expired: nobody used it."""
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A session of the session server, as its agent is given it."""
+
+    session_id: str
+    instance_id: str
+    url: str
+    base_url: str  # for clients of chat completions
+
+
+class CollectedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent left in its session."""
+
+    ending: SessionEnding
+    sample: Sample | None  # of its trajectory; None: it had no turn
+    reward: float | None  # that its agent gave
+    requests: int  # for chat completions, failed ones too
+    cut: bool  # the last request found no room
+    failure: str | None  # what engines or network did to the last request
+    waiting: bool  # the last request was given up, or is under way

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.api import EngineApi
@@ -78,7 +79,7 @@ class Fleet:
 
         return await self._ask(engines, ask)
 
-    async def pause(self, engines: Sequence[Incarnation], mode: str) -> EngineErrors:
+    async def pause(self, engines: Sequence[Incarnation], mode: PauseMode) -> EngineErrors:
         """Stop requests at our side, then the engines; both until ``resume`` and ``admit``."""
         for record in self._records(engines):
             record.paused = True

@@ -1,7 +1,7 @@
 """Logging: structlog over the standard library; readable on the console, JSON lines in the run directory.
 
-Modules say ``log = structlog.get_logger(__name__)`` and log events with fields. Libraries that use the
-standard ``logging`` come out the same way.
+Modules have ``log = structlog.get_logger(__name__)`` and log events with fields. Messages of libraries that use the
+standard ``logging`` take the same path.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import structlog
-from structlog.typing import EventDict
+from structlog.typing import EventDict, Processor
+
+from miles_async.arguments.observability import LogLevel
 
 NOISY_LIBRARIES = (
     "asyncio",
@@ -26,7 +28,7 @@ NOISY_LIBRARIES = (
     "wandb",
 )
 
-_SHARED: tuple[Any, ...] = (
+_SHARED: tuple[Processor, ...] = (
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_log_level,
     structlog.stdlib.add_logger_name,
@@ -36,7 +38,7 @@ _SHARED: tuple[Any, ...] = (
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to whatever ``sys.stderr`` is now: the live display puts itself in front of it while it runs."""
+    """Writes to the current ``sys.stderr``, which the live display replaces while it runs."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -47,7 +49,7 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 class _RunFile(logging.FileHandler):
-    """Says once that it cannot be written, where logging would show a traceback for every event."""
+    """Reports once that it cannot be written; logging would print a traceback for every event."""
 
     _told = False
 
@@ -57,10 +59,10 @@ class _RunFile(logging.FileHandler):
             print(f"{self.baseFilename} cannot be written: {sys.exception()}", file=sys.stderr)
 
 
-def configure_logging(run_dir: Path, level: str = "info", *, name: str = "driver", console: bool = True) -> Path:
-    """Sets up logging of this process and returns ``<run_dir>/logs/<name>.log``. The last call counts.
+def configure_logging(run_dir: Path, level: LogLevel = "info", *, name: str = "driver", console: bool = True) -> Path:
+    """Set up logging of this process and return ``<run_dir>/logs/<name>.log``. The last call counts.
 
-    ``level`` (debug, info, warning, error) is the console's; the file has info and above, or debug with it.
+    ``level`` is the console's; the file has info and above, or debug with it.
     """
     path = run_dir / "logs" / f"{name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,7 @@ def configure_logging(run_dir: Path, level: str = "info", *, name: str = "driver
 
 
 def close_logging() -> None:
-    """Flushes, closes and removes what :func:`configure_logging` added, and nothing else."""
+    """Flush, close and remove the handlers that :func:`configure_logging` added."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if getattr(handler, "_miles_async", False)]:
         root.removeHandler(handler)
@@ -117,7 +119,7 @@ def _console_handler(level: int) -> logging.Handler:
     return _ours(_CurrentStderr(), level, renderers)
 
 
-def _ours(handler: logging.Handler, level: int, renderers: tuple[Any, ...]) -> logging.Handler:
+def _ours(handler: logging.Handler, level: int, renderers: tuple[Processor, ...]) -> logging.Handler:
     handler.setLevel(level)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -129,7 +131,7 @@ def _ours(handler: logging.Handler, level: int, renderers: tuple[Any, ...]) -> l
     return handler
 
 
-def _short_logger_name(_logger: Any, _method: str, event: EventDict) -> EventDict:
+def _short_logger_name(_logger: object, _method: str, event: EventDict) -> EventDict:
     """``miles_async.weights.publisher`` → ``weights.publisher``: all of ours start the same."""
     if (name := event.get("logger")) is not None:
         event["logger"] = name.removeprefix("miles_async.")

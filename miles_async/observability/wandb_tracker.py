@@ -14,6 +14,7 @@ from typing import Any
 
 import stamina
 
+from miles_async.arguments.observability import WandbMode
 from miles_async.observability.background import BackgroundTracker
 
 INIT_TIMEOUT = 300.0  # seconds; wandb's own 90 s are too few when many jobs start at once on a cluster
@@ -30,7 +31,7 @@ class WandbOptions:
     """What ``wandb.init`` is told."""
 
     directory: Path  # files go to <directory>/wandb
-    mode: str = "offline"  # or "online"
+    mode: WandbMode = "offline"
     project: str = "miles_async"
     group: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import structlog
 
+from miles_async.arguments.rewards import SandboxMode
 from miles_async.errors import ConfigurationError, RewardError
 from miles_async.rewards import confinement
 from miles_async.rewards.answers import answer_part
 from miles_async.rewards.programs import Limits, run_program, run_statements
+from miles_async.rewards.sandbox import Level
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
@@ -46,8 +48,8 @@ class CodeReward:
         return float(await self._workers.call(check, *arguments, more_seconds=_END_SECONDS))
 
 
-def sandbox_level(wanted: str) -> str:
-    """Confinement of programs on this machine (``sandbox.LEVELS``), by ``--reward-sandbox``. Told to the log.
+def sandbox_level(wanted: SandboxMode) -> Level:
+    """Confinement of programs on this machine, by ``--reward-sandbox``; logs it.
 
     Raises ConfigurationError if it cannot be had.
     """
@@ -98,7 +100,7 @@ def tests_of(prompt: Prompt) -> Tests | list[str]:
 
 
 def prints(
-    program: str, inputs: list[str], outputs: list[str], seconds: float, memory_bytes: int, level: str, timeout: float
+    program: str, inputs: list[str], outputs: list[str], seconds: float, memory_bytes: int, level: Level, timeout: float
 ) -> bool:
     """In the worker: whether every output is as expected, but for the white space between words."""
     deadline = time.monotonic() + timeout
@@ -113,7 +115,7 @@ def prints(
 
 
 def runs_through(
-    program: str, statements: list[str], seconds: float, memory_bytes: int, level: str, timeout: float
+    program: str, statements: list[str], seconds: float, memory_bytes: int, level: Level, timeout: float
 ) -> bool:
     """In the worker: whether no statement fails. They call the program from another process (``remote_objects.py``)."""
     limits = Limits(seconds=min(seconds, timeout), memory_bytes=memory_bytes, level=level)

@@ -31,7 +31,7 @@ class Limits:
 
     seconds: float
     memory_bytes: int  # of address space
-    level: str = "landlock"  # one of sandbox.LEVELS
+    level: sandbox.Level = "landlock"
 
 
 def run_program(source: str, text: str, limits: Limits) -> str | None:

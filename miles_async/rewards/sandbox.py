@@ -14,14 +14,14 @@ import os
 import site
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 from miles_async.rewards.confinement import confine, die_with_parent, limit
 from miles_async.rewards.remote_objects import Pipes, judge, serve
 
 STARTED = b"+"
 PASSED = 42  # exit status of a judge whose statements have all run through
-LEVELS = ("seccomp", "landlock", "off")  # what confines the process; Landlock comes with seccomp
+Level = Literal["seccomp", "landlock", "off"]  # what confines the process; Landlock comes with seccomp
 
 
 def program(source: str) -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     sys.path.append(libraries)
     sys.argv[:] = ["program"]
     site.setquit()  # the builtin exit(), which starting without site leaves out
-    run: dict[str, Callable[[str], Any]] = {
+    run: dict[str, Callable[[str], None]] = {
         "program": program,
         "serve": lambda text: serve(text, Pipes(read_end, write_end)),
         "judge": lambda text: _judge(text, Pipes(read_end, write_end)),

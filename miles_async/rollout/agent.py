@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
@@ -19,47 +19,13 @@ from miles_async.errors import OverdueError, RequestRejectedError, ServiceUnavai
 from miles_async.rollout.generate import routing_key
 from miles_async.runtime.services import causes, is_outage
 from miles_async.runtime.user_code import raised, run_user_code
-from miles_async.types import Attempt, Prompt, Sample
+from miles_async.seams import Sessions
+from miles_async.types import Attempt, CollectedSession, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
 RunAgent = Callable[[str, Prompt], Coroutine[Any, Any, Any]]
 """(base URL, prompt) → what the agent returns: see ``api.Agent``."""
-
-
-class Collected(Protocol):
-    """What became of a session (``sessions.records.Collected``)."""
-
-    @property
-    def ending(self) -> str: ...
-    @property
-    def sample(self) -> Sample | None: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def requests(self) -> int: ...
-    @property
-    def cut(self) -> bool: ...
-    @property
-    def failure(self) -> str | None: ...
-    @property
-    def waiting(self) -> bool: ...
-
-
-class Sessions(Protocol):
-    """Where sessions come from (``sessions.service.SessionService`` with the run's settings)."""
-
-    async def open(self, routing_key: str) -> Any:
-        """A session; its ``base_url`` is for the agent. Raises TransientEngineError."""
-        ...
-
-    async def collect(self, session: Any) -> Collected:
-        """What became of it. Raises TransientEngineError if it is lost."""
-        ...
-
-    async def abandon(self, session: Any) -> None:
-        """Nobody wants it any more."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +73,7 @@ class AgentGenerate:
             return None, error
 
 
-def _failure(error: Exception, collected: Collected) -> Exception:
+def _failure(error: Exception, collected: CollectedSession) -> Exception:
     if collected.failure is not None:
         return TransientEngineError(f"a request of the agent failed: {collected.failure}")
     if collected.ending in ("aborted", "expired"):

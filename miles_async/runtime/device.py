@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from miles_async.arguments.cluster import Device, DeviceChoice
 
-def choose_device(choice: str) -> str:
+
+def choose_device(choice: DeviceChoice) -> Device:
     """Resolve ``--device``: auto is CUDA where this machine has it."""
     if choice != "auto":
         return choice

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from miles_async.types import Int32, Sample
-
-Ending = Literal["open", "finished", "aborted", "expired"]
-"""How a session ended: by a word of its agent or of the run, or by nobody's using it."""
+from miles_async.types import Int32
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,24 +35,3 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_total: int
     max_turn: int | None = None
     may_constrain: bool = True  # answers may be made to fit a grammar: the loss corrects for it, or there is none
-
-
-class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that was created."""
-
-    session_id: str
-    instance_id: str
-    url: str
-    base_url: str  # for clients of chat completions
-
-
-class Collected(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a session."""
-
-    ending: Ending
-    sample: Sample | None  # of its trajectory; None: it had no turn
-    reward: float | None  # that its agent gave
-    requests: int  # for chat completions, failed ones too
-    cut: bool  # the last request found no room
-    failure: str | None  # what engines or network did to the last request
-    waiting: bool  # the last request was given up, or is under way

@@ -38,12 +38,13 @@ from miles_async.sessions import chat
 from miles_async.sessions.bodies import read_conversation, read_object
 from miles_async.sessions.chat_request import ChatRequest, read_request
 from miles_async.sessions.problems import as_json, failure, gone
-from miles_async.sessions.records import Collected, OpenSession, SessionSettings
+from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.session import Session
 from miles_async.trajectory.constraints import Constraint
 from miles_async.trajectory.factory import MakeTrajectory
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Turn
+from miles_async.types import CollectedSession, OpenSession
 
 _MAX_BODY = 1 << 20  # of requests that the run makes; conversations have a limit of their own
 _BACKLOG = 4096  # agents of a whole batch may connect at once
@@ -214,7 +215,7 @@ class SessionServer:
         session.end("finished")
         del self._sessions[session.session_id]  # and no late request revives it
         sample = await self._in_thread(session.taker.trajectory.sample, "length" if session.cut else None)
-        collected = Collected(
+        collected = CollectedSession(
             ending=session.ending,
             sample=sample,
             reward=session.reward,

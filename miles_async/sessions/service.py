@@ -22,7 +22,8 @@ from miles_async.errors import EngineError, EngineStartError, TransientEngineErr
 from miles_async.runtime.clock import now
 from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.engine_link import serve_engines
-from miles_async.sessions.records import Alive, Collected, OpenSession, SessionSettings
+from miles_async.sessions.records import Alive, SessionSettings
+from miles_async.types import CollectedSession, OpenSession
 
 log = structlog.get_logger(__name__)
 
@@ -174,10 +175,10 @@ class SessionService:
         self._open[session.session_id] = settings.routing_key
         return session
 
-    async def collect(self, session: OpenSession) -> Collected:
+    async def collect(self, session: OpenSession) -> CollectedSession:
         """What became of it; it is over then. Raises TransientEngineError if it is lost."""
         self._open.pop(session.session_id, None)
-        return decode(await self._call(f"{session.url}/collect", b""), Collected)
+        return decode(await self._call(f"{session.url}/collect", b""), CollectedSession)
 
     async def abandon(self, session: OpenSession) -> None:
         """Nobody wants it any more. Best effort: else it expires."""

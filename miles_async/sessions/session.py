@@ -10,9 +10,9 @@ from typing import Any
 from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedError, TrajectoryError
 from miles_async.runtime.clock import now
 from miles_async.sessions.chat_request import ChatRequest
-from miles_async.sessions.records import Ending
 from miles_async.trajectory.constraints import Constraint
 from miles_async.trajectory.taker import TurnTaker
+from miles_async.types import SessionEnding
 
 
 class Session:
@@ -22,7 +22,7 @@ class Session:
         self.session_id = session_id
         self.taker = taker
         self._may_constrain = may_constrain
-        self.ending: Ending = "open"
+        self.ending: SessionEnding = "open"
         self.reason = ""
         self.reward: float | None = None
         self.requests = 0
@@ -57,7 +57,7 @@ class Session:
         """Since anybody used it; 0 while a request is under way."""
         return 0.0 if self._tasks else now() - self.last_used
 
-    def end(self, ending: Ending, reason: str = "") -> None:
+    def end(self, ending: SessionEnding, reason: str = "") -> None:
         """No more turns; requests under way end, and nothing of theirs is kept."""
         if self.ending == "open":
             self.ending, self.reason = ending, reason

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from miles_async.arguments.staleness import BatchOrder
 from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness.policy import is_stale
 from miles_async.staleness.versions import group_of, oldest_version
@@ -38,7 +39,7 @@ class StalenessBuffer:
     """
 
     def __init__(
-        self, batch_size: int, bound: int | None, *, order: str = "oldest_first", min_samples: int | None = None
+        self, batch_size: int, bound: int | None, *, order: BatchOrder = "oldest_first", min_samples: int | None = None
     ) -> None:
         """``order``: "oldest_first" or "completion". ``min_samples``: a group goes on with its fresh samples while
         so many remain (C7); None: one stale sample makes its group stale.

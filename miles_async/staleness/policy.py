@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 from miles_async.arguments.rollout import RolloutArguments
-from miles_async.arguments.staleness import StalenessArguments
+from miles_async.arguments.staleness import BatchOrder, StaleGroupAction, StalenessArguments
 from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 
 
@@ -67,8 +68,8 @@ class StalenessPolicy:
     bound: int | None  # K: oldest age that is trained; None: not bounded
     lead_batches: int  # batches admitted and not yet trained, at most
     batch_size: int  # groups per rollout step
-    action: str  # "recycle" | "drop" | "wait" (C5)
-    order: str = "oldest_first"  # or "completion": which groups a batch takes first
+    action: StaleGroupAction  # for groups that are too old at the cut (C5)
+    order: BatchOrder = "oldest_first"  # which groups a batch takes first
     min_samples: int | None = None  # a group is trained with at the least (C7); None: with all of them
 
     def __post_init__(self) -> None:
@@ -81,10 +82,10 @@ class StalenessPolicy:
             )
         if self.batch_size < 1:
             raise ConfigurationError(f"expected --rollout-batch-size of at least 1, found {self.batch_size}")
-        if self.action not in ("recycle", "drop", "wait"):
-            raise ConfigurationError(f"expected --stale-group-action recycle, drop or wait, found {self.action!r}")
-        if self.order not in ("oldest_first", "completion"):
-            raise ConfigurationError(f"expected --batch-order oldest_first or completion, found {self.order!r}")
+        if self.action not in (actions := get_args(StaleGroupAction)):
+            raise ConfigurationError(f"expected --stale-group-action {' or '.join(actions)}, found {self.action!r}")
+        if self.order not in (orders := get_args(BatchOrder)):
+            raise ConfigurationError(f"expected --batch-order {' or '.join(orders)}, found {self.order!r}")
 
     @classmethod
     def from_arguments(cls, arguments: StalenessArguments, rollout: RolloutArguments) -> StalenessPolicy:

@@ -11,6 +11,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from miles_async.arguments.cluster import Device
 from miles_async.errors import TrainerError
 
 
@@ -24,8 +25,8 @@ class RankResources:
     threads: int | None = None  # of torch; None: its default
 
     @classmethod
-    def for_device(cls, device: str, env: Mapping[str, str]) -> RankResources:
-        """``device``: "cpu" or "cuda", resolved. On CPU a rank is one thread that shares cores with all others."""
+    def for_device(cls, device: Device, env: Mapping[str, str]) -> RankResources:
+        """On CPU a rank is one thread that shares cores with all others."""
         if device == "cuda":
             return cls(num_cpus=1, num_gpus=1, env=env)
         hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # megatron takes CUDA wherever it sees it

@@ -1,9 +1,10 @@
-"""How a run makes trajectories: template and parsers, chosen once."""
+"""Makes trajectories with the chat template and parsers that the run has chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from miles_async.arguments.sessions import ReasoningParser, TurnHistory
 from miles_async.runtime.hooks import load_object
 from miles_async.trajectory.rendering import ChatFormat, Renderer
 from miles_async.trajectory.replies import PARSERS, ParseCalls, ReplyParser
@@ -13,7 +14,11 @@ MakeTrajectory = Callable[[], Trajectory]
 
 
 def trajectory_factory(
-    chat: ChatFormat, tool_call_parser: str | None, reasoning_parser: str | None, *, turn_history: str = "sampled"
+    chat: ChatFormat,
+    tool_call_parser: str | None,
+    reasoning_parser: ReasoningParser | None,
+    *,
+    turn_history: TurnHistory = "sampled",
 ) -> MakeTrajectory:
     """``tool_call_parser``: a name of ``PARSERS``, or module:attr. ``turn_history``: what a turn continues
     (``--turn-history``). Raises ConfigurationError.

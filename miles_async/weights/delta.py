@@ -7,15 +7,16 @@ where few do. Both are exact.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from miles_async.arguments.weights import DeltaEncoding
+
 Bytes = npt.NDArray[np.uint8]
-Encoding = Literal["xor", "overwrite"]
 
 _LEVEL = 1  # higher ones take several times as long for a few percent
 
@@ -25,11 +26,11 @@ class ChangedTensor(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     itemsize: int
-    encoding: Encoding
+    encoding: DeltaEncoding
     data: bytes
 
 
-def encode(name: str, old: Bytes, new: Bytes, itemsize: int, encoding: Encoding) -> ChangedTensor | None:
+def encode(name: str, old: Bytes, new: Bytes, itemsize: int, encoding: DeltaEncoding) -> ChangedTensor | None:
     """``new`` relative to ``old``, both the bytes of all elements; None if they are equal."""
     difference = old ^ new
     if not difference.any():

@@ -20,11 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from miles_async.arguments.weights import DeltaEncoding
 from miles_async.errors import TrainerError
 from miles_async.runtime.owned_directory import OwnedDirectory
 from miles_async.runtime.tensor_digest import digest
 from miles_async.types import StagedWeights, TensorMeta, WeightDelta
-from miles_async.weights.delta import Bytes, Encoding, encode
+from miles_async.weights.delta import Bytes, encode
 from miles_async.weights.export import Bucket, into_buckets, share
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
 
@@ -43,7 +44,7 @@ class StagingOptions:
     senders: int = 1
     keep: int = KEPT_VERSIONS  # this many of the newest versions
     digests: bool = True
-    delta: Encoding | None = None  # also write what changed since the version before
+    delta: DeltaEncoding | None = None  # also write what changed since the version before
 
 
 class Staging:
@@ -142,7 +143,7 @@ class Staging:
 class _DeltaWriter:
     """Writes what changed since ``base``, bucket by bucket."""
 
-    def __init__(self, base: StagedWeights, encoding: Encoding) -> None:
+    def __init__(self, base: StagedWeights, encoding: DeltaEncoding) -> None:
         self._base = base
         self._encoding = encoding
         self._bucket_of = {meta.name: index for index, metas in base.buckets.items() for meta in metas}

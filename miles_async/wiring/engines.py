@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.cluster import Device
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
@@ -37,7 +38,7 @@ class Service(Protocol):
 class RunEngines:
     """All engines of a run, and what else runs beside them: the manager's ``Engines``."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path, device: str) -> None:
+    def __init__(self, arguments: Arguments, run_dir: Path, device: Device) -> None:
         """Starts nothing. Raises ConfigurationError for a file of groups that cannot be used."""
         groups = server_groups(arguments)
         make = _StackMaker(arguments, run_dir, device)
@@ -93,7 +94,7 @@ class RunEngines:
 class _StackMaker:
     """Stacks with what is the same for all of a run."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path, device: str) -> None:
+    def __init__(self, arguments: Arguments, run_dir: Path, device: Device) -> None:
         self._arguments = arguments
         self._log_dir = run_dir / "logs"
         self._device = device
@@ -125,7 +126,7 @@ class _StackMaker:
         return EngineGroup(name=group.name, engines=group.num_engines, ranks=group.gpus_per_engine, launch=launch)
 
 
-def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: str) -> ServerSpec:
+def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:
     """What every SGLang server of a group is started with."""
     published = group.role != "frozen"
     return ServerSpec(

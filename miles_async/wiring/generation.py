@@ -23,10 +23,11 @@ from miles_async.runtime.addresses import node_host
 from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.hooks import load_factory, load_object
 from miles_async.runtime.services import Circuit, Services
-from miles_async.sessions.records import Collected, OpenSession, SessionSettings
+from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.trajectory.factory import named_parser, trajectory_factory
 from miles_async.trajectory.taker import Limits
+from miles_async.types import CollectedSession, OpenSession
 from miles_async.wiring.session_process import ServerSettings
 
 Sampling = Mapping[str, Any]
@@ -143,7 +144,7 @@ class SessionsOfRun:
             )
         )
 
-    async def collect(self, session: OpenSession) -> Collected:
+    async def collect(self, session: OpenSession) -> CollectedSession:
         """See ``rollout.agent.Sessions``."""
         return await self.service.collect(session)
 

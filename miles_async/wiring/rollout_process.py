@@ -13,6 +13,7 @@ import structlog
 
 from miles_async.api import Reward
 from miles_async.arguments import Arguments
+from miles_async.arguments.cluster import Device
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import prompt_limit, response_length
@@ -45,7 +46,7 @@ from miles_async.wiring.prompt_lengths import length_notes
 log = structlog.get_logger(__name__)
 
 
-async def build_rollout(arguments: Arguments, run_dir: Path, device: str) -> Mapping[str, Any]:
+async def build_rollout(arguments: Arguments, run_dir: Path, device: Device) -> Mapping[str, Any]:
     """Start engines and router, build the manager. Returns the actor's parts by name."""
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from miles_async.arguments.sessions import ReasoningParser, TurnHistory
 from miles_async.errors import TransientEngineError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.runtime import garbage
@@ -30,8 +31,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str  # name or IP of this node, for agents
     session_timeout: float  # seconds
     tool_call_parser: str | None
-    reasoning_parser: str | None
-    turn_history: str = "sampled"
+    reasoning_parser: ReasoningParser | None
+    turn_history: TurnHistory = "sampled"
 
     def command(self) -> tuple[str, ...]:
         """Arguments of the interpreter; the socket comes last."""

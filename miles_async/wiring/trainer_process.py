@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 
 from miles_async.api import TrainBackend
 from miles_async.arguments import Arguments
+from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.backends import create_backend
 from miles_async.runtime.run_directory import STAGING_DIRECTORY
 from miles_async.seams import WeightSender
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
-from miles_async.weights.delta import Encoding
 from miles_async.weights.transports.choice import group_backend
 
 SHARED_OUT = ("distributed", "object_store")  # transports for which each pipeline stage has a sender
 
 
-def trainer_group(arguments: Arguments, run_dir: Path, device: str, environment: dict[str, str]) -> TrainerGroup:
+def trainer_group(arguments: Arguments, run_dir: Path, device: Device, environment: dict[str, str]) -> TrainerGroup:
     """The trainer of this run, not started."""
     weights = arguments.weights
     return TrainerGroup(
@@ -41,7 +41,7 @@ def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
     return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
 
 
-def make_backend(arguments: Arguments, device: str, **rank: Any) -> TrainBackend:
+def make_backend(arguments: Arguments, device: Device, **rank: Any) -> TrainBackend:
     """The training backend of one rank, in its process; ``rank``: who it is among the others."""
     from miles_async.algorithms.losses import GrpoLoss  # torch, which the driver does without
 
@@ -60,7 +60,7 @@ def make_backend(arguments: Arguments, device: str, **rank: Any) -> TrainBackend
 
 
 def make_sender(
-    weights: WeightsArguments, staging_directory: Path, device: str, address: str, *, sender: int, senders: int
+    weights: WeightsArguments, staging_directory: Path, device: Device, address: str, *, sender: int, senders: int
 ) -> WeightSender:
     """A sending rank's half of the weight transport, in its process. ``address``: of its node."""
     from miles_async.weights.staging import KEPT_VERSIONS, Staging, StagingOptions
@@ -72,7 +72,7 @@ def make_sender(
         senders=senders,
         keep=KEPT_VERSIONS + weights.debug_publication_lag,
         digests=weights.compares_digests or weights.weight_transport != "distributed",
-        delta=None if weights.weight_delta == "off" else cast(Encoding, weights.weight_delta),
+        delta=weights.delta_encoding,
     )
     if weights.weight_transport == "distributed":
         import torch

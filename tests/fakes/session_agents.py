@@ -12,11 +12,12 @@ import aiohttp
 import openai
 
 from miles_async.runtime.serialization import decode, encode
-from miles_async.sessions.records import Collected, OpenSession, SessionSettings
+from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser, parse_qwen
 from miles_async.trajectory.tree import Trajectory
+from miles_async.types import CollectedSession, OpenSession
 from tests.fakes.chat_formats import chat_format
 from tests.fakes.scripted_model import ScriptedModel
 
@@ -56,10 +57,10 @@ class Agent:
         async with self.http.get(self.opened.url) as response:
             return await response.json()
 
-    async def collect(self) -> Collected:
+    async def collect(self) -> CollectedSession:
         async with self.http.post(f"{self.opened.url}/collect") as response:
             assert response.status == 200, await response.text()
-            return decode(await response.read(), Collected)
+            return decode(await response.read(), CollectedSession)
 
 
 @asynccontextmanager

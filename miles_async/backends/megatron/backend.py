@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from miles_async.api import PolicyLoss
+from miles_async.arguments.cluster import DeviceChoice
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import hf_config
@@ -48,7 +49,7 @@ class MegatronBackend:
         total_steps: int,
         temperature: float,
         loss: Callable[[], PolicyLoss],
-        device: str = "auto",
+        device: DeviceChoice = "auto",
         ref_hf_checkpoint: Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from miles_async.arguments.cluster import Device, DeviceChoice
 from miles_async.errors import ConfigurationError
 
 HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(
@@ -36,7 +37,7 @@ HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(
 class Platform:
     """Device, communication backend, and the layers and fusions that the model is built of."""
 
-    device: str  # "cpu" or "cuda"
+    device: Device
     communication_backend: str  # of torch.distributed
     transformer_engine: bool  # layers: Transformer Engine's, or host_spec's
     fusions: Mapping[str, bool] = field(default_factory=dict)  # provider fields to overwrite
@@ -57,7 +58,7 @@ class Platform:
         )
 
     @classmethod
-    def named(cls, device: str) -> Platform:
+    def named(cls, device: DeviceChoice) -> Platform:
         """Choose by ``--device``: cpu, cuda or auto. Raises ConfigurationError if CUDA is asked for and absent."""
         if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
             return cls.cpu()

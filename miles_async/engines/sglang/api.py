@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import Http
 from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
 from miles_async.errors import EngineError, EngineTimeoutError
@@ -142,7 +143,7 @@ class EngineApi:
             kv_use=max(load.token_usage for load in loads),
         )
 
-    async def pause(self, url: str, mode: str, timeout: float) -> None:
+    async def pause(self, url: str, mode: PauseMode, timeout: float) -> None:
         await self._post(url, "/pause_generation", {"mode": mode}, timeout)
 
     async def resume(self, url: str, timeout: float) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from miles_async.arguments.cluster import Device
 from miles_async.engines.sglang.cpu_memory import memory_flags
 from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.errors import EngineError, EngineStartError
@@ -47,7 +48,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     group: str = "engine"
     model_path: str
-    device: str  # "cpu" or "cuda"
+    device: Device
     dtype: str  # "float32", "bfloat16", ...; must be the trainer's for log-probs to agree
     tensor_parallel_size: int = 1  # GPUs, or on CPU processes, per engine
     random_seed: int = 0  # engine i samples with random_seed + i

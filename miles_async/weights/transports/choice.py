@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import ConfigurationError
 from miles_async.seams import EngineFleet, WeightSenders, WeightTransport
@@ -16,7 +17,7 @@ def choose_transport(
     arguments: WeightsArguments,
     trainer: WeightSenders,
     fleet: EngineFleet,
-    device: str,
+    device: Device,
     *,
     name: str = "weights",
     repair: bool = False,
@@ -44,7 +45,7 @@ def choose_transport(
             raise AssertionError(other)
 
 
-def check_device(arguments: WeightsArguments, device: str) -> None:
+def check_device(arguments: WeightsArguments, device: Device) -> None:
     """Raises ConfigurationError if the transport needs another device."""
     if arguments.weight_transport == "ipc" and device != "cuda":
         raise ConfigurationError(
@@ -53,6 +54,6 @@ def check_device(arguments: WeightsArguments, device: str) -> None:
         )
 
 
-def group_backend(device: str) -> str:
+def group_backend(device: Device) -> str:
     """Of the process group of ``distributed``, at both ends."""
     return "nccl" if device == "cuda" else "gloo"

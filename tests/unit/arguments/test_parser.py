@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -14,6 +15,7 @@ from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import flatten, unflatten
 from miles_async.arguments.renamed_flags import RENAMED_FLAGS
 from miles_async.arguments.specification import argument_groups, flag_specifications
+from miles_async.arguments.weights import PauseMode
 from miles_async.errors import ConfigurationError
 
 
@@ -297,3 +299,13 @@ class TestHelp:
         parsed = parse_arguments(["--dry-run", "--print-config"])
         assert parsed.dry_run
         assert parsed.print_config
+
+
+def test_a_literal_is_a_flag_that_holds_one_of_its_choices() -> None:
+    specifications = flag_specifications()
+    assert specifications["pause_generation_mode"].choices == get_args(PauseMode)
+    assert specifications["device"].choices == ("auto", "cpu", "cuda")  # a Literal of a Literal
+    assert specifications["reasoning_parser"].optional  # or None
+    assert specifications["reasoning_parser"].from_text("none") is None
+    with pytest.raises(ValueError, match="expected one of abort, retract, in_place; found 'kill'"):
+        specifications["pause_generation_mode"].from_text("kill")

@@ -24,8 +24,7 @@ from miles_async.rollout import process_tree
 from miles_async.rollout.agent import AgentGenerate
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.runtime.hooks import load_object
-from miles_async.sessions.records import Collected, OpenSession
-from miles_async.types import Attempt, Prompt, Sample
+from miles_async.types import Attempt, CollectedSession, OpenSession, Prompt, Sample
 from tests.fakes.scripted_model import ScriptedModel
 
 PROMPT = Prompt(
@@ -52,7 +51,7 @@ def sample(text: str = "21") -> Sample:
     )
 
 
-def collected(**fields: Any) -> Collected:
+def collected(**fields: Any) -> CollectedSession:
     nothing_wrong: dict[str, Any] = {
         "ending": "finished",
         "sample": sample(),
@@ -62,11 +61,11 @@ def collected(**fields: Any) -> Collected:
         "failure": None,
         "waiting": False,
     }
-    return Collected(**{**nothing_wrong, **fields})
+    return CollectedSession(**{**nothing_wrong, **fields})
 
 
 class FakeSessions:
-    def __init__(self, outcome: Collected | Exception) -> None:
+    def __init__(self, outcome: CollectedSession | Exception) -> None:
         self.outcome = outcome
         self.calls: list[str] = []
 
@@ -76,7 +75,7 @@ class FakeSessions:
             session_id="s", instance_id="i", url="http://x/sessions/s", base_url="http://x/sessions/s/v1"
         )
 
-    async def collect(self, session: OpenSession) -> Collected:
+    async def collect(self, session: OpenSession) -> CollectedSession:
         self.calls.append("collect")
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -87,7 +86,7 @@ class FakeSessions:
 
 
 async def outcome_of(
-    agent: Callable[[str, Prompt], Awaitable[Any]], outcome: Collected | Exception, *, timeout: float = 5.0
+    agent: Callable[[str, Prompt], Awaitable[Any]], outcome: CollectedSession | Exception, *, timeout: float = 5.0
 ) -> Sample:
     generate = AgentGenerate(sessions=FakeSessions(outcome), run_agent=agent, timeout=timeout)
     return await generate(ScriptedModel(lambda call, input_ids: []), ATTEMPT, 3)

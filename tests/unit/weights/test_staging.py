@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from miles_async.arguments.weights import DeltaEncoding
 from miles_async.errors import TrainerError
 from miles_async.runtime.tensor_digest import digest
 from miles_async.trainer.group import united
 from miles_async.types import StagedWeights
-from miles_async.weights.delta import Encoding
 from miles_async.weights.staging import Staging, StagingOptions
 from tests.benchmarks.publication import AnonymousMemory
 
@@ -177,7 +177,7 @@ def test_a_full_disk_names_the_flag(staging: Staging, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("delta", [None, "xor"])
-def test_host_memory_beside_the_model_stays_within_two_buckets(tmp_path: Path, delta: Encoding | None) -> None:
+def test_host_memory_beside_the_model_stays_within_two_buckets(tmp_path: Path, delta: DeltaEncoding | None) -> None:
     """Measured, with changes that cannot be compressed; test_megatron_backend.py has the export with it."""
     bucket_bytes, tensor_bytes = 20 * 2**20, 2**20
     model = [(f"layers.{layer}.linear.weight", torch.randn(tensor_bytes // 4)) for layer in range(5 * 20)]
