@@ -1,0 +1,89 @@
+"""The examples of docs/extending work: their files are written as shown, their tests run, their hooks loaded."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.api import Agent, Environment, GroupFilter, MakeEnvironment, Reward
+from miles_async.runtime.hooks import load_factory, load_object
+
+PAGES = Path(__file__).parents[2] / "docs" / "extending"
+FILE = re.compile(r"```python\n# (?P<name>\w+)\.py\n(?P<source>.*?)```", re.DOTALL)
+FLAG = re.compile(r"(?P<flag>--[\w-]+) (?P<hook>\w+:\w+)")
+
+LOADS: dict[str, Callable[[str, str], Any]] = {
+    "--custom-rm-path": lambda hook, flag: load_object(hook, Reward, flag),
+    "--group-filter-path": lambda hook, flag: load_object(hook, GroupFilter, flag),
+    "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),
+    "--agent-path": lambda hook, flag: load_object(hook, Agent, flag),
+}
+
+
+def files(page: Path) -> dict[str, str]:
+    """Module → source, of the blocks of a page that begin with a file name."""
+    return {block["name"]: block["source"] for block in FILE.finditer(page.read_text(encoding="utf-8"))}
+
+
+def examples() -> list[tuple[Path, str, str]]:
+    """Return every test of every page: (page, module, function)."""
+    return [
+        (page, module, name)
+        for page in sorted(PAGES.glob("*.md"))
+        for module, source in files(page).items()
+        if module.startswith("test_")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", source, re.MULTILINE)
+    ]
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Write the files of a page where they can be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def write(page: Path) -> None:
+        for module, source in files(page).items():
+            (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
+
+    yield write
+    for module in set(sys.modules) - before:
+        if Path(getattr(sys.modules[module], "__file__", None) or "").is_relative_to(tmp_path):
+            del sys.modules[module]
+
+
+@pytest.mark.parametrize(("page", "module", "name"), examples(), ids=lambda value: getattr(value, "stem", value))
+async def test_the_test_of_an_example_passes(
+    written: Callable[[Path], None], page: Path, module: str, name: str
+) -> None:
+    written(page)
+    result = getattr(importlib.import_module(module), name)()
+    if inspect.isawaitable(result):
+        await result
+
+
+HOOKS = [
+    (page, found["flag"], found["hook"])
+    for page in sorted(PAGES.glob("*.md"))
+    for found in FLAG.finditer(page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize(("page", "flag", "hook"), HOOKS, ids=lambda value: getattr(value, "stem", value))
+def test_the_hook_of_a_command_is_one(written: Callable[[Path], None], page: Path, flag: str, hook: str) -> None:
+    written(page)
+    LOADS[flag](hook, flag)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+def test_every_page_has_an_example_with_a_test_and_is_listed(page: Path) -> None:
+    if page.stem != "README":
+        assert any(module.startswith("test_") for module in files(page))
+        assert f"]({page.name})" in (PAGES / "README.md").read_text()
