@@ -9,7 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from miles_async.types import AssistantTurn, Attempt, Generation, Group, Observation, Prompt, Sample, TrainShard
+from miles_async.types import (
+    AssistantTurn,
+    Attempt,
+    GenerateRequest,
+    Generation,
+    Group,
+    Observation,
+    Prompt,
+    Sample,
+    TrainShard,
+)
 
 Metrics = Mapping[str, float]
 
@@ -17,14 +27,8 @@ Metrics = Mapping[str, float]
 class EngineClient(Protocol):
     """Token-in-token-out generation through the router."""
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling: Mapping[str, Any],
-        *,
-        routing_key: str,
-    ) -> Generation:
-        """One generation call. Retries transient errors within its budget.
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Carry out one generation call, with retries of transient errors within the client's budget.
 
         Raises TransientEngineError when the budget is spent, RequestRejectedError, VersionUnknownError.
         An abort is a Generation with finish_reason "abort" and partial output, not an exception.

@@ -11,7 +11,7 @@ predict ``tokens[i]`` are those at position ``i - 1``; the trainer does that shi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -43,6 +43,18 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Mapping[str, Any] = {}
 
 
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation call.
+
+    >>> GenerateRequest(input_ids=[5, 6], sampling={"max_new_tokens": 4, "temperature": 1.0}, routing_key="12.0")
+    """
+
+    input_ids: Sequence[int]  # everything that the model is to continue; a list or a tuple
+    sampling: Mapping[str, Any]  # the engine's sampling parameters
+    routing_key: str  # requests with the same key go to the same engine, whose prefix cache has what they share
+    multimodal_inputs: Mapping[str, Any] = {}  # fields that the engine's request has for them; opaque to us
+
+
 class VersionSpan(msgspec.Struct, frozen=True):
     """Output tokens [start, end) of one generation call came from weight version ``version``."""
 
@@ -61,6 +73,18 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     cached_tokens: int  # prompt tokens served from the prefix cache
     prompt_tokens: int
+
+
+class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of an inference server to one generation call, before its versions are judged."""
+
+    output_ids: Int32  # [T]
+    logprobs: Float32  # [T]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    weight_version: object  # version label as the server reports it; ``staleness.versions.parse_spans`` judges both
+    weight_versions: object  # spans as the server reports them, None if it reports none
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):

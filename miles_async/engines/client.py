@@ -1,16 +1,11 @@
 """Token-in-token-out generation through the router: the EngineClient protocol over HTTP.
 
-One request goes: wait until requests may go out (``registry.py``) → dispatch under the oldest version that may
-serve it → answer → wait again if its engine is being updated → return. The second wait is what makes C8
-hold for requests in flight: what an engine answered between the arrival of new weights and their
-verification counts only once they are verified; if its engine is fenced instead, the request is done again. So is one
-that was begun with older weights than those of its dispatch: by an engine that was out and still listed by the router.
-What is done again goes straight to an engine that the registry knows to serve, whatever the router lists.
-
-Every request carries ``extra_key=v<version>``, which is part of SGLang's prefix-cache key: after an in-place
-update, which flushes nothing, new requests never reuse what older weights computed. (Under a rolling publication an
-updated engine gets requests with the key of the version before, too. It has flushed its cache, so they find nothing
-older than itself; in_place is refused there.)
+One request: wait until requests may go out (``registry.py``) → dispatch under the oldest version that may serve it →
+answer → wait again if its engine is being updated → return. The second wait makes C8 hold for requests in flight: an
+answer given between the arrival of new weights and their verification counts only once they are verified; if the engine
+is fenced instead, the request is repeated. It is also repeated if it began with older weights than those of its
+dispatch, on an engine that was out and still listed by the router. A repeated request goes straight to an engine that
+the registry knows to serve, whatever the router lists.
 """
 
 from __future__ import annotations
@@ -19,23 +14,21 @@ import asyncio
 import random
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import aiohttp
 import msgspec
 import structlog
 
-from miles_async.engines.http import Http
+from miles_async.engines.http import ERROR_TEXT, Http
 from miles_async.engines.registry import EngineRegistry
-from miles_async.engines.sglang.answers import PACK, read_answer
-from miles_async.engines.sglang.api import EngineApi
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.runtime.clock import now
 from miles_async.runtime.turns import Turns
-from miles_async.types import Generation, VersionSpan
+from miles_async.seams import InferenceServer
+from miles_async.types import GenerateRequest, Generation, VersionSpan
 
 log = structlog.get_logger(__name__)
 
@@ -44,11 +37,10 @@ ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 
 _ABORT_SECONDS = 1.0
 _ABORT_CALLS = 256  # at once
-_ABORTS = 100  # of one request, where what was generated is thrown away: it waits for a longer publication interval
+_ABORTS = 100  # of one request whose tokens are thrown away: publications come faster than it is generated
 _LONGEST_BACKOFF_SECONDS = 10.0
 _WARNING_SECONDS = 10.0  # between warnings that requests fail
-_READ_AT_ONCE = 3  # answers of hundreds of tokens
-_ERROR_TEXT = 500  # characters of an answer that go into a message
+_READ_AT_ONCE = 3  # answers of hundreds of tokens per turn of the event loop
 
 
 ParseVersions = Callable[[object, object, int, int, int], tuple[VersionSpan, ...]]
@@ -72,6 +64,7 @@ class RouterClient:
 
     def __init__(
         self,
+        server: InferenceServer,
         http: Http,
         registry: EngineRegistry,
         traffic: Traffic,
@@ -84,14 +77,14 @@ class RouterClient:
         keep_aborted: bool = True,
         backoff_seconds: float = 0.2,
     ) -> None:
-        """``keep_aborted``: a publication that aborts requests gives the caller what was generated; else they are
-        generated anew. ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
+        """``keep_aborted``: when a publication aborts requests, return what was generated instead of repeating them.
+        ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
         ``backoff_seconds``: before the first retry, with jitter; doubles up to 10 s.
         """
         self._traffic = traffic
         self._http = http
         self._registry = registry
-        self._api = EngineApi(http)
+        self._server = server
         self._router_url = router_url
         self._parse_versions = parse_versions
         self._request_timeout = request_timeout
@@ -105,7 +98,7 @@ class RouterClient:
 
     @property
     def in_flight(self) -> int:
-        """Requests at an engine now."""
+        """Number of requests that are at an engine."""
         return self._traffic.in_flight
 
     @property
@@ -117,14 +110,12 @@ class RouterClient:
         """Close the shared HTTP session."""
         await self._http.close()
 
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
-        """See ``api.EngineClient``. Raises StalledError when no engine serves within the gate's
-        deadline.
-        """
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See ``api.EngineClient``. Raises StalledError when no engine serves within the gate's deadline."""
         tried, backoff = 0, self._backoff_seconds
         while True:
             try:
-                return await self._try(input_ids, sampling, routing_key, tried)
+                return await self._try(request, tried)
             except EngineError as error:
                 self._traffic.failed += 1
                 if not isinstance(error, TransientEngineError) or tried == self._retries:
@@ -134,17 +125,15 @@ class RouterClient:
             tried, backoff = tried + 1, min(2 * backoff, _LONGEST_BACKOFF_SECONDS)
 
     def _tell(self, error: TransientEngineError) -> None:
-        """Not of every request: with an engine, hundreds fail at once."""
+        """Warn at most every few seconds: with an engine, hundreds of requests fail at once."""
         if now() >= self._next_warning:
             self._next_warning = now() + _WARNING_SECONDS
             log.warning("requests fail and are tried again", failed_tries=self._traffic.failed, last_error=str(error))
 
-    async def _try(
-        self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str, tried: int
-    ) -> Generation:
+    async def _try(self, request: GenerateRequest, tried: int) -> Generation:
         for _ in range(_ABORTS):
             await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
-            response = await self._request(input_ids, sampling, routing_key, tried)
+            response = await self._request(request, tried)
             await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
             await self._verified(response.engine_url)
             generation = self._generation(response)
@@ -153,7 +142,7 @@ class RouterClient:
         raise TransientEngineError(f"{generation.engine_id} aborted a request {_ABORTS} times in a row")
 
     async def _wait_until(self, condition: Callable[[], bool], complaint: str) -> None:
-        """Raises StalledError with ``complaint`` past the gate's deadline."""
+        """Raise StalledError with ``complaint`` past the gate's deadline."""
         if condition():  # nearly always; a deadline would cost more than asking
             return
         try:
@@ -163,26 +152,16 @@ class RouterClient:
             waited = complaint.format(f"{self._gate_timeout:g} s")
             raise StalledError(f"{waited}: {self._registry.describe()}") from None
 
-    async def _request(
-        self, input_ids: Sequence[int], sampling: Mapping[str, Any], routing_key: str, tried: int
-    ) -> _Response:
-        request_id = uuid.uuid4().hex
-        version = self._registry.version
-        body = {
-            "rid": request_id,
-            "input_ids": list(map(int, input_ids)),
-            "sampling_params": dict(sampling),
-            "return_logprob": True,
-            "extra_key": f"v{version}",
-            PACK: True,
-        }
+    async def _request(self, request: GenerateRequest, tried: int) -> _Response:
+        request_id, version = uuid.uuid4().hex, self._registry.version
+        body = self._server.encode(request, request_id=request_id, version=version)
         url = self._router_url()
         if tried:  # each time at another engine, where there is one; the prefix cache is a small loss then
-            url = self._registry.one_that_takes(zlib.crc32(routing_key.encode()) + tried)
+            url = self._registry.pick_serving(zlib.crc32(request.routing_key.encode()) + tried)
         try:
-            with self._traffic.request(request_id, routing_key, version):
+            with self._traffic.request(request_id, request.routing_key, version):
                 async with asyncio.timeout(self._request_timeout):
-                    response = await self._post(url, msgspec.json.encode(body), routing_key, version)
+                    response = await self._post(url, body, request.routing_key, version)
         except TimeoutError:
             await self._abort(request_id)
             raise TransientEngineError(
@@ -201,7 +180,7 @@ class RouterClient:
     async def _post(self, url: str, body: bytes, routing_key: str, version: int) -> _Response:
         """Post to ``url``, an engine's or that of the router, which names the engine that it asked."""
         headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
-        async with self._http.session.post(f"{url}/generate", data=body, headers=headers) as response:
+        async with self._http.session.post(url + self._server.generate_path, data=body, headers=headers) as response:
             return _Response(
                 status=response.status,
                 body=await response.read(),
@@ -211,10 +190,10 @@ class RouterClient:
             )
 
     async def _abort(self, request_id: str) -> None:
-        """End a request that nobody waits for any more: an engine notices a closed connection late.
+        """End a request that nobody waits for, since engines notice closed connections late.
 
-        Which engine has it is only known from its answer, so all are asked; best effort, bounded in time, and in calls:
-        at the end of a run, or with very many engines, closed connections have to do.
+        Only an answer tells which engine has a request, so all of them are told. Best effort, bounded in seconds and
+        in calls at once: past these, at the end of a run or with very many engines, closed connections must do.
         """
         urls = self._registry.urls()
         if self._abort_calls + len(urls) > _ABORT_CALLS:
@@ -230,12 +209,10 @@ class RouterClient:
 
     async def _abort_at(self, url: str, request_id: str) -> None:
         with suppress(EngineError):
-            await self._api.abort(url, request_id, _ABORT_SECONDS)
+            await self._server.abort(url, request_id, _ABORT_SECONDS)
 
     async def _verified(self, engine_url: str) -> None:
-        """Until what this engine answered may be used; raises TransientEngineError if it was fenced
-        instead.
-        """
+        """Wait until the answer of this engine may be used. Raises TransientEngineError if the engine was fenced."""
 
         def known() -> bool:
             engine = self._registry.answering_at(engine_url)
@@ -246,12 +223,12 @@ class RouterClient:
             raise TransientEngineError(f"engine at {engine_url} was fenced while it answered")
 
     def _generation(self, response: _Response) -> Generation:
-        answer = read_answer(response.body, response.content_type, response.engine_url)
+        answer = self._server.decode(response.body, response.content_type, response.engine_url)
         engine = self._registry.answering_at(response.engine_url)
         assert engine is not None
         spans = self._parse_versions(
-            answer.meta.weight_versions,
-            answer.meta.weight_version,
+            answer.weight_versions,
+            answer.weight_version,
             len(answer.output_ids),
             response.dispatch_version,
             engine.tokens_in_flight,
@@ -268,14 +245,14 @@ class RouterClient:
             spans=spans,
             finish_reason=answer.finish_reason,
             engine_id=engine.engine_id,
-            cached_tokens=answer.meta.cached_tokens,
-            prompt_tokens=answer.meta.prompt_tokens,
+            cached_tokens=answer.cached_tokens,
+            prompt_tokens=answer.prompt_tokens,
         )
 
 
 def http_error(status: int, text: str) -> EngineError:
-    """What an answer other than 200 means: the request's own fault, or worth another try."""
-    shown = f"HTTP {status}: {text[:_ERROR_TEXT]}"
+    """Classify an answer other than 200: the request's own fault, or worth another try."""
+    shown = f"HTTP {status}: {text[:ERROR_TEXT]}"
     if status >= 500 or status in (408, 429) or (status == 404 and "model_not_found" in text):
         return TransientEngineError(shown)
     return RequestRejectedError(shown)

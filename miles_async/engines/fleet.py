@@ -17,13 +17,11 @@ from typing import Any, TypeVar
 import structlog
 
 from miles_async.arguments.weights import PauseMode
-from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.sglang.api import EngineApi
 from miles_async.engines.supervisor import EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineTimeoutError
-from miles_async.seams import EngineErrors
+from miles_async.seams import EngineErrors, InferenceServer
 from miles_async.types import CanaryScore, FleetMembers, HeldWeights, Incarnation, TensorMeta, TensorShare
 
 log = structlog.get_logger(__name__)
@@ -43,7 +41,7 @@ class Fleet:
         self,
         registry: EngineRegistry,
         supervisor: EngineSupervisor,
-        http: Http,
+        server: InferenceServer,
         traffic: Traffic,
         *,
         step_timeout: float = 60.0,
@@ -51,7 +49,7 @@ class Fleet:
         """``step_timeout``: seconds for one call, or one bucket."""
         self._registry = registry
         self._supervisor = supervisor
-        self._api = EngineApi(http)
+        self._server = server
         self._traffic = traffic
         self._step_timeout = step_timeout
         self._probe_timeout = min(step_timeout / 3, _PROBE_SECONDS)
@@ -69,13 +67,13 @@ class Fleet:
 
     async def probe(self, engines: Sequence[Incarnation]) -> EngineErrors:
         async def ask(record: EngineRecord, url: str) -> None:
-            record.tokens_in_flight = await self._api.probe(url, self._probe_timeout)
+            record.tokens_in_flight = await self._server.probe(url, self._probe_timeout)
 
         return await self._each_record(engines, ask)
 
     async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str | Exception]:
         async def ask(_: EngineRecord, url: str) -> str:
-            return (await self._api.model_info(url, self._probe_timeout)).weight_version
+            return await self._server.weight_version(url, self._probe_timeout)
 
         return await self._ask(engines, ask)
 
@@ -86,10 +84,10 @@ class Fleet:
         self._registry.notify()
         if mode == "abort":
             await self._drain_by_abort(engines)
-        return await self._each(engines, lambda url: self._api.pause(url, mode, self._step_timeout))
+        return await self._each(engines, lambda url: self._server.pause(url, mode, self._step_timeout))
 
     async def flush_cache(self, engines: Sequence[Incarnation]) -> EngineErrors:
-        return await self._each(engines, lambda url: self._api.flush_cache(url, self._step_timeout))
+        return await self._each(engines, lambda url: self._server.flush_cache(url, self._step_timeout))
 
     async def connect(
         self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
@@ -99,7 +97,7 @@ class Fleet:
         first_ranks = dict(zip(engines, accumulate((ranks.get(e, 1) for e in engines), initial=1), strict=False))
 
         async def join(record: EngineRecord, url: str) -> None:
-            await self._api.join_group(
+            await self._server.join_group(
                 url,
                 group_name=group_name,
                 address=address,
@@ -113,11 +111,11 @@ class Fleet:
         return await self._each_record(engines, join)
 
     async def disconnect(self, engines: Sequence[Incarnation], group_name: str) -> EngineErrors:
-        return await self._each(engines, lambda url: self._api.leave_group(url, group_name, self._probe_timeout))
+        return await self._each(engines, lambda url: self._server.leave_group(url, group_name, self._probe_timeout))
 
     async def begin_update(self, engines: Sequence[Incarnation]) -> EngineErrors:
         self._doubt(engines)
-        return await self._each(engines, lambda url: self._api.begin_update(url, self._step_timeout))
+        return await self._each(engines, lambda url: self._server.begin_update(url, self._step_timeout))
 
     async def receive_bucket(
         self,
@@ -129,32 +127,29 @@ class Fleet:
     ) -> EngineErrors:
         return await self._each(
             engines,
-            lambda url: self._api.receive_bucket(url, group_name, tensors, version, flush_cache, self._step_timeout),
+            lambda url: self._server.receive_bucket(url, group_name, tensors, version, flush_cache, self._step_timeout),
         )
 
     async def receive_handles(
         self, engines: Sequence[Incarnation], handles: str, version: int, flush_cache: bool
     ) -> EngineErrors:
         async def receive(record: EngineRecord, url: str) -> None:
-            await self._api.receive_handles(
-                url, handles, record.ranks, version, flush_cache, timeout=self._step_timeout
-            )
+            await self._server.receive_handles(url, handles, record.ranks, version, flush_cache, self._step_timeout)
 
         return await self._each_record(engines, receive)
 
     async def end_update(self, engines: Sequence[Incarnation], *, abandon: bool = False) -> EngineErrors:
         timeout = self._probe_timeout if abandon else self._step_timeout
-        return await self._each(engines, lambda url: self._api.end_update(url, timeout))
+        return await self._each(engines, lambda url: self._server.end_update(url, timeout))
 
     async def load_files(self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool) -> EngineErrors:
-        """Needs no begin and end: SGLang's loader restores and post-processes by itself."""
         engines = tuple(directories)
         self._doubt(engines)
 
         async def load(record: EngineRecord, url: str) -> None:
             directory = directories[record.current]
             timeout = _STEPS_TO_LOAD * self._step_timeout
-            await self._api.load_files(url, directory, version, flush_cache, timeout)
+            await self._server.load_files(url, directory, version, flush_cache, timeout)
 
         return await self._each_record(engines, load)
 
@@ -180,7 +175,7 @@ class Fleet:
 
     async def resume(self, engines: Sequence[Incarnation]) -> EngineErrors:
         """Let the engines go on. New requests still wait for ``admit`` if weights were received meanwhile."""
-        errors = await self._each(engines, lambda url: self._api.resume(url, self._step_timeout))
+        errors = await self._each(engines, lambda url: self._server.resume(url, self._step_timeout))
         for record in self._records(engine for engine, error in errors.items() if error is None):
             record.paused = False
         self._registry.notify()
@@ -189,13 +184,12 @@ class Fleet:
     async def score(
         self, engines: Sequence[Incarnation], tokens: Sequence[int]
     ) -> Mapping[Incarnation, CanaryScore | Exception]:
-        """Not while paused: a paused SGLang answers no generation request."""
-        return await self._ask(engines, lambda _, url: self._api.score(url, tokens, self._step_timeout))
+        return await self._ask(engines, lambda _, url: self._server.score(url, tokens, self._step_timeout))
 
     async def held_weights(
         self, engines: Sequence[Incarnation], share: TensorShare
     ) -> Mapping[Incarnation, HeldWeights | Exception]:
-        return await self._ask(engines, lambda _, url: self._api.held_weights(url, share, self._step_timeout))
+        return await self._ask(engines, lambda _, url: self._server.held_weights(url, share, self._step_timeout))
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
         """Requests may go out to these engines, under ``version``."""
@@ -214,7 +208,7 @@ class Fleet:
                 await self._supervisor.fence(record, reason)
 
     async def _check_claim(self, version: int, _: EngineRecord, url: str) -> None:
-        claimed = (await self._api.model_info(url, self._step_timeout)).weight_version
+        claimed = await self._server.weight_version(url, self._step_timeout)
         if claimed != str(version):
             raise EngineError(f"{url}: expected weight version {version}, found {claimed!r}")
 
@@ -226,7 +220,7 @@ class Fleet:
         try:
             async with asyncio.timeout(_ABORT_DRAIN_SECONDS):
                 while self._traffic.in_flight:
-                    await self._each(engines, lambda url: self._api.abort_all(url, self._step_timeout))
+                    await self._each(engines, lambda url: self._server.abort_all(url, self._step_timeout))
                     await asyncio.sleep(_ABORT_POLL_SECONDS)
         except TimeoutError:
             log.warning("requests did not end by abort", in_flight=self._traffic.in_flight)

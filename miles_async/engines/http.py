@@ -1,21 +1,29 @@
-"""The one HTTP session of the rollout side: engines, router and generation share its connections."""
+"""The HTTP session of the rollout side: engines, router and generation share its connections."""
 
 from __future__ import annotations
 
-import aiohttp
+from typing import TypeVar
 
+import aiohttp
+import msgspec
+
+from miles_async.errors import EngineError
+
+Answer = TypeVar("Answer")
+
+ERROR_TEXT = 500  # characters of an answer that go into a message
 _CONNECT_SECONDS = 30.0
 
 
 class Http:
-    """Opens the session at first use, since only then is the event loop there that it belongs to."""
+    """Opens the session at first use, when the event loop that it belongs to is running."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """To be used on one event loop only."""
+        """The session, for use on one event loop only."""
         if self._session is None:
             # No limit on connections: the dispatcher bounds generation, and calls that pause or abort must
             # never queue behind it. No total timeout: every call brings its own.
@@ -30,3 +38,11 @@ class Http:
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
+
+
+def decode_json(body: bytes, kind: type[Answer], source: str) -> Answer:
+    """Decode ``body`` as ``kind``. Raises EngineError, since an unexpected answer is the failure of its ``source``."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{source}: unexpected answer ({error}): {body[:ERROR_TEXT]!r}") from error

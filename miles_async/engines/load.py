@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
-from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry, EngineState
-from miles_async.engines.sglang.api import EngineApi
 from miles_async.errors import EngineError
+from miles_async.seams import InferenceServer
 from miles_async.types import EngineLoad
 
 LOAD_SECONDS = 2.0  # the answer is in the server's shared memory; later than that it is no longer the load of now
@@ -18,9 +17,9 @@ LOAD_SECONDS = 2.0  # the answer is in the server's shared memory; later than th
 class Loads:
     """Implements ``seams.EngineLoads``."""
 
-    def __init__(self, registry: EngineRegistry, http: Http) -> None:
+    def __init__(self, registry: EngineRegistry, server: InferenceServer) -> None:
         self._registry = registry
-        self._api = EngineApi(http)
+        self._server = server
 
     async def serving(self, other_than: int) -> int:
         """See ``seams.EngineLoads``."""
@@ -33,7 +32,7 @@ class Loads:
 
         async def ask(engine: str, url: str) -> None:
             with suppress(EngineError):  # one that stays silent is the fleet's business
-                loads[engine] = await self._api.load(url, LOAD_SECONDS)
+                loads[engine] = await self._server.load(url, LOAD_SECONDS)
 
         async with asyncio.TaskGroup() as scope:
             for record in self._registry.in_state(EngineState.SERVING):

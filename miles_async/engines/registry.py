@@ -91,8 +91,8 @@ class EngineRegistry:
         """Whether a new request may go out now. O(1)."""
         return self._open
 
-    def one_that_takes(self, number: int) -> str:
-        """The URL of an engine that takes requests, of another one for the next number; while :meth:`may_dispatch`."""
+    def pick_serving(self, number: int) -> str:
+        """URL of an engine that takes requests, another for each number. Call only while :meth:`may_dispatch`."""
         return self._taking[number % len(self._taking)]
 
     def answering_at(self, url: str) -> EngineRecord | None:

@@ -16,9 +16,8 @@ import aiohttp
 import msgspec
 import structlog
 
-from miles_async.engines.http import Http
+from miles_async.engines.http import ERROR_TEXT, Http, decode_json
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.sglang.api import decode
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.addresses import LOOPBACK, HeldPort
 from miles_async.runtime.child_process import ChildProcess
@@ -154,7 +153,7 @@ class Router:
 
     async def workers(self) -> list[Worker]:
         """What the router knows."""
-        return decode(await self._call("GET", "/workers", None, accept=(200,)), _Workers, "router").workers
+        return decode_json(await self._call("GET", "/workers", None, accept=(200,)), _Workers, "router").workers
 
     async def _is_routable(self, url: str) -> bool:
         """Ask for it if nobody did yet: smg registers in the background, and forgets all when it restarts."""
@@ -186,7 +185,7 @@ class Router:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"router: {method} {path}: {error!r}") from error
         if response.status not in accept:
-            text = answer.decode(errors="replace")[:500]
+            text = answer.decode(errors="replace")[:ERROR_TEXT]
             raise EngineError(f"router: {method} {path}: expected {accept}, found {response.status}: {text}")
         return answer
 

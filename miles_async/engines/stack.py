@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime.addresses import node_host
 from miles_async.runtime.tasks import afterwards, gathered, quietly
+from miles_async.seams import InferenceServer
 
 
 class EngineStack:
@@ -39,6 +40,7 @@ class EngineStack:
         log_dir: Path,
         single_node: bool,
         parse_versions: ParseVersions,
+        server: Callable[[Http], InferenceServer],
         name: str = "router",
         port: int | None = None,
     ) -> None:
@@ -48,7 +50,8 @@ class EngineStack:
         self.http = Http()
         self.registry = EngineRegistry()
         self.traffic = Traffic()
-        self.loads = Loads(self.registry, self.http)
+        calls = server(self.http)
+        self.loads = Loads(self.registry, calls)
         self.router = Router(
             self.registry,
             self.http,
@@ -62,7 +65,7 @@ class EngineStack:
         self.supervisor = EngineSupervisor(
             self.registry,
             self.router,
-            self.http,
+            calls,
             groups,
             max_restarts=arguments.engine_max_restarts,
             restart_window=arguments.engine_restart_window,
@@ -71,11 +74,12 @@ class EngineStack:
         self.fleet = Fleet(
             self.registry,
             self.supervisor,
-            self.http,
+            calls,
             self.traffic,
             step_timeout=weights.step_timeout,
         )
         self.client = RouterClient(
+            calls,
             self.http,
             self.registry,
             self.traffic,

@@ -16,14 +16,13 @@ from typing import Any
 
 import structlog
 
-from miles_async.engines.http import Http
 from miles_async.engines.placement import LaunchServer, ServerHandle
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.restarts import RestartBudget
 from miles_async.engines.router import Router
-from miles_async.engines.sglang.api import EngineApi
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
 from miles_async.runtime.tasks import gathered, quietly
+from miles_async.seams import InferenceServer
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +63,7 @@ class EngineSupervisor:
         self,
         registry: EngineRegistry,
         router: Router,
-        http: Http,
+        server: InferenceServer,
         groups: Sequence[EngineGroup],
         *,
         max_restarts: int = 3,
@@ -73,7 +72,7 @@ class EngineSupervisor:
         """Starts nothing."""
         self._registry = registry
         self._router = router
-        self._api = EngineApi(http)
+        self._server = server
         self.groups = {group.name: group for group in groups}
         self._max_restarts = max_restarts
         self._restart_window = restart_window
@@ -224,7 +223,7 @@ class EngineSupervisor:
             await asyncio.sleep(_PROBE_INTERVAL)
             expected = record.version if record.verified else None
             try:
-                found = (await self._api.model_info(url, _PROBE_SECONDS)).weight_version
+                found = await self._server.weight_version(url, _PROBE_SECONDS)
                 failures = 0
             except EngineError as error:
                 failures += 1
@@ -245,7 +244,7 @@ class EngineSupervisor:
                 continue
             version = record.version
             try:
-                await self._api.make_progress(url, _PROGRESS_SECONDS)
+                await self._server.make_progress(url, _PROGRESS_SECONDS)
                 failures = 0
             except EngineError as error:
                 if not record.paused and record.version == version:
@@ -351,7 +350,7 @@ class EngineSupervisor:
         quiet = 0
         while quiet < _QUIET_POLLS:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
-            load = await self._api.load(url, _PROBE_SECONDS)
+            load = await self._server.load(url, _PROBE_SECONDS)
             quiet = 0 if load.running or load.waiting else quiet + 1
 
 

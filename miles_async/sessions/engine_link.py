@@ -10,20 +10,18 @@ process, next to the registry of engines (C8). So the session server asks it ins
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import numpy as np
 from aiohttp import web
 
 from miles_async import errors
 from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, TransientEngineError
 from miles_async.runtime.serialization import decode, encode
-from miles_async.sessions.records import Alive, GenerateRequest
-from miles_async.types import Generation
+from miles_async.sessions.records import Alive
+from miles_async.types import GenerateRequest, Generation
 
 _FAILED = 599  # the client raised: an answer as good as any
 _MAX_BODY = 1 << 30
@@ -37,11 +35,8 @@ class EngineLink:
             connector=aiohttp.UnixConnector(str(socket_path), limit=0), timeout=aiohttp.ClientTimeout(total=None)
         )
 
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Generation:
         """See ``api.EngineClient``; the deadlines are those of the client on the other side."""
-        request = GenerateRequest(
-            input_ids=np.asarray(input_ids, np.int32), sampling=dict(sampling), routing_key=routing_key
-        )
         return decode(await self._post("/generate", encode(request)), Generation)
 
     async def report(self, alive: Alive) -> None:
@@ -73,9 +68,8 @@ async def serve_engines(
     """The rollout process's end. Returns what ends it."""
 
     async def generate(request: web.Request) -> web.Response:
-        asked = decode(await request.read(), GenerateRequest)
         try:
-            generation = await client.generate(asked.input_ids.tolist(), asked.sampling, routing_key=asked.routing_key)
+            generation = await client.generate(decode(await request.read(), GenerateRequest))
         except MilesAsyncError as error:
             return web.Response(status=_FAILED, text=f"{type(error).__name__}\n{error}")
         return web.Response(body=encode(generation))

@@ -6,16 +6,6 @@ from typing import Any
 
 import msgspec
 
-from miles_async.types import Int32
-
-
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Session server → rollout process: ``EngineClient.generate``."""
-
-    input_ids: Int32
-    sampling: dict[str, Any]
-    routing_key: str
-
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
     """Session server → rollout process, once it listens and every second from then on."""

@@ -16,6 +16,7 @@ from miles_async.engines.load import Loads
 from miles_async.engines.placement import ServerHandle
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.stack import engine_stats
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
@@ -44,12 +45,13 @@ class SimulatedEngines:
         self._calls: Counter[tuple[int, str]] = Counter()
         self.traffic = Traffic(asyncio.get_running_loop().time)
         http, router, router_url = self._connect()
-        self.loads = Loads(self.registry, http)
+        server = SGLangServer(http)
+        self.loads = Loads(self.registry, server)
         group = EngineGroup(engines=settings.num_engines, launch=self._launch)
         self.supervisor = EngineSupervisor(
             self.registry,
             router,
-            http,
+            server,
             [group],
             max_restarts=settings.engines.engine_max_restarts,
             restart_window=settings.engines.engine_restart_window,
@@ -57,11 +59,12 @@ class SimulatedEngines:
         self.fleet = Fleet(
             self.registry,
             self.supervisor,
-            http,
+            server,
             self.traffic,
             step_timeout=settings.weights.step_timeout,
         )
         self.client = RouterClient(
+            server,
             http,
             self.registry,
             self.traffic,

@@ -16,7 +16,7 @@ from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
 from miles_async.staleness.versions import versions_per_token
 from miles_async.trajectory.constraints import GRAMMAR
-from miles_async.types import FinishReason, Float32, Generation, Int32
+from miles_async.types import FinishReason, Float32, GenerateRequest, Generation, Int32
 
 MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token before we say that the engine does not work
 
@@ -54,7 +54,8 @@ async def take_turn(
     chunks: list[Generation] = []
     empty = 0
     while True:
-        chunk = await client.generate(input_ids, {**sampling, "max_new_tokens": budget}, routing_key=routing_key)
+        sampling = {**sampling, "max_new_tokens": budget}
+        chunk = await client.generate(GenerateRequest(input_ids=input_ids, sampling=sampling, routing_key=routing_key))
         aborted = chunk.finish_reason == "abort"
         thrown_away = aborted and constrained
         keeps = 0 if thrown_away else len(chunk.output_ids)

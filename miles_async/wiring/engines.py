@@ -15,6 +15,7 @@ from miles_async.arguments.server_groups import ServerGroup, of_role, server_gro
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.placement import LaunchServer, RayServers
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
@@ -111,6 +112,7 @@ class _StackMaker:
             log_dir=self._log_dir,
             single_node=arguments.cluster.ray_address is None,
             parse_versions=parse_spans,
+            server=SGLangServer,
             name=name,
             port=port,
         )

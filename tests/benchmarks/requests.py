@@ -26,9 +26,11 @@ from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
 from miles_async.staleness.versions import parse_spans
+from miles_async.types import GenerateRequest
 from tests.benchmarks.loop_lag import GOAL_MS, lag
 from tests.benchmarks.report import Row
 from tests.fakes.fake_engine import FakeEngine
@@ -86,7 +88,7 @@ async def bench(engine_url: str, log_dir: Path, *, with_router: bool = True) -> 
     registry.engines["engine-0"] = record
     registry.notify()
     client = RouterClient(
-        http, registry, Traffic(), router_url=lambda: router.url if with_router else engine_url,
+        SGLangServer(http), http, registry, Traffic(), router_url=lambda: router.url if with_router else engine_url,
         parse_versions=parse_spans, request_timeout=60.0, retries=0, gate_timeout=60.0,
     )  # fmt: skip
 
@@ -100,7 +102,8 @@ async def bench(engine_url: str, log_dir: Path, *, with_router: bool = True) -> 
         return request
 
     async def generate(seconds: float) -> None:
-        await client.generate([1], {"temperature": seconds, "max_new_tokens": TOKENS}, routing_key=str(time.time()))
+        sampling = {"temperature": seconds, "max_new_tokens": TOKENS}
+        await client.generate(GenerateRequest(input_ids=[1], sampling=sampling, routing_key=str(time.time())))
 
     ways = {"engine": to(engine_url), "router": to(router.url), "client and router": generate}
     try:

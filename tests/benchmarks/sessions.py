@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +22,7 @@ import psutil
 from miles_async.runtime.child_process import ChildProcess
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
-from miles_async.types import Generation, VersionSpan
+from miles_async.types import GenerateRequest, Generation, VersionSpan
 from miles_async.wiring.session_process import ServerSettings
 from tests.benchmarks.report import Row, report
 
@@ -39,10 +39,10 @@ class TimedEngines:
         self._seconds = seconds
         self.took: dict[str, float] = {}  # routing key → seconds of its last turn
 
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Generation:
         started = time.perf_counter()
         await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._seconds)
-        self.took[routing_key] = time.perf_counter() - started
+        self.took[request.routing_key] = time.perf_counter() - started
         return Generation(
             output_ids=ANSWER,
             logprobs=np.full(len(ANSWER), -0.5, np.float32),
@@ -50,7 +50,7 @@ class TimedEngines:
             finish_reason="stop",
             engine_id="engine-0",
             cached_tokens=0,
-            prompt_tokens=len(input_ids),
+            prompt_tokens=len(request.input_ids),
         )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from miles_async.types import Generation, VersionSpan
+from miles_async.types import GenerateRequest, Generation, VersionSpan
 
 Script = Callable[[int, list[int]], Sequence[int] | Exception]
 """(number of the call, input ids) → what is said."""
@@ -26,16 +26,16 @@ class ScriptedModel:
         self.sampling: list[dict[str, Any]] = []
         self.routing_keys: list[str] = []
 
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Generation:
         call = len(self.requests)
-        self.requests.append(list(input_ids))
-        self.sampling.append(dict(sampling))
-        self.routing_keys.append(routing_key)
+        self.requests.append(list(request.input_ids))
+        self.sampling.append(dict(request.sampling))
+        self.routing_keys.append(request.routing_key)
         await asyncio.sleep(self.seconds)
         said = self.script(call, self.requests[-1])
         if isinstance(said, Exception):
             raise said
-        room = sampling["max_new_tokens"]
+        room = request.sampling["max_new_tokens"]
         finish = "stop" if len(said) <= room else "length"
         output = np.array(said[:room], np.int32)
         if call in self.aborts:
@@ -46,6 +46,6 @@ class ScriptedModel:
             spans=(VersionSpan(self.version, 0, len(output)),) if len(output) else (),
             finish_reason=finish,  # type: ignore[arg-type]
             engine_id="engine-0",
-            cached_tokens=len(input_ids) // 2,
-            prompt_tokens=len(input_ids),
+            cached_tokens=len(request.input_ids) // 2,
+            prompt_tokens=len(request.input_ids),
         )

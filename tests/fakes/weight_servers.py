@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
@@ -194,8 +195,10 @@ class World:
         router: Any = FakeRouter(self.registry)
         http = SimulatedHttp(self.network)
         group = EngineGroup(engines=engines, launch=lambda index, incarnation: _Server(self, index, incarnation))
-        self.supervisor = EngineSupervisor(self.registry, router, http, [group], max_restarts=10**6)
-        self.fleet = Fleet(self.registry, self.supervisor, http, Traffic(lambda: 0.0), step_timeout=step_timeout)
+        self.supervisor = EngineSupervisor(self.registry, router, SGLangServer(http), [group], max_restarts=10**6)
+        self.fleet = Fleet(
+            self.registry, self.supervisor, SGLangServer(http), Traffic(lambda: 0.0), step_timeout=step_timeout
+        )
         self._supervision: asyncio.Task[None] | None = None
         self._router = router
 

@@ -11,7 +11,7 @@ from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
-from miles_async.types import Attempt, Sample
+from miles_async.types import Attempt, GenerateRequest, Sample
 from tests.integration.real_run import QUICKSTART
 
 STRAGGLERS = (1, 6, 9)  # of the first twelve, which are admitted under the first two versions; retries come later
@@ -53,8 +53,9 @@ class Late(Overtaken):
 
 async def _until_visible(client: EngineClient, attempt: Attempt, version: int) -> None:
     """The only way to learn which version is visible is to ask for a token."""
+    request = GenerateRequest(input_ids=attempt.prompt.token_ids, sampling={"max_new_tokens": 1}, routing_key="version")
     while True:
-        token = await client.generate(attempt.prompt.token_ids, {"max_new_tokens": 1}, routing_key="version")
+        token = await client.generate(request)
         if token.spans[-1].version >= version:
             return
         await asyncio.sleep(POLL_SECONDS)

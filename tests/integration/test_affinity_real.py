@@ -17,6 +17,7 @@ from miles_async.engines.client import ROUTED_WORKER, ROUTING_KEY
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineState
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.staleness.versions import parse_spans
@@ -80,6 +81,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fro
         WeightsArguments(),
         log_dir=folder,
         single_node=True,
+        server=SGLangServer,
         parse_versions=parse_spans,
     )
     await stack.start()

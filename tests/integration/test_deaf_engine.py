@@ -17,6 +17,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
@@ -67,14 +68,14 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
         groups.append(EngineGroup(name=name, engines=1, launch=LocalServers(spec)))
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
-    supervisor = EngineSupervisor(registry, router, http, groups)
+    supervisor = EngineSupervisor(registry, router, SGLangServer(http), groups)
     await router.start()
     declare_plugin(folder / "plugins", "tests.integration.deaf_engine:register")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(folder / "plugins"), prepend=os.pathsep)
         await supervisor.start()
     trainer = Trainer(model, bf16=True, lr=1e-6)
-    yield Pair(Fleet(registry, supervisor, http, Traffic()), registry, trainer, folder / "staged")
+    yield Pair(Fleet(registry, supervisor, SGLangServer(http), Traffic()), registry, trainer, folder / "staged")
     trainer.close()
     await supervisor.stop()
     await http.close()

@@ -25,13 +25,13 @@ from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers, RayServers
 from miles_async.engines.registry import EngineState
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, read_answer
-from miles_async.engines.sglang.api import EngineApi
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
 from miles_async.staleness.versions import parse_spans
-from miles_async.types import Generation, Incarnation, TensorMeta
+from miles_async.types import GenerateRequest, Generation, Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine
 from tests.integration.served_models import reference_logprobs, save_served
 
@@ -83,6 +83,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
         WeightsArguments(publication_timeout=60.0),
         log_dir=folder / "logs",
         single_node=True,
+        server=SGLangServer,
         parse_versions=parse_spans,
     )
     await stack.start()
@@ -115,7 +116,7 @@ class Engine:
 
     url: str
     http: Http
-    api: EngineApi
+    api: SGLangServer
 
     async def generate(self, tokens: int, ids: Sequence[int] = (5, 6, 7, 8), **fields: Any) -> dict[str, Any]:
         sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
@@ -136,7 +137,7 @@ async def engine(request: pytest.FixtureRequest, running: Running) -> AsyncItera
     http = Http()
     async with FakeEngine(token_seconds=0.004) as fake:
         url = fake.url if request.param == "fake" else running.url
-        yield Engine(url, http, EngineApi(http))
+        yield Engine(url, http, SGLangServer(http))
     await http.close()
 
 
@@ -149,7 +150,7 @@ async def test_an_answer_has_a_log_prob_per_token_and_spans_that_cover_it(engine
     assert (meta["id"], meta["finish_reason"]["type"], meta["prompt_tokens"]) == ("my-id", "length", 4)
     assert meta["weight_version"] == "1"
     assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
-    assert (await engine.api.model_info(engine.url, DEADLINE)).weight_version == "1"
+    assert await engine.api.weight_version(engine.url, DEADLINE) == "1"
 
 
 async def test_an_answer_is_packed_on_request_with_the_same_log_probs_to_the_last_bit(engine: Engine) -> None:
@@ -167,8 +168,8 @@ async def test_an_answer_is_packed_on_request_with_the_same_log_probs_to_the_las
     assert content_types == ["application/json", MEDIA_TYPE]
     assert packed.logprobs.tobytes() == plain.logprobs.tobytes()
     assert packed.output_ids.tolist() == plain.output_ids.tolist()
-    assert (packed.finish_reason, packed.meta.prompt_tokens) == ("length", 4)
-    assert packed.meta.weight_versions == plain.meta.weight_versions == [{"version": "1", "start": 0, "end": 64}]
+    assert (packed.finish_reason, packed.prompt_tokens) == ("length", 4)
+    assert packed.weight_versions == plain.weight_versions == [{"version": "1", "start": 0, "end": 64}]
 
 
 async def test_an_engine_without_speculative_decoding_has_one_token_in_flight(engine: Engine) -> None:
@@ -351,7 +352,9 @@ async def _in_flight(running: Running, count: int) -> None:
 
 async def _generate(running: Running, tokens: int, key: str = "a") -> Generation:
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
-    return await running.stack.client.generate([5, 6, 7, 8], sampling, routing_key=key)
+    return await running.stack.client.generate(
+        GenerateRequest(input_ids=[5, 6, 7, 8], sampling=sampling, routing_key=key)
+    )
 
 
 async def test_the_first_publication_opens_the_gate(running: Running) -> None:  # covers: C8
@@ -410,7 +413,9 @@ async def test_log_probs_are_of_the_distribution_before_filters(
     """Why --rollout-top-p and --rollout-top-k are refused: with top_p near 0 only one token can be sampled."""
     # covers: C12
     sampling = {"max_new_tokens": 8, "temperature": temperature, "ignore_eos": True, **filters}
-    found = await running.stack.client.generate([5, 6, 7, 8], sampling, routing_key="a")
+    found = await running.stack.client.generate(
+        GenerateRequest(input_ids=[5, 6, 7, 8], sampling=sampling, routing_key="a")
+    )
     tokens = [5, 6, 7, 8, *found.output_ids.tolist()]
     np.testing.assert_allclose(
         found.logprobs, reference_logprobs(running.models[1], tokens, temperature)[3:], atol=1e-4
@@ -420,7 +425,9 @@ async def test_log_probs_are_of_the_distribution_before_filters(
 
 async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None:  # covers: A5
     with pytest.raises(RequestRejectedError, match=r"400.*longer than the model's context length"):
-        await running.stack.client.generate([5] * 600, {"max_new_tokens": 4}, routing_key="a")
+        await running.stack.client.generate(
+            GenerateRequest(input_ids=[5] * 600, sampling={"max_new_tokens": 4}, routing_key="a")
+        )
 
 
 async def test_the_router_passes_packed_answers_on(running: Running) -> None:
@@ -499,7 +506,9 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     spec = ServerSpec(model_path=str(tmp_path / "nothing-here"), device="cpu", dtype="float32", log_dir=str(tmp_path))
     group = EngineGroup(engines=1, launch=LocalServers(spec))
     arguments = EnginesArguments(), WeightsArguments()
-    stack = EngineStack([group], *arguments, log_dir=tmp_path, single_node=True, parse_versions=parse_spans)
+    stack = EngineStack(
+        [group], *arguments, log_dir=tmp_path, single_node=True, server=SGLangServer, parse_versions=parse_spans
+    )
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
         async with asyncio.timeout(120):
             await stack.start()

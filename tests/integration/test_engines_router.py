@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,11 @@ from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import router_metrics
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineStartError, TransientEngineError
 from miles_async.staleness.versions import parse_spans
+from miles_async.types import GenerateRequest, Generation
 from tests.fakes.fake_engine import FakeEngine
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -30,6 +33,12 @@ class Setup:
     registry: EngineRegistry
     router: Router
     client: RouterClient
+
+    def generate(
+        self, input_ids: Sequence[int] = (5,), key: str = "a", **sampling: float
+    ) -> Coroutine[Any, Any, Generation]:
+        request = GenerateRequest(input_ids=input_ids, sampling={**SAMPLING, **sampling}, routing_key=key)
+        return self.client.generate(request)
 
 
 @pytest.fixture
@@ -49,6 +58,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
         registry.notify()
 
         client = RouterClient(
+            SGLangServer(http),
             http,
             registry,
             Traffic(),
@@ -68,7 +78,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
 
 async def test_a_key_stays_with_its_engine_and_keys_spread(setup: Setup) -> None:  # covers: M13
     async def engine_of(key: str) -> str:
-        return (await setup.client.generate([5, 6], SAMPLING, routing_key=key)).engine_id
+        return (await setup.generate([5, 6], key=key)).engine_id
 
     homes = {key: await engine_of(key) for key in map(str, range(24))}
     assert set(homes.values()) == {"engine-0", "engine-1"}
@@ -83,12 +93,12 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_proxy_of_the_environment_is_not_asked(dead_proxy: None, setup: Setup) -> None:  # covers: A6
-    assert (await setup.client.generate([5, 6], SAMPLING, routing_key="a")).engine_id in ("engine-0", "engine-1")
+    assert (await setup.generate([5, 6])).engine_id in ("engine-0", "engine-1")
 
 
 async def test_its_own_metrics_are_read(setup: Setup) -> None:
     for key in map(str, range(6)):
-        await setup.client.generate([5, 6], SAMPLING, routing_key=key)
+        await setup.generate([5, 6], key=key)
     http = Http()
     async with http.session.get(setup.router.metrics_url) as response:
         found = router_metrics(await response.text())
@@ -99,7 +109,7 @@ async def test_its_own_metrics_are_read(setup: Setup) -> None:
 
 
 async def test_all_fields_of_a_request_arrive(setup: Setup) -> None:
-    await setup.client.generate([5, 6], {**SAMPLING, "top_k": 7}, routing_key="a")
+    await setup.generate([5, 6], top_k=7)
     (body,) = setup.engines[0].requests + setup.engines[1].requests
     assert body["extra_key"] == "v1"
     assert body["sampling_params"] == {"max_new_tokens": 2, "top_k": 7}
@@ -112,14 +122,14 @@ async def test_a_removed_engine_gets_nothing_more(setup: Setup) -> None:
         while any(worker.url == setup.engines[0].url for worker in await setup.router.workers()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     for key in map(str, range(8)):
-        await setup.client.generate([5], SAMPLING, routing_key=key)
+        await setup.generate(key=key)
     assert setup.engines[0].requests == []
     await setup.router.remove(setup.engines[0].url)  # again: no-op
 
 
 async def test_requests_of_a_dead_engine_go_to_the_other(setup: Setup) -> None:  # covers: A3
     await setup.engines[0].die()  # nobody has fenced it yet
-    engines = {(await setup.client.generate([5], SAMPLING, routing_key=str(i))).engine_id for i in range(8)}
+    engines = {(await setup.generate(key=str(i))).engine_id for i in range(8)}
     assert engines == {"engine-1"}
 
 
@@ -134,8 +144,8 @@ async def test_requests_go_round_a_router_that_lost_its_engines(
     with monkeypatch.context() as patch:
         patch.setattr(setup.client, "_retries", 0)
         with pytest.raises(TransientEngineError, match=r"model_not_found|no_available_workers"):
-            await setup.client.generate([5], SAMPLING, routing_key="a")
-    engines = {(await setup.client.generate([5], SAMPLING, routing_key=str(i))).engine_id for i in range(24)}
+            await setup.generate()
+    engines = {(await setup.generate(key=str(i))).engine_id for i in range(24)}
     assert engines == {"engine-0", "engine-1"}
 
 

@@ -13,6 +13,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
@@ -52,12 +53,14 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     group = EngineGroup(engines=1, ranks=ranks, launch=LocalServers(spec))
-    supervisor = EngineSupervisor(registry, router, http, [group])
+    supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])
     await router.start()
     await supervisor.start()
     trainer = Trainer(model)
     try:
-        async with publishing(trainer, Fleet(registry, supervisor, http, Traffic()), tmp_path / "staged") as published:
+        async with publishing(
+            trainer, Fleet(registry, supervisor, SGLangServer(http), Traffic()), tmp_path / "staged"
+        ) as published:
             for _ in range(2):
                 publication = await published.next()
                 assert publication.engines == ("engine-0",)

@@ -22,12 +22,13 @@ from aiohttp import web
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineState
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, PublicationError
 from miles_async.staleness.versions import parse_spans
-from miles_async.types import CanaryScore, Generation
+from miles_async.types import CanaryScore, GenerateRequest, Generation
 from tests.integration.faulty_engines import Fault, FaultyEngine, PassOn, dies, does_nothing, hangs, refuses
 from tests.integration.publishing import (
     Publishing,
@@ -95,7 +96,9 @@ class Cluster:
         for count in itertools.count():
             version = self.stack.registry.version
             sampling = {"max_new_tokens": 12, "ignore_eos": True}
-            answer = await self.stack.client.generate(PROMPT, sampling, routing_key=f"{index}.{count}")
+            answer = await self.stack.client.generate(
+                GenerateRequest(input_ids=PROMPT, sampling=sampling, routing_key=f"{index}.{count}")
+            )
             answers.append((version, answer))
 
     async def until_joining(self, engine: str) -> None:
@@ -158,6 +161,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         limits,
         log_dir=logs,
         single_node=True,
+        server=SGLangServer,
         parse_versions=parse_spans,
     )
     await stack.start()

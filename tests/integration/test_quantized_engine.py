@@ -23,7 +23,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineRegistry
-from miles_async.engines.sglang.api import EngineApi
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
@@ -78,7 +78,7 @@ class Server:
 
     fleet: Fleet
     registry: EngineRegistry
-    api: EngineApi
+    api: SGLangServer
     models: tuple[Path, Path]
     trainer: Trainer  # of the first
     directory: Path
@@ -115,14 +115,16 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
-    supervisor = EngineSupervisor(registry, router, http, [EngineGroup(engines=1, launch=LocalServers(spec))])
+    supervisor = EngineSupervisor(
+        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=LocalServers(spec))]
+    )
     await router.start()
     declare_plugin(folder / "plugins", "tests.integration.rounded_engine:register")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(folder / "plugins"), prepend=os.pathsep)
         await supervisor.start()
-        fleet, trainer = Fleet(registry, supervisor, http, Traffic()), Trainer(models[0])
-        yield Server(fleet, registry, EngineApi(http), models, trainer, folder)
+        fleet, trainer = Fleet(registry, supervisor, SGLangServer(http), Traffic()), Trainer(models[0])
+        yield Server(fleet, registry, SGLangServer(http), models, trainer, folder)
         trainer.close()
         await supervisor.stop()
     await http.close()

@@ -18,6 +18,7 @@ import pytest_asyncio
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import EngineServer, ServerSpec
 from miles_async.engines.traffic import Traffic
 from miles_async.staleness.versions import parse_spans
@@ -67,6 +68,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     registry.router_up = True
     registry.notify()
     client = RouterClient(
+        SGLangServer(http),
         http, registry, Traffic(), router_url=lambda: url, parse_versions=parse_spans, request_timeout=120.0, retries=0,
         gate_timeout=20.0,
     )  # fmt: skip

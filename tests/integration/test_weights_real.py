@@ -23,6 +23,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.placement import LocalServers
 from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import ServerSpec
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
@@ -124,8 +125,10 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
-    supervisor = EngineSupervisor(registry, router, http, [EngineGroup(engines=1, launch=LocalServers(spec))])
-    fleet = RecordingFleet(registry, supervisor, http, Traffic())
+    supervisor = EngineSupervisor(
+        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=LocalServers(spec))]
+    )
+    fleet = RecordingFleet(registry, supervisor, SGLangServer(http), Traffic())
     await router.start()
     await supervisor.start()
     handle: Any = supervisor.handle(ENGINE)
@@ -248,10 +251,12 @@ async def test_an_external_engine_is_brought_to_the_weights_and_left_running(ser
 
     registry, launch = EngineRegistry(), ExternalServers([url.removeprefix("http://")], 30.0)
     router: Any = FakeRouter(registry)
-    supervisor = EngineSupervisor(registry, router, server.http, [EngineGroup(engines=1, launch=launch)])
+    supervisor = EngineSupervisor(registry, router, SGLangServer(server.http), [EngineGroup(engines=1, launch=launch)])
     await router.start()
     await supervisor.start()
-    external = replace(server, fleet=RecordingFleet(registry, supervisor, server.http, Traffic()), registry=registry)
+    external = replace(
+        server, fleet=RecordingFleet(registry, supervisor, SGLangServer(server.http), Traffic()), registry=registry
+    )
     async with external.publishing(verify_weights="canary", pause_generation_mode="in_place") as published:
         assert (await published.next()).engines == (ENGINE,)
     assert external.fleet.fenced == []

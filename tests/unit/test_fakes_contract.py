@@ -16,6 +16,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.rollout.manager import RolloutManager
@@ -58,11 +59,11 @@ async def real_fleet(num_engines: int) -> AsyncIterator[Fleet]:
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     group = EngineGroup(engines=num_engines, launch=lambda index, _: FakeServer(FakeEngine()))
-    supervisor = EngineSupervisor(registry, router, http, [group])
+    supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])
     await router.start()
     await supervisor.start()
     try:
-        yield Fleet(registry, supervisor, http, Traffic())
+        yield Fleet(registry, supervisor, SGLangServer(http), Traffic())
     finally:
         await supervisor.stop()
         await http.close()

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from miles_async.errors import TransientEngineError
-from miles_async.types import FinishReason, Float32, Int32
+from miles_async.types import FinishReason, Float32, Int32, ServerAnswer
 
 PACK = "packed_answer"  # field of a request: true asks for the packed form
 MEDIA_TYPE = "application/msgpack"  # of a packed answer
@@ -36,17 +36,8 @@ class Meta(msgspec.Struct):
     finish_reason: Finish
     prompt_tokens: int = 0  # absent where a request was aborted before it had begun
     cached_tokens: int = 0
-    weight_version: Any = None  # judged by ``staleness.versions.parse_spans``
-    weight_versions: Any = None
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """One answer, checked: there is a finite log-prob for every token."""
-
-    meta: Meta
-    finish_reason: FinishReason
-    output_ids: Int32  # [T]
-    logprobs: Float32  # [T]
+    weight_version: object = None
+    weight_versions: object = None
 
 
 class _Packed(msgspec.Struct):
@@ -68,7 +59,7 @@ _packed_decoder = msgspec.msgpack.Decoder(_Packed)
 _plain_decoder = msgspec.json.Decoder(_Plain)
 
 
-def read_answer(body: bytes, content_type: str, source: str) -> Answer:
+def read_answer(body: bytes, content_type: str, source: str) -> ServerAnswer:
     """Parse and check an answer of either form.
 
     Args:
@@ -91,7 +82,15 @@ def read_answer(body: bytes, content_type: str, source: str) -> Answer:
         raise _mismatch(len(output_ids), len(logprobs), source)
     if not np.isfinite(logprobs).all():
         raise TransientEngineError(f"{source}: a log-prob is not finite; the engine's numerics are broken")
-    return Answer(meta, finish_reason, output_ids, logprobs)
+    return ServerAnswer(
+        output_ids=output_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        prompt_tokens=meta.prompt_tokens,
+        cached_tokens=meta.cached_tokens,
+        weight_version=meta.weight_version,
+        weight_versions=meta.weight_versions,
+    )
 
 
 def pack(reply: Any) -> bytes | None:

@@ -1,43 +1,45 @@
-"""HTTP calls straight to one engine, for what the router does not pass on: weights, pauses, aborts, the
-canary.
-"""
+"""The protocol of an SGLang server (0.5.23) as an ``InferenceServer``."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from miles_async.arguments.weights import PauseMode
-from miles_async.engines.http import Http
+from miles_async.engines.http import ERROR_TEXT, Http, decode_json
+from miles_async.engines.sglang.answers import PACK, read_answer
 from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
 from miles_async.errors import EngineError, EngineTimeoutError
-from miles_async.types import CanaryScore, EngineLoad, HeldPart, HeldWeights, TensorMeta, TensorShare
-
-Answer = TypeVar("Answer")
+from miles_async.types import (
+    CanaryScore,
+    EngineLoad,
+    GenerateRequest,
+    HeldPart,
+    HeldWeights,
+    ServerAnswer,
+    TensorMeta,
+    TensorShare,
+)
 
 UNKNOWN_TOKENS_IN_FLIGHT = 1 << 31
 """More than a response has: all its tokens count as old as the oldest. An engine that doesn't tell, or verifies more
 tokens than it was started with (``--speculative-adaptive``).
 """
 
-_ERROR_TEXT = 500  # characters of an answer that go into a message
 # Servers close connections that were idle for some seconds, maybe as the next call goes out: to that one it looks like
 # an engine that died.
 _HEADERS = {"Content-Type": "application/json", "Connection": "close"}
 
 
-class ModelInfo(msgspec.Struct):
-    """The part of GET /model_info that we read. ``weight_version`` is "default" until weights were
-    published.
-    """
+class _ModelInfo(msgspec.Struct):
+    """The part of GET /model_info that we read."""
 
-    weight_version: str
-    model_path: str = ""
+    weight_version: str  # "default" until weights were published
 
 
 class _ServerInfo(msgspec.Struct):
@@ -86,14 +88,6 @@ class _CheckReply(msgspec.Struct):
     ranks: list[_RankCheck]
 
 
-def decode(body: bytes, kind: type[Answer], source: str) -> Answer:
-    """``body`` as ``kind``. Raises EngineError: an answer that makes no sense is the engine's failure."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"{source}: unexpected answer ({error}): {body[:_ERROR_TEXT]!r}") from error
-
-
 def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
     parts: dict[str, tuple[HeldPart, ...]] = {}
     for rank in ranks:
@@ -106,35 +100,53 @@ def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
     )
 
 
-class EngineApi:
-    """All methods take the engine's URL and a deadline in seconds, and raise EngineError with its own
-    words, EngineTimeoutError if it has none.
-    """
+class SGLangServer:
+    """Implements ``seams.InferenceServer``."""
+
+    generate_path = "/generate"
 
     def __init__(self, http: Http) -> None:
         self._http = http
 
-    async def model_info(self, url: str, timeout: float) -> ModelInfo:
-        return decode(await self._call("GET", url, "/model_info", None, timeout), ModelInfo, f"{url}/model_info")
+    def encode(self, request: GenerateRequest, *, request_id: str, version: int) -> bytes:
+        """``extra_key`` is part of SGLang's prefix-cache key: after an in-place update, which flushes nothing, new
+        requests never reuse what older weights computed. (Under a rolling publication an updated server gets requests
+        with the key of the version before, too. It has flushed its cache, so they find nothing older than itself;
+        in_place is refused there.)
+        """
+        body = {
+            **request.multimodal_inputs,
+            "rid": request_id,
+            "input_ids": list(map(int, request.input_ids)),
+            "sampling_params": dict(request.sampling),
+            "return_logprob": True,
+            "extra_key": f"v{version}",
+            PACK: True,
+        }
+        return msgspec.json.encode(body)
+
+    def decode(self, body: bytes, content_type: str, url: str) -> ServerAnswer:
+        return read_answer(body, content_type, url)
+
+    async def weight_version(self, url: str, timeout: float) -> str:
+        """The label of the weights: a number, or "default" before the first publication."""
+        answer = await self._call("GET", url, "/model_info", None, timeout)
+        return decode_json(answer, _ModelInfo, f"{url}/model_info").weight_version
 
     async def probe(self, url: str, timeout: float) -> int:
-        """Return when all its schedulers have answered, paused or not: how many tokens of a request one forward pass
-        may yield.
-        """
+        """Wait for the answers of all schedulers, paused or not."""
         answer = await self._call("GET", url, "/server_info", None, timeout)
-        return decode(answer, _ServerInfo, f"{url}/server_info").tokens_in_flight
+        return decode_json(answer, _ServerInfo, f"{url}/server_info").tokens_in_flight
 
     async def make_progress(self, url: str, timeout: float) -> None:
-        """Returns when a token came out since the call: any, or, of an idle engine, one that is generated for it. One
-        that is paused has none to give. SGLang itself waits 20 s.
-        """
+        """Wait for a token of any request; an idle server generates one. SGLang gives up after 20 s."""
         await self._call("GET", url, "/health_generate", None, timeout)
 
     async def load(self, url: str, timeout: float) -> EngineLoad:
-        """Cheap while it generates: SGLang's front process reads what schedulers leave in shared memory, at every
-        prefill and every 15th decode step. While paused they leave nothing.
+        """Cheap: the HTTP process reads what schedulers leave in shared memory, at every prefill and every 15th decode
+        step. While paused they leave nothing.
         """
-        loads = decode(await self._call("GET", url, "/v1/loads", None, timeout), _Loads, f"{url}/v1/loads").loads
+        loads = decode_json(await self._call("GET", url, "/v1/loads", None, timeout), _Loads, f"{url}/v1/loads").loads
         if not loads:
             raise EngineError(f"{url}/v1/loads: expected the load of a scheduler, found none yet")
         return EngineLoad(
@@ -198,7 +210,7 @@ class EngineApi:
         flush_cache: bool,
         timeout: float,
     ) -> None:
-        """One broadcast of all bytes in this order; the engine has the version's name from the first bucket on."""
+        """The server claims ``version`` from the first bucket on."""
         body = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
@@ -211,7 +223,7 @@ class EngineApi:
         await self._post(url, "/update_weights_from_distributed", body, timeout)
 
     async def receive_handles(
-        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, *, timeout: float
+        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, timeout: float
     ) -> None:
         """Every rank opens the same device memory."""
         body = {
@@ -223,9 +235,7 @@ class EngineApi:
         await self._post(url, "/update_weights_from_tensor", body, timeout)
 
     async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
-        """Every safetensors file of ``directory``, on the engine's host, and no other. Stands by itself: no begin and
-        end. A file that can't be read ends the server.
-        """
+        """SGLang's loader restores and post-processes by itself. A file that it cannot read ends the server."""
         body = {
             "model_path": directory,
             "load_format": "safetensors",  # not what the server was started with, which reads no files
@@ -235,28 +245,26 @@ class EngineApi:
         await self._post(url, "/update_weights_from_disk", body, timeout)
 
     async def held_weights(self, url: str, share: TensorShare, timeout: float) -> HeldWeights:
-        """Takes a server that was started with HELD_WEIGHTS_VARIABLE."""
+        """Needs a server that was started with HELD_WEIGHTS_VARIABLE."""
         source = f"{url}/weights_checker"
         action = f"{HELD_WEIGHTS_ACTION} {msgspec.json.encode(share).decode()}"
         body = {"action": action, "selector": "target"}
-        reply = decode(await self._post(url, "/weights_checker", body, timeout), _CheckReply, source)
+        reply = decode_json(await self._post(url, "/weights_checker", body, timeout), _CheckReply, source)
         ranks = [
-            decode(rank.checksums.get(HELD_WEIGHTS_ACTION, "").encode(), HeldWeights, source) for rank in reply.ranks
+            decode_json(rank.checksums.get(HELD_WEIGHTS_ACTION, "").encode(), HeldWeights, source)
+            for rank in reply.ranks
         ]
         return _over_ranks(ranks)
 
     async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
-        """Log-probs of tokens[1:] given their prefix, at temperature 1 whatever the rollout's is.
-
-        ``logprob_start_len=0`` makes SGLang compute all positions anew: no prefix cache hides wrong weights.
-        """
+        """``logprob_start_len=0`` makes SGLang compute all positions, so that no prefix cache hides wrong weights."""
         body = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        reply = decode(await self._post(url, "/generate", body, timeout), _ScoreReply, f"{url}/generate")
+        reply = decode_json(await self._post(url, "/generate", body, timeout), _ScoreReply, f"{url}/generate")
         logprobs = [entry[0] for entry in reply.meta_info.input_token_logprobs[1:]]
         if len(logprobs) != len(tokens) - 1 or any(value is None for value in logprobs):
             raise EngineError(f"{url}: expected {len(tokens) - 1} log-probs of the canary, found {logprobs}")
@@ -280,6 +288,6 @@ class EngineApi:
         except aiohttp.ClientError as error:
             raise EngineError(f"{method} {url}{path}: {error!r}") from error
         if response.status != 200:
-            text = answer.decode(errors="replace")[:_ERROR_TEXT]
+            text = answer.decode(errors="replace")[:ERROR_TEXT]
             raise EngineError(f"{method} {url}{path}: expected 200, found {response.status}: {text}")
         return answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import (
     RequestRejectedError,
@@ -23,7 +24,7 @@ from miles_async.errors import (
     VersionUnknownError,
 )
 from miles_async.staleness.versions import parse_spans
-from miles_async.types import VersionSpan
+from miles_async.types import GenerateRequest, Generation, VersionSpan
 from tests.fakes.fake_engine import FakeEngine
 
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0}
@@ -38,6 +39,12 @@ class Setup:
     traffic: Traffic
     client: RouterClient
 
+    def generate(
+        self, input_ids: Sequence[int] = (5,), key: str = "a", **sampling: float
+    ) -> Coroutine[Any, Any, Generation]:
+        request = GenerateRequest(input_ids=input_ids, sampling={**SAMPLING, **sampling}, routing_key=key)
+        return self.client.generate(request)
+
 
 @pytest.fixture
 async def setup() -> AsyncIterator[Setup]:
@@ -46,6 +53,7 @@ async def setup() -> AsyncIterator[Setup]:
         registry = EngineRegistry(engines={"engine-0": record}, version=3, router_up=True)
         traffic, http = Traffic(), Http()
         client = RouterClient(
+            SGLangServer(http),
             http,
             registry,
             traffic,
@@ -63,7 +71,7 @@ async def setup() -> AsyncIterator[Setup]:
 @pytest.mark.parametrize("packs", [True, False])
 async def test_an_answer_becomes_arrays_and_spans(setup: Setup, packs: bool) -> None:  # covers: M1
     setup.engine.packs = packs
-    generation = await setup.client.generate([5, 6, 7], SAMPLING, routing_key="a")
+    generation = await setup.generate([5, 6, 7])
     assert generation.output_ids.dtype == np.int32
     assert generation.output_ids.tolist() == [3, 4, 5, 6]
     assert generation.logprobs.dtype == np.float32
@@ -76,12 +84,12 @@ async def test_an_answer_becomes_arrays_and_spans(setup: Setup, packs: bool) -> 
 async def test_tokens_in_flight_count_as_old_as_what_sampled_them(setup: Setup) -> None:  # covers: C1, M1
     setup.engine.transform = lambda reply: reply["meta_info"].update(weight_versions=EDGE_AT_ONE) or reply
     setup.record.tokens_in_flight = 2  # speculative decoding
-    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    generation = await setup.generate()
     assert generation.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
 
 
 async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setup) -> None:  # covers: C8, M13
-    await setup.client.generate([5], SAMPLING, routing_key="group-7")
+    await setup.generate(key="group-7")
     assert setup.engine.headers[0][ROUTING_KEY] == "group-7"
     assert setup.engine.requests[0]["extra_key"] == "v3"
     assert setup.engine.requests[0]["return_logprob"] is True
@@ -109,7 +117,7 @@ def test_which_answers_are_worth_another_try(status: int, text: str, expected: t
 async def test_transient_errors_are_retried_with_a_fresh_id(setup: Setup) -> None:  # covers: A3
     answers = iter([web.Response(status=503), web.Response(status=500, text="call_upstream_x"), None])
     setup.engine.respond = lambda body: next(answers)
-    await setup.client.generate([5], SAMPLING, routing_key="a")
+    await setup.generate()
     assert len({body["rid"] for body in setup.engine.requests}) == 3
 
 
@@ -123,7 +131,7 @@ async def test_further_tries_go_straight_to_one_serving_engine_after_the_other(s
             )
         setup.registry.notify()
         second.respond = lambda body: web.Response(status=503)
-        generations = [await setup.client.generate([5], SAMPLING, routing_key=str(key)) for key in range(8)]
+        generations = [await setup.generate(key=str(key)) for key in range(8)]
     assert {generation.engine_id for generation in generations} == {"engine-1"}
     assert len(setup.engine.requests) == len(first.requests) == 8
 
@@ -131,7 +139,7 @@ async def test_further_tries_go_straight_to_one_serving_engine_after_the_other(s
 async def test_retries_are_bounded(setup: Setup) -> None:  # covers: A3
     setup.engine.respond = lambda body: web.Response(status=503, text="overloaded")
     with capture_logs() as log_output, pytest.raises(TransientEngineError, match="503: overloaded"):
-        await setup.client.generate([5], SAMPLING, routing_key="a")
+        await setup.generate()
     assert len(setup.engine.requests) == setup.traffic.failed == 3
     assert [entry["event"] for entry in log_output] == ["requests fail and are tried again"]  # not of every request
 
@@ -139,7 +147,7 @@ async def test_retries_are_bounded(setup: Setup) -> None:  # covers: A3
 async def test_a_rejected_request_is_not_retried(setup: Setup) -> None:  # covers: A3, A5
     setup.engine.respond = lambda body: web.Response(status=400, text="input is longer than the context")
     with pytest.raises(RequestRejectedError, match="longer than the context"):
-        await setup.client.generate([5], SAMPLING, routing_key="a")
+        await setup.generate()
     assert len(setup.engine.requests) == 1
 
 
@@ -153,7 +161,7 @@ async def test_a_cut_answer_is_retried(setup: Setup) -> None:
         return response
 
     setup.engine.respond = respond
-    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    generation = await setup.generate()
     assert len(generation.output_ids) == 4
 
 
@@ -165,13 +173,13 @@ async def test_log_probs_must_belong_to_the_tokens(setup: Setup, entries: list) 
 
     setup.engine.transform = spoil
     with pytest.raises(TransientEngineError, match="log-prob"):
-        await setup.client.generate([5], SAMPLING, routing_key="a")
+        await setup.generate()
 
 
 async def test_an_engine_without_published_weights_is_an_error(setup: Setup) -> None:  # covers: M1
     setup.engine.weight_version = "default"
     with pytest.raises(VersionUnknownError):
-        await setup.client.generate([5], SAMPLING, routing_key="a")
+        await setup.generate()
 
 
 async def test_an_answer_without_spans_counts_as_old_as_its_dispatch(setup: Setup) -> None:  # covers: M1
@@ -181,7 +189,7 @@ async def test_an_answer_without_spans_counts_as_old_as_its_dispatch(setup: Setu
         return reply
 
     setup.engine.transform = old_server
-    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    generation = await setup.generate()
     assert generation.spans == (VersionSpan(3, 0, 4),)
 
 
@@ -189,7 +197,7 @@ async def test_requests_wait_while_engines_are_paused_or_unverified(setup: Setup
     setup.record.paused = True
     setup.registry.notify()
     async with asyncio.TaskGroup() as scope:
-        task = scope.create_task(setup.client.generate([5], SAMPLING, routing_key="a"))
+        task = scope.create_task(setup.generate())
         await asyncio.sleep(0.05)
         assert setup.engine.requests == []
         setup.record.paused, setup.record.verified = False, False
@@ -207,13 +215,13 @@ async def test_waiting_for_engines_has_a_deadline_that_names_them(setup: Setup) 
     setup.registry.notify()
     setup.client._gate_timeout = 0.05
     with pytest.raises(StalledError, match="engine-0 starting; router up"):
-        await setup.client.generate([5], SAMPLING, routing_key="a")
+        await setup.generate()
 
 
 async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  # covers: C8
     setup.engine.token_seconds = 0.02
     async with asyncio.TaskGroup() as scope:
-        task = scope.create_task(setup.client.generate([5], SAMPLING, routing_key="a"))
+        task = scope.create_task(setup.generate())
         await asyncio.sleep(0.04)
         setup.record.verified = False  # new weights arrived, the canary has not run yet
         setup.registry.notify()
@@ -244,7 +252,7 @@ async def test_an_answer_of_older_weights_than_those_visible_at_dispatch_is_not_
         return reply
 
     setup.engine.transform = begun_before_its_repair
-    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    generation = await setup.generate()
     assert (len(replies), setup.traffic.failed) == (2, 1)
     assert generation.spans == (VersionSpan(3, 0, 4),)
 
@@ -256,11 +264,11 @@ async def test_an_answer_waits_for_its_own_engine_only(setup: Setup) -> None:  #
     setup.registry.engines["engine-1"] = other  # in the middle of a rolling publication
     setup.record.version = 4
     setup.registry.notify()
-    await setup.client.generate([5], SAMPLING, routing_key="a")
+    await setup.generate()
     assert setup.engine.requests[0]["extra_key"] == "v3", "version 3 might have served it"
     setup.record.paused, other.paused, other.verified = True, False, True
     setup.registry.notify()
-    await setup.client.generate([5], SAMPLING, routing_key="a")  # whoever sent it to a paused engine: it waits there
+    await setup.generate()  # whoever sent it to a paused engine: it waits there
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -275,7 +283,7 @@ async def test_what_was_generated_before_an_abort_is_kept_or_done_anew(setup: Se
         return reply
 
     setup.engine.transform = abort_first
-    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    generation = await setup.generate()
     assert generation.finish_reason == ("abort" if keep else "length")
     assert [request["rid"] for request in setup.engine.requests[:1]] == aborted
     assert len(setup.engine.requests) == (1 if keep else 2)
@@ -288,14 +296,14 @@ async def test_a_request_that_is_aborted_before_it_began_has_no_tokens(setup: Se
         return {"text": "", "output_ids": [], "meta_info": kept | {"finish_reason": finish_reason}}
 
     setup.engine.transform = abort_in_the_queue
-    generation = await setup.client.generate([5], SAMPLING, routing_key="a")
+    generation = await setup.generate()
     assert (generation.finish_reason, len(generation.output_ids), generation.spans) == ("abort", 0, ())
     assert len(setup.engine.requests) == 1, "that is no failure, and nothing to try again"
 
 
 async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> None:
     setup.engine.token_seconds = 10.0
-    task = asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key="a"))
+    task = asyncio.ensure_future(setup.generate())
     await asyncio.sleep(0.05)
     assert setup.traffic.in_flight == 1
     task.cancel()
@@ -310,7 +318,7 @@ async def test_a_thousand_cancelled_requests_are_not_a_thousand_aborts(
 ) -> None:  # covers: C10
     monkeypatch.setattr("miles_async.engines.client._ABORT_CALLS", 2)
     setup.engine.token_seconds = 10.0
-    tasks = [asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key=f"{i}")) for i in range(5)]
+    tasks = [asyncio.ensure_future(setup.generate(key=f"{i}")) for i in range(5)]
     async with asyncio.timeout(5):
         while len(setup.engine.requests) < 5:  # noqa: ASYNC110, the server tells nobody
             await asyncio.sleep(0.01)
@@ -319,7 +327,7 @@ async def test_a_thousand_cancelled_requests_are_not_a_thousand_aborts(
     await asyncio.gather(*tasks, return_exceptions=True)
     assert all(task.cancelled() for task in tasks)
     assert len(setup.engine.aborted_ids) == 2
-    last = asyncio.ensure_future(setup.client.generate([5], SAMPLING, routing_key="a"))
+    last = asyncio.ensure_future(setup.generate())
     await asyncio.sleep(0.05)
     last.cancel()
     await asyncio.gather(last, return_exceptions=True)
@@ -330,7 +338,7 @@ async def test_a_timed_out_request_is_aborted_and_retried(setup: Setup) -> None:
     setup.engine.token_seconds = 10.0
     setup.client._request_timeout = 0.05
     with pytest.raises(TransientEngineError, match="--request-timeout"):
-        await setup.client.generate([5], SAMPLING, routing_key="a")
+        await setup.generate()
     assert setup.engine.aborted_ids == [body["rid"] for body in setup.engine.requests]
     assert len(setup.engine.aborted_ids) == 3
 
@@ -338,10 +346,9 @@ async def test_a_timed_out_request_is_aborted_and_retried(setup: Setup) -> None:
 async def test_an_abort_is_a_partial_answer(setup: Setup) -> None:  # covers: R2
     setup.engine.token_seconds = 0.02
     async with asyncio.TaskGroup() as scope:
-        sampling = {**SAMPLING, "max_new_tokens": 500}
-        task = scope.create_task(setup.client.generate([5], sampling, routing_key="a"))
+        task = scope.create_task(setup.generate(max_new_tokens=500))
         await asyncio.sleep(0.15)
-        await setup.client._api.abort_all(setup.engine.url, 1.0)
+        await setup.client._server.abort_all(setup.engine.url, 1.0)
     assert task.result().finish_reason == "abort"
     assert 0 < len(task.result().output_ids) < 500
 

@@ -13,7 +13,7 @@ from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineState
-from miles_async.engines.sglang.api import EngineApi
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.staleness.versions import parse_spans
@@ -26,7 +26,7 @@ async def test_an_external_engine_is_attached_and_left_as_it_is() -> None:
         assert await handle.start() == engine.url
         with pytest.raises(EngineError, match="nothing of ours"):
             await handle.on_host(print, 0)
-        api = EngineApi(http := Http())
+        api = SGLangServer(http := Http())
         await api.pause(engine.url, "retract", 5.0)
         await handle.stop()
         assert (await api.score(engine.url, (1, 2, 3), 5.0)).weight_version == "default"  # it goes on
@@ -54,6 +54,7 @@ async def test_frozen_engines_serve_when_they_are_up_and_again_when_they_are_bac
         WeightsArguments(),
         log_dir=tmp_path,
         single_node=True,
+        server=SGLangServer,
         parse_versions=parse_spans,
     )
     router: Any = FakeRouter(frozen.registry)

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError
@@ -43,12 +43,12 @@ class Setup:
         self.supervisor = EngineSupervisor(
             self.registry,
             self.router,  # type: ignore[arg-type]
-            self.http,
+            SGLangServer(self.http),
             [EngineGroup(engines=num_engines, launch=self._launch)],
             max_restarts=max_restarts,
             restart_window=restart_window,
         )
-        self.fleet = Fleet(self.registry, self.supervisor, self.http, self.traffic)
+        self.fleet = Fleet(self.registry, self.supervisor, SGLangServer(self.http), self.traffic)
 
     def _launch(self, index: int, incarnation: int) -> FakeServer:
         server = self._make(index, incarnation)
@@ -339,16 +339,16 @@ async def test_an_engine_that_restarts_while_another_answers_slowly_is_not_admit
         for servers in setup.servers:
             servers[0].engine.weight_version = "4"
         slow, record = setup.servers[1][0].engine, setup.registry.engines["engine-0"]
-        plain = setup.fleet._api.model_info
+        plain = setup.fleet._server.weight_version
 
-        async def model_info(url: str, timeout: float) -> Any:
+        async def weight_version(url: str, timeout: float) -> str:
             answer = await plain(url, timeout)
             if url == slow.url:  # by now the other one has said that it holds version 4
                 await setup.servers[0][0].crash()
                 await setup.until(lambda: record.state is EngineState.JOINING and record.incarnation > 0)
             return answer
 
-        setup.fleet._api.model_info = model_info  # type: ignore[method-assign]
+        setup.fleet._server.weight_version = weight_version  # type: ignore[method-assign]
         errors = await setup.fleet.admit((E0, E1), 4)
         assert "engine-0 was lost and is joining: ended with status -9" in str(errors[E0])
         assert errors[E1] is None
@@ -470,7 +470,7 @@ async def test_process_group_ranks_follow_tensor_parallel_sizes() -> None:
         async def join(url: str, **arguments: object) -> None:
             bodies.append((arguments["first_rank"], arguments["world_size"]))
 
-        setup.fleet._api.join_group = join  # type: ignore[method-assign, assignment]
+        setup.fleet._server.join_group = join  # type: ignore[method-assign, assignment]
         await setup.fleet.connect((E0, E1), "g", "host", 1, 5, "gloo")
         assert sorted(bodies) == [(1, 5), (3, 5)]
 

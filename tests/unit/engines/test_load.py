@@ -18,7 +18,7 @@ from miles_async.engines import load
 from miles_async.engines.http import Http
 from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.sglang.api import EngineApi
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.errors import EngineError
 from miles_async.types import EngineLoad
 from tests.fakes.fake_engine import KV_TOKENS, FakeEngine
@@ -61,7 +61,7 @@ async def _check_who_is_asked(http: Http, busy: FakeEngine, registry: EngineRegi
     while not busy.running:  # noqa: ASYNC110, the fake tells nobody
         await asyncio.sleep(0.001)
     async with asyncio.timeout(5):
-        loads = await Loads(registry, http).loads()
+        loads = await Loads(registry, SGLangServer(http)).loads()
     assert set(loads) == {"engine-0", "engine-1"}
     assert loads["engine-1"] == EngineLoad(running=0, waiting=0, kv_use=0.0)
     assert (loads["engine-0"].running, loads["engine-0"].waiting) == (1, 0)
@@ -76,7 +76,7 @@ async def _post(http: Http, url: str) -> None:
 
 async def test_the_number_that_serve_is_told_when_it_changes() -> None:
     registry = registry_of("a", "b")
-    loads = Loads(registry, Http())
+    loads = Loads(registry, SGLangServer(Http()))
     assert await loads.serving(0) == 2
     waiting = asyncio.ensure_future(loads.serving(2))
     registry.engines["engine-0"].paused = True
@@ -110,7 +110,7 @@ async def test_schedulers_of_one_engine_add_up(http: Http, answer: Any, expected
     async with TestServer(app) as server:
         url = f"http://{server.host}:{server.port}"
         if isinstance(expected, EngineLoad):
-            assert await EngineApi(http).load(url, 5.0) == expected
+            assert await SGLangServer(http).load(url, 5.0) == expected
         else:
             with pytest.raises(EngineError, match=expected):
-                await EngineApi(http).load(url, 5.0)
+                await SGLangServer(http).load(url, 5.0)

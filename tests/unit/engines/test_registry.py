@@ -46,7 +46,7 @@ def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
         here = serving(registry)
         taking = [r.url for r in here if r.url and r.verified and not r.paused]
         assert registry.may_dispatch() is (router_up and bool(taking))
-        assert not taking or [registry.one_that_takes(n + len(taking)) for n in range(len(taking))] == taking
+        assert not taking or [registry.pick_serving(n + len(taking)) for n in range(len(taking))] == taking
         version = min((r.version for r in here if r.version is not None), default=version)
         assert registry.version == version, "the oldest that may serve a request; as before while nobody serves"
         answering = [*here, *registry.in_state(EngineState.DRAINING)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import Generation, Group, Prompt, Sample, VersionSpan
+from miles_async.types import GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
 from tests.fakes.fake_sides import FakeEngineLoads
 from tests.property.builders import make_attempt
 
@@ -60,7 +60,7 @@ class Engines:
         self.version = 0
         self.calls = 0
 
-    async def generate(self, input_ids: Sequence[int], sampling: Any, *, routing_key: str) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Generation:
         await asyncio.sleep(0)
         self.calls += 1
         if self.calls % 10 == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import Generation, Group, Prompt, Sample, VersionSpan
+from miles_async.types import GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
 from tests.fakes.fake_sides import FakeEngineLoads
 
 BATCH = 2
@@ -72,15 +72,15 @@ class Engine:
         self.gate.set()
         self.script: Callable[[int], Exception | Generation | None] = lambda call: None
 
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, Any], *, routing_key: str) -> Generation:
-        self.requests.append((list(input_ids), sampling["max_new_tokens"]))
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append((list(request.input_ids), request.sampling["max_new_tokens"]))
         hangs = len(self.requests) > self.hangs_after
         await self.gate.wait()
-        self.dispatched[routing_key] = self.version
+        self.dispatched[request.routing_key] = self.version
         try:
             await asyncio.sleep(3600 if hangs else self.seconds)
         finally:
-            del self.dispatched[routing_key]
+            del self.dispatched[request.routing_key]
         call, self.calls = self.calls, self.calls + 1
         scripted = self.script(call)
         if isinstance(scripted, Exception):
@@ -358,12 +358,12 @@ async def test_a_group_goes_on_without_its_samples_in_flight_that_are_too_old() 
 
     plain = bench.engine.generate
 
-    async def one_hangs(*args: Any, routing_key: str, **options: Any) -> Generation:
-        first.append(routing_key)
+    async def one_hangs(request: GenerateRequest) -> Generation:
+        first.append(request.routing_key)
         if len(first) == 1:
-            bench.engine.dispatched[routing_key] = 0
+            bench.engine.dispatched[request.routing_key] = 0
             await asyncio.Event().wait()
-        return await plain(*args, routing_key=routing_key, **options)
+        return await plain(request)
 
     bench.engine.script, bench.engine.generate = again, one_hangs  # type: ignore[assignment, method-assign]
     bench.engine.seconds = 0.05

@@ -22,6 +22,7 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.rollout.sample_guard import check_sample
 from miles_async.trajectory.constraints import CALL_STYLES, GRAMMAR, Constraint, grammar
 from miles_async.trajectory.replies import PARSERS
+from miles_async.types import GenerateRequest
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, agent_of, says
@@ -194,8 +195,8 @@ def test_reasoning_comes_first_unless_the_template_has_closed_it() -> None:
 async def test_what_a_grammar_forced_carries_no_loss_and_its_turns_are_counted() -> None:
     # covers: C12
     class Forced(ScriptedModel):
-        async def generate(self, *args: Any, **options: Any) -> Any:
-            generation = await super().generate(*args, **options)
+        async def generate(self, request: GenerateRequest) -> Any:
+            generation = await super().generate(request)
             logprobs = generation.logprobs * (np.arange(len(generation.logprobs)) % 2)  # every other token: log 1
             return msgspec.structs.replace(generation, logprobs=logprobs.astype(np.float32))
 
@@ -215,8 +216,8 @@ async def test_what_a_grammar_forced_carries_no_loss_and_its_turns_are_counted()
 async def test_a_broken_log_prob_is_not_taken_for_a_token_that_a_grammar_forced() -> None:
     # covers: C12
     class Broken(ScriptedModel):
-        async def generate(self, *args: Any, **options: Any) -> Any:
-            generation = await super().generate(*args, **options)
+        async def generate(self, request: GenerateRequest) -> Any:
+            generation = await super().generate(request)
             generation.logprobs[1] = np.nan
             return generation
 

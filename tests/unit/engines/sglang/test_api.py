@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_async.engines.http import Http
-from miles_async.engines.sglang.api import UNKNOWN_TOKENS_IN_FLIGHT, EngineApi
+from miles_async.engines.sglang.api import UNKNOWN_TOKENS_IN_FLIGHT, SGLangServer
 from tests.fakes.fake_engine import FakeEngine
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n%s\r\n{}"
@@ -32,7 +32,7 @@ async def test_a_call_never_meets_a_connection_that_the_server_closes() -> None:
     http = Http()
     async with server:
         for _ in range(2):
-            await EngineApi(http).pause(url, "retract", 5.0)
+            await SGLangServer(http).pause(url, "retract", 5.0)
     await http.close()
 
 
@@ -53,5 +53,5 @@ async def test_an_engine_says_how_many_tokens_a_pass_may_yield(server_info: dict
     # covers: C1, M1
     http = Http()
     async with FakeEngine(server_info=server_info) as engine:
-        assert await EngineApi(http).probe(engine.url, 5.0) == expected
+        assert await SGLangServer(http).probe(engine.url, 5.0) == expected
     await http.close()
