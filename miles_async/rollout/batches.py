@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from miles_async.algorithms.advantages import compute_advantages
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.staleness.policy import check_ages
-from miles_async.train_data.batch import build_batch
+from miles_async.train_data.batch import BranchTable, tabulate
 from miles_async.train_data.dp_split import split
 from miles_async.train_data.metrics import age_histogram, batch_metrics
 from miles_async.types import Group, TrainBatch, TrainShard
@@ -29,7 +29,7 @@ RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...], float], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchMaker:
-    """advantages → flat arrays → packing → data-parallel split, as one pure function of the groups."""
+    """advantages → data-parallel split → packing → flat arrays, as one pure function of the groups."""
 
     algorithm: AlgorithmArguments
     dp_size: int
@@ -41,10 +41,10 @@ class BatchMaker:
 
     def make(self, groups: tuple[Group, ...], target_version: int) -> Converted:
         """Raises ContractViolation if a sample is too old, or is nothing that can be trained on."""
-        batch = self.flatten(groups)
-        check_ages(batch.oldest_versions.tolist(), target_version, self.bound)
+        table = self._tabulate(groups)
+        check_ages(table.oldest_versions.tolist(), target_version, self.bound)
         shards = split(
-            batch,
+            table,
             dp_size=self.dp_size,
             max_tokens=self.max_tokens,
             samples_per_optimizer_step=self.samples_per_optimizer_step,
@@ -55,10 +55,14 @@ class BatchMaker:
             self.record(groups, shards, self.quadratic_work)
         return Converted(
             shards=shards,
-            metrics=batch_metrics(groups, target_version),
-            ages=age_histogram(batch.oldest_versions, batch.sample_ids, target_version),
+            metrics=batch_metrics(groups, table, target_version),
+            ages=age_histogram(table, target_version),
         )
 
     def flatten(self, groups: tuple[Group, ...]) -> TrainBatch:
         """The whole batch, before it is split: samples in the order of the groups."""
-        return build_batch(groups, compute_advantages(groups, self.algorithm))
+        table = self._tabulate(groups)
+        return table.join(range(len(table.branches)))
+
+    def _tabulate(self, groups: tuple[Group, ...]) -> BranchTable:
+        return tabulate(groups, compute_advantages(groups, self.algorithm))

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from miles_async.errors import VersionUnknownError
-from miles_async.types import NO_VERSION, Attempt, Group, Int32, Sample, VersionSpan
+from miles_async.types import NO_VERSION, Attempt, Branch, Group, Int32, Sample, VersionSpan
 
 ONE_STEP = 1
 """Tokens in flight at an engine without speculative decoding: by so many may each reported start or end be wrong.
@@ -161,19 +161,38 @@ def versions_per_token(spans: Sequence[VersionSpan], num_tokens: int) -> Int32:
 def loss_versions(sample: Sample) -> Int32:
     """int32 [L], of the tokens that carry loss, over all branches; prompt and tool-output tokens don't count.
 
+    Raises:
+        VersionUnknownError: as :func:`branch_versions`, for one of them.
+    """
+    of_branches = [branch_versions(branch) for branch in sample.branches]
+    return of_branches[0] if len(of_branches) == 1 else np.concatenate(of_branches)
+
+
+def branch_versions(branch: Branch) -> Int32:
+    """int32 [L], of the tokens of one branch that carry loss.
+
     A branch without a loss token has nothing to train on and no version; it is an error like any other unknown
-    version, for that sample.
+    version, for its sample.
 
     Raises:
-        VersionUnknownError: no token of a branch carries loss, or one that does has no version.
+        VersionUnknownError: no token carries loss, or one that does has no version.
     """
-    of_branches = [branch.weight_versions[branch.loss_mask != 0] for branch in sample.branches]
-    if not all(map(len, of_branches)):
+    versions: Int32 = branch.weight_versions[branch.loss_mask != 0]
+    if not len(versions):
         raise VersionUnknownError("expected at least one token that carries loss, found none: the sample has no age")
-    versions = of_branches[0] if len(of_branches) == 1 else np.concatenate(of_branches)
     if versions.min() <= NO_VERSION:
         raise VersionUnknownError("expected a weight version for every token that carries loss, found one without")
     return versions
+
+
+def count_versions(branch: Branch) -> dict[int, int]:
+    """Version → tokens of one branch that carry loss. Raises VersionUnknownError as :func:`branch_versions`."""
+    versions = branch_versions(branch)
+    oldest = int(versions.min())
+    if versions.max() == oldest:  # nearly always, and 20 times as fast as looking at all
+        return {oldest: len(versions)}
+    found, counts = np.unique(versions, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def oldest_version(sample: Sample) -> int:

@@ -5,10 +5,13 @@ Ranks with another number of micro-batches would not meet in their collectives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
 from miles_async.train_data.balance import balance
-from miles_async.train_data.batch import select
+from miles_async.train_data.batch import BranchTable, part
 from miles_async.train_data.work import sequence_work
 from miles_async.types import Int64, TrainBatch, TrainShard
 
@@ -17,7 +20,7 @@ FILLER = -1
 
 
 def split(
-    batch: TrainBatch,
+    table: BranchTable,
     dp_size: int,
     max_tokens: int,
     samples_per_optimizer_step: int | None,
@@ -31,7 +34,7 @@ def split(
     branches than others have micro-batches (possible with partial groups) gets fillers.
 
     Args:
-        batch: in order of ``sample_ids``, which count from 0.
+        table: of the whole batch.
         dp_size: ranks.
         max_tokens: per micro-batch; a longer branch gets one of its own.
         samples_per_optimizer_step: None: all in one step. If there is no multiple of it, steps are as equal as
@@ -39,49 +42,57 @@ def split(
         target_version: the version the batch was cut for.
         quadratic_work: of the model, see ``work.quadratic_work``; 0: work is the number of tokens.
     """
-    assert batch.num_branches > 0
+    assert len(table.branches) > 0
     assert dp_size > 0
-    num_samples = int(batch.sample_ids[-1]) + 1
+    num_samples = int(table.sample_ids[-1]) + 1
     steps = -(-num_samples // (samples_per_optimizer_step or num_samples))
     firsts = [int(samples[0]) for samples in np.array_split(np.arange(num_samples), steps)]
-    branches = np.split(np.arange(batch.num_branches), np.searchsorted(batch.sample_ids, firsts[1:]))
-    dealt = [_deal(batch, indices, dp_size, max_tokens, quadratic_work) for indices in branches]
-    loss_tokens = tuple(sum(int(m.loss_mask.sum()) for rank in step for m in rank) for step in dealt)
+    branches = np.split(np.arange(len(table.branches)), np.searchsorted(table.sample_ids, firsts[1:]))
+    dealt = [_deal(table, indices, dp_size, max_tokens, quadratic_work) for indices in branches]
     return tuple(
         TrainShard(
             dp_rank=rank,
             dp_size=dp_size,
             target_version=target_version,
             optimizer_steps=tuple(step[rank] for step in dealt),
-            loss_tokens=loss_tokens,
+            loss_tokens=tuple(int(table.loss_tokens[indices].sum()) for indices in branches),
         )
         for rank in range(dp_size)
     )
 
 
 def _deal(
-    batch: TrainBatch, indices: Int64, dp_size: int, max_tokens: int, quadratic_work: float
+    table: BranchTable, indices: Int64, dp_size: int, max_tokens: int, quadratic_work: float
 ) -> list[tuple[TrainBatch, ...]]:
     """The micro-batches of one optimizer step, per rank."""
-    lengths = np.diff(batch.offsets)[indices]
+    lengths = table.lengths[indices]
     plan = balance(lengths.tolist(), sequence_work(lengths, quadratic_work), dp_size, max_tokens)
-    filler = _filler(batch, int(indices[0]))
     count = max(map(len, plan))
+    filler = _filler(table, int(indices[0]))
     return [
-        (*(select(batch, indices[sorted(members)]) for members in bins), *[filler] * (count - len(bins)))
+        (*_micro_batches(table, [indices[sorted(members)] for members in bins]), *[filler] * (count - len(bins)))
         for bins in plan
     ]
 
 
-def _filler(batch: TrainBatch, index: int) -> TrainBatch:
-    branch = select(batch, [index])
+def _micro_batches(table: BranchTable, bins: Sequence[Int64]) -> list[TrainBatch]:
+    """One per bin, one after the other in the same arrays; a bin has the indices of its branches."""
+    if not bins:
+        return []
+    whole = table.join(np.concatenate(bins))
+    ends = np.cumsum([len(members) for members in bins]).tolist()
+    return [part(whole, first, end) for first, end in pairwise([0, *ends])]
+
+
+def _filler(table: BranchTable, index: int) -> TrainBatch:
+    branch = table.branches[index]
     return TrainBatch(
-        tokens=branch.tokens[:1],
+        tokens=branch.tokens[:1].copy(),
         offsets=np.array([0, 1], dtype=np.int64),
         loss_mask=np.zeros(1, dtype=np.uint8),
         rollout_logprobs=np.zeros(1, dtype=np.float32),
-        weight_versions=branch.weight_versions[:1],
-        oldest_versions=branch.oldest_versions,
+        weight_versions=branch.weight_versions[:1].copy(),
+        oldest_versions=table.oldest_versions[index : index + 1],
         advantages=np.zeros(1, dtype=np.float32),
         rewards=np.zeros(1, dtype=np.float32),
         sample_ids=np.full(1, FILLER, dtype=np.int64),

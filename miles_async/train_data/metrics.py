@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from miles_async.algorithms.advantages import rewards_of
-from miles_async.staleness.versions import loss_versions
-from miles_async.types import FinishReason, Group, Int32, Int64, Sample
+from miles_async.train_data.batch import BranchTable
+from miles_async.types import FinishReason, Group, Int64, Sample
 
 
-def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, float]:
-    """Metrics of the groups of one cut. Versions come from the samples' tokens, not from the groups'
-    summaries.
+def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: int) -> dict[str, float]:
+    """Metrics of the groups of one cut and the table of their branches. Versions come from the samples' tokens, not
+    from the groups' summaries.
 
     - ``reward/mean``; ``response_length/{mean,max}`` in tokens, tool output included;
     - ``truncated_ratio``: samples that didn't end by themselves (length limit or abort, so no EOS);
@@ -30,10 +31,13 @@ def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, flo
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) - sample.prompt_length for sample in samples])
-    by_sample = [loss_versions(sample) for sample in samples]
-    versions = np.concatenate(by_sample)
-    oldest = np.array([of_sample.min() for of_sample in by_sample])
-    newest = np.array([of_sample.max() for of_sample in by_sample])
+    counts: Counter[int] = Counter()
+    for of_branch in table.version_counts:
+        counts.update(of_branch)
+    versions, tokens = np.array(list(counts)), np.array(list(counts.values()))
+    mean = np.average(versions, weights=tokens)
+    oldest = _per_sample(np.minimum, table, table.oldest_versions)
+    newest = _per_sample(np.maximum, table, [max(of_branch) for of_branch in table.version_counts])
     ages = target_version - oldest
     return {
         "reward/mean": float(rewards_of(groups).mean()),
@@ -42,8 +46,8 @@ def batch_metrics(groups: Sequence[Group], target_version: int) -> dict[str, flo
         "truncated_ratio": float(np.mean([sample.finish_reason != "stop" for sample in samples])),
         "weight_version/min": float(versions.min()),
         "weight_version/max": float(versions.max()),
-        "weight_version/mean": float(versions.mean()),
-        "weight_version/std": float(versions.std()),
+        "weight_version/mean": float(mean),
+        "weight_version/std": math.sqrt(np.average((versions - mean) ** 2, weights=tokens)),
         "mixed_version_ratio": float(np.mean(oldest != newest)),
         "age/mean": float(ages.mean()),
         "age/max": float(ages.max()),
@@ -113,11 +117,17 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def age_histogram(oldest_versions: Int32, sample_ids: Int64, target_version: int) -> dict[int, int]:
-    """Age in versions → number of samples, each as old as its oldest branch. Arrays [S] as in a whole TrainBatch."""
-    of_samples = np.minimum.reduceat(oldest_versions, np.flatnonzero(np.diff(sample_ids, prepend=-1)))
-    ages, counts = np.unique(target_version - of_samples, return_counts=True)
+def age_histogram(table: BranchTable, target_version: int) -> dict[int, int]:
+    """Age in versions → number of samples, each as old as its oldest branch."""
+    ages, counts = np.unique(target_version - _per_sample(np.minimum, table, table.oldest_versions), return_counts=True)
     return {int(age): int(count) for age, count in zip(ages, counts, strict=True)}
+
+
+def _per_sample(reduce: np.ufunc, table: BranchTable, of_branches: npt.ArrayLike) -> Int64:
+    """Reduce [S] values of branches to one per sample."""
+    values = np.asarray(of_branches, dtype=np.int64)
+    result: Int64 = reduce.reduceat(values, np.flatnonzero(np.diff(table.sample_ids, prepend=-1)))
+    return result
 
 
 def _percentage_all(groups: Sequence[Group], reward: float) -> float:

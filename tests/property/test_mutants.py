@@ -358,7 +358,7 @@ MUTANTS = (
     ),
     Mutant(
         name="loss tokens without a version are passed over",
-        function=versions.loss_versions,
+        function=versions.branch_versions,
         old="[branch.loss_mask != 0]",
         new="[(branch.loss_mask != 0) & (branch.weight_versions != NO_VERSION)]",
         caught_by=loss_tokens,
@@ -366,7 +366,7 @@ MUTANTS = (
     ),
     Mutant(
         name="loss tokens without a version have version -1",
-        function=versions.loss_versions,
+        function=versions.branch_versions,
         old="versions.min() <= NO_VERSION",
         new="versions.min() < NO_VERSION",
         caught_by=loss_tokens,

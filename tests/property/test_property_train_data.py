@@ -11,7 +11,7 @@ from hypothesis import given
 
 from miles_async.algorithms.advantages import advantages
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.batch import build_batch, select
+from miles_async.train_data.batch import BranchTable, part, tabulate
 from miles_async.train_data.dp_split import FILLER, split
 from miles_async.train_data.packing import pack, split_to
 from miles_async.types import NO_VERSION, TrainBatch, TrainShard
@@ -21,7 +21,7 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> TrainBatch:
+def tables(draw: st.DrawFn) -> BranchTable:
     """Up to five groups of one to four samples of one to three branches; every token differs from all others."""
     versions = st.lists(st.integers(NO_VERSION, 4), max_size=7).flatmap(
         lambda before: st.integers(0, 4).map(lambda last: [*before, last])
@@ -41,7 +41,7 @@ def batches(draw: st.DrawFn) -> TrainBatch:
             samples.append(sample)
         groups.append(group_of(make_attempt(attempt_id), samples))
     rewards = np.array([s.reward for g in groups for s in g.samples], dtype=np.float32)
-    return build_batch(groups, advantages(rewards, sizes, "grpo"))
+    return tabulate(groups, advantages(rewards, sizes, "grpo"))
 
 
 def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
@@ -57,11 +57,34 @@ def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
     return result
 
 
-@given(batches(), st.data())
-def test_select_keeps_every_array_aligned(batch: TrainBatch, data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.integers(0, batch.num_branches - 1), unique=True))
-    whole = list(branches_of(batch).items())
-    assert branches_of(select(batch, chosen)) == dict(whole[index] for index in chosen)
+def whole(table: BranchTable) -> TrainBatch:
+    return table.join(range(len(table.branches)))
+
+
+@given(tables(), st.data())
+def test_join_and_part_keep_every_array_aligned(table: BranchTable, data: st.DataObject) -> None:
+    count = len(table.branches)
+    chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True, min_size=1))
+    known = list(branches_of(whole(table)).items())
+    joined = table.join(chosen)
+    assert branches_of(joined) == dict(known[index] for index in chosen)
+    first = data.draw(st.integers(0, len(chosen) - 1))
+    end = data.draw(st.integers(first + 1, len(chosen)))
+    cut = part(joined, first, end)
+    assert branches_of(cut) == dict(known[index] for index in chosen[first:end])
+    assert cut.offsets[0] == 0
+    assert np.shares_memory(cut.tokens, joined.tokens)
+
+
+@given(tables())
+def test_a_table_says_of_every_branch_what_its_tokens_say(table: BranchTable) -> None:
+    # covers: C1
+    batch = whole(table)
+    for s in range(batch.num_branches):
+        tokens = slice(batch.offsets[s], batch.offsets[s + 1])
+        versions = batch.weight_versions[tokens][batch.loss_mask[tokens] != 0].tolist()
+        assert table.version_counts[s] == {version: versions.count(version) for version in versions}
+        assert (table.oldest_versions[s], table.loss_tokens[s]) == (min(versions), len(versions))
 
 
 @given(LENGTHS, st.integers(20, 120))
@@ -85,14 +108,15 @@ def test_splitting_bins_reaches_any_count_up_to_one_sample_each(
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
 
 
-@given(batches(), st.integers(1, 4), st.integers(5, 30), st.none() | st.integers(1, 20))
-def test_split(batch: TrainBatch, dp_size: int, max_tokens: int, per_step: int | None) -> None:
-    shards = split(batch, dp_size, max_tokens, per_step, target_version=4, quadratic_work=0.05)
+@given(tables(), st.integers(1, 4), st.integers(5, 30), st.none() | st.integers(1, 20))
+def test_split(table: BranchTable, dp_size: int, max_tokens: int, per_step: int | None) -> None:
+    batch = whole(table)
+    shards = split(table, dp_size, max_tokens, per_step, target_version=4, quadratic_work=0.05)
     assert [(s.dp_rank, s.dp_size, s.target_version) for s in shards] == [(r, dp_size, 4) for r in range(dp_size)]
     assert_every_branch_once(batch, shards)
     assert_in_step(shards, max_tokens)
     # One rank alone gets the same samples per optimizer step, and the same tokens to divide the loss by.
-    (alone,) = split(batch, 1, max_tokens, per_step, target_version=4)
+    (alone,) = split(table, 1, max_tokens, per_step, target_version=4)
     assert all(shard.loss_tokens == alone.loss_tokens for shard in shards)
     assert sum(alone.loss_tokens) == batch.loss_mask.sum()
     seen: set[int] = set()

@@ -12,7 +12,7 @@ import pytest
 from miles_async.errors import ContractViolation, TransientEngineError, VersionUnknownError
 from miles_async.rollout.sample_guard import check_sample
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.batch import build_batch
+from miles_async.train_data.batch import tabulate
 from miles_async.types import NO_VERSION, Sample
 from tests.property.builders import make_attempt, make_sample
 
@@ -62,14 +62,14 @@ def test_a_batch_refuses_what_got_past_the_guard(logprob: float) -> None:
     sample = make_sample([3, NO_VERSION, 3], prompt_length=2)
     advantages = np.zeros(2, np.float32)
     masked = group_of(make_attempt(), [sample, with_logprob(sample, 3, logprob)])
-    build_batch([masked], advantages)
+    tabulate([masked], advantages)
     group = group_of(make_attempt(), [sample, with_logprob(sample, 4, logprob)])
     with pytest.raises(ContractViolation, match=r"C12: .* log-prob .* samples \[1\]"):
-        build_batch([group], advantages)
+        tabulate([group], advantages)
 
 
 @pytest.mark.parametrize("advantage", UNUSABLE)
 def test_a_batch_refuses_advantages_that_are_not_finite(advantage: float) -> None:
     group = group_of(make_attempt(), [make_sample([3]), make_sample([3])])
     with pytest.raises(ContractViolation, match=r"C12: .* advantage .* samples \[1\]"):
-        build_batch([group], np.array([0.0, advantage], np.float32))
+        tabulate([group], np.array([0.0, advantage], np.float32))

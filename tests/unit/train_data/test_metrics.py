@@ -5,14 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from msgspec import structs
 
 from miles_async.staleness.versions import group_of
+from miles_async.train_data.batch import BranchTable, tabulate
 from miles_async.train_data.metrics import age_histogram, batch_metrics, generation_metrics, length_bias
 from miles_async.types import NO_VERSION, Group
 from tests.property.builders import make_attempt, make_sample
+
+
+def table_of(groups: Sequence[Group]) -> BranchTable:
+    return tabulate(groups, np.zeros(sum(len(group.samples) for group in groups), np.float32))
 
 
 @pytest.fixture
@@ -30,7 +37,7 @@ def groups() -> list[Group]:
 
 def test_metrics(groups: list[Group]) -> None:
     versions = [6, 6, 5, 6, 6, 4, 4, 4, 6, 6, 5]
-    assert batch_metrics(groups, target_version=6) == pytest.approx(
+    assert batch_metrics(groups, table_of(groups), target_version=6) == pytest.approx(
         {
             "reward/mean": 0.5,
             "response_length/mean": 2.0,
@@ -57,7 +64,7 @@ def test_metrics(groups: list[Group]) -> None:
 def test_samples_that_groups_go_on_without_are_counted(groups: list[Group]) -> None:
     # covers: C5, C7
     groups[1] = structs.replace(groups[1], aborted=2)
-    assert batch_metrics(groups, target_version=6)["rollout/aborted_samples"] == 2.0
+    assert batch_metrics(groups, table_of(groups), target_version=6)["rollout/aborted_samples"] == 2.0
 
 
 def test_what_generation_noted_is_logged_and_what_is_no_number_is_passed_over() -> None:
@@ -84,18 +91,22 @@ def test_what_generation_noted_is_logged_and_what_is_no_number_is_passed_over() 
 
 def test_branches_count_for_ages_and_not_twice_for_rewards() -> None:
     samples = [make_sample([6], reward=1.0, more_branches=[[3], [6]]), make_sample([6], reward=0.0)]
-    found = batch_metrics([group_of(make_attempt(), samples)], target_version=6)
+    groups = [group_of(make_attempt(), samples)]
+    found = batch_metrics(groups, table_of(groups), target_version=6)
     assert (found["reward/mean"], found["age/max"], found["age/mean"]) == (0.5, 3.0, 1.5)
     assert found["mixed_version_ratio"] == 0.5
 
 
 def test_metrics_are_plain_floats(groups: list[Group]) -> None:
-    assert {type(value) for value in batch_metrics(groups, 6).values()} == {float}
+    assert {type(value) for value in batch_metrics(groups, table_of(groups), 6).values()} == {float}
 
 
 def test_age_histogram_counts_samples() -> None:
-    oldest = np.array([6, 5, 6, 6, 4, 6, 5], dtype=np.int32)
-    histogram = age_histogram(oldest, np.array([0, 1, 2, 3, 3, 4, 5]), target_version=6)  # sample 3 has two branches
+    versions = [[6], [5], [6], [6, 6], [6], [5]]
+    more_branches = {3: [[4]]}
+    samples = [make_sample(own, more_branches=more_branches.get(i, [])) for i, own in enumerate(versions)]
+    groups = [group_of(make_attempt(), samples)]
+    histogram = age_histogram(table_of(groups), target_version=6)
     assert histogram == {0: 3, 1: 2, 2: 1}
     assert {type(key) for key in histogram} == {int}
 
@@ -107,4 +118,4 @@ def test_samples_that_were_stopped_would_have_been_at_least_as_long_as_the_longe
         "rollout/stopped_samples": 2.0,
         "rollout/length_bias": pytest.approx((12 / 6) / ((12 + 2 * 3) / 8)),
     }
-    assert length_bias(cut_short).items() <= batch_metrics(cut_short, target_version=6).items()
+    assert length_bias(cut_short).items() <= batch_metrics(cut_short, table_of(cut_short), target_version=6).items()

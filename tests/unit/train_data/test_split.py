@@ -5,31 +5,64 @@
 
 from __future__ import annotations
 
+import pickle
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from miles_async.algorithms.advantages import compute_advantages
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import VersionUnknownError
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.batch import build_batch, oldest_per_branch
+from miles_async.train_data.batch import BranchTable, tabulate
 from miles_async.train_data.dp_split import FILLER, split
 from miles_async.train_data.packing import pack, split_to
 from miles_async.types import NO_VERSION, TrainBatch
 from tests.property.builders import make_attempt, make_sample
 
 
-def batch_of(response_lengths: list[int]) -> TrainBatch:
+def table_of(response_lengths: list[int]) -> BranchTable:
     samples = [make_sample([3] * length, prompt_length=1) for length in response_lengths]
     group = group_of(make_attempt(), samples)
-    return build_batch([group], np.arange(len(samples), dtype=np.float32))
+    return tabulate([group], np.arange(len(samples), dtype=np.float32))
+
+
+def whole(table: BranchTable) -> TrainBatch:
+    return table.join(range(len(table.branches)))
+
+
+def test_tokens_are_copied_once() -> None:
+    # covers: R10
+    """A batch takes 13 bytes per token beside its samples, and little more while it is made."""
+    table = table_of([20_000] * 50)
+    tokens, per_token = int(table.lengths.sum()), 4 + 1 + 4 + 4
+    tracemalloc.start()
+    shards = split(table, dp_size=2, max_tokens=40_000, samples_per_optimizer_step=None, target_version=3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert per_token * tokens <= peak < 1.1 * per_token * tokens
+    for shard in shards:
+        (micro_batches,) = shard.optimizer_steps
+        assert len({id(micro_batch.tokens.base) for micro_batch in micro_batches}) == 1
+
+
+def test_a_shard_is_pickled_without_a_copy_of_its_arrays() -> None:
+    """Ray does the same, and moves the buffers into its object store."""
+    (shard,) = split(table_of([2000] * 6), 1, 4000, None, target_version=3)
+    buffers: list[pickle.PickleBuffer] = []
+    in_band = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
+    again = pickle.loads(in_band, buffers=buffers)
+    for before, after in zip(shard.optimizer_steps[0], again.optimizer_steps[0], strict=True):
+        assert all(np.shares_memory(getattr(before, name), getattr(after, name)) for name in before.__struct_fields__)
+    assert len(in_band) < 10_000
 
 
 def test_batch_is_flat_with_offsets() -> None:
     samples = [make_sample([5, 3], reward=1.0), make_sample([4, NO_VERSION, 6], reward=0.0, first_token=10)]
-    batch = build_batch([group_of(make_attempt(), samples)], np.array([0.5, -0.5], dtype=np.float32))
+    batch = whole(tabulate([group_of(make_attempt(), samples)], np.array([0.5, -0.5], dtype=np.float32)))
     assert batch.tokens.tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 14]
     assert batch.offsets.tolist() == [0, 4, 9]
     assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 1]
@@ -50,7 +83,7 @@ def test_branches_of_a_sample_share_its_reward_and_advantage() -> None:
     group = group_of(make_attempt(), samples)
     advantages = compute_advantages([group], AlgorithmArguments(grpo_std_normalization=False))
     assert advantages.tolist() == [0.5, -0.5]  # each trajectory counts once
-    batch = build_batch([group], advantages)
+    batch = whole(tabulate([group], advantages))
     assert batch.sample_ids.tolist() == [0, 0, 0, 1]
     assert np.diff(batch.offsets).tolist() == [3, 3, 4, 3]
     assert batch.oldest_versions.tolist() == [5, 4, 6, 5]
@@ -60,8 +93,8 @@ def test_branches_of_a_sample_share_its_reward_and_advantage() -> None:
 
 def test_optimizer_steps_count_samples_and_keep_their_branches_together() -> None:
     samples = [make_sample([3]), make_sample([3], more_branches=[[3]] * 5), make_sample([3]), make_sample([3])]
-    batch = build_batch([group_of(make_attempt(), samples)], np.zeros(4, np.float32))
-    (shard,) = split(batch, 1, 100, samples_per_optimizer_step=2, target_version=3)
+    table = tabulate([group_of(make_attempt(), samples)], np.zeros(4, np.float32))
+    (shard,) = split(table, 1, 100, samples_per_optimizer_step=2, target_version=3)
     steps = [sorted(i for m in step for i in m.sample_ids.tolist()) for step in shard.optimizer_steps]
     assert steps == [[0, 1, 1, 1, 1, 1, 1], [2, 3]]
     assert shard.loss_tokens == (7, 2)
@@ -69,11 +102,13 @@ def test_optimizer_steps_count_samples_and_keep_their_branches_together() -> Non
 
 @pytest.mark.parametrize("versions", [[-1, -1], [-1, 4]])
 def test_batch_needs_a_version_for_every_loss_token(versions: list[int]) -> None:
-    weight_versions = np.array([2, *versions], dtype=np.int32)
-    with pytest.raises(VersionUnknownError, match=r"branches \[1\]"):
-        oldest_per_branch(weight_versions, np.ones(3, dtype=np.uint8), np.array([0, 1, 3]))
-    with pytest.raises(VersionUnknownError, match=r"branches \[0\]"):
-        oldest_per_branch(weight_versions, np.zeros(3, dtype=np.uint8), np.array([0, 3]))
+    fine = make_sample([2, 2])
+    all_carry_loss = structs.replace(make_sample(versions, prompt_length=0), loss_mask=np.ones(2, np.uint8))
+    none_does = structs.replace(fine, loss_mask=np.zeros(4, np.uint8))
+    for sample in (all_carry_loss, none_does):
+        group = structs.replace(group_of(make_attempt(), [fine, fine]), samples=(fine, sample))
+        with pytest.raises(VersionUnknownError):
+            tabulate([group], np.zeros(2, np.float32))
 
 
 def test_pack_fills_the_fullest_bin_that_has_room() -> None:
@@ -83,7 +118,7 @@ def test_pack_fills_the_fullest_bin_that_has_room() -> None:
 
 def test_a_sample_longer_than_a_micro_batch_has_one_of_its_own() -> None:
     assert pack([3, 11, 7, 12], 10) == [[3], [1], [2, 0]]
-    shards = split(batch_of([30, 4, 4, 4]), 2, 10, None, 0)
+    shards = split(table_of([30, 4, 4, 4]), 2, 10, None, 0)
     micro_batches = [m for shard in shards for m in shard.optimizer_steps[0]]
     assert sorted(m.sample_ids.tolist() for m in micro_batches if len(m.tokens) > 10) == [[0]]
     assert sum(shards[0].loss_tokens) == 42
@@ -95,7 +130,7 @@ def test_splitting_halves_the_largest_bin() -> None:
 
 def test_ranks_get_equal_numbers_of_micro_batches() -> None:
     shards = split(
-        batch_of([9, 9, 9, 9, 4, 4]), dp_size=2, max_tokens=10, samples_per_optimizer_step=None, target_version=7
+        table_of([9, 9, 9, 9, 4, 4]), dp_size=2, max_tokens=10, samples_per_optimizer_step=None, target_version=7
     )
     assert [len(step) for shard in shards for step in shard.optimizer_steps] == [3, 3]
     assert [sum(len(m.tokens) for m in shard.optimizer_steps[0]) for shard in shards] == [25, 25]
@@ -104,18 +139,18 @@ def test_ranks_get_equal_numbers_of_micro_batches() -> None:
 
 
 def test_optimizer_steps_take_samples_in_order() -> None:
-    (shard,) = split(batch_of([3] * 8), 1, 100, samples_per_optimizer_step=4, target_version=0)
+    (shard,) = split(table_of([3] * 8), 1, 100, samples_per_optimizer_step=4, target_version=0)
     steps = [sorted(i for m in step for i in m.sample_ids.tolist()) for step in shard.optimizer_steps]
     assert steps == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_steps_are_as_equal_as_possible_if_sizes_do_not_divide() -> None:
-    (shard,) = split(batch_of([3] * 9), 1, 100, samples_per_optimizer_step=4, target_version=0)
+    (shard,) = split(table_of([3] * 9), 1, 100, samples_per_optimizer_step=4, target_version=0)
     assert [sum(m.num_branches for m in step) for step in shard.optimizer_steps] == [3, 3, 3]
 
 
 def test_filler_takes_the_place_of_a_micro_batch_that_no_sample_is_left_for() -> None:
-    shards = split(batch_of([9, 9, 5]), dp_size=2, max_tokens=10, samples_per_optimizer_step=None, target_version=0)
+    shards = split(table_of([9, 9, 5]), dp_size=2, max_tokens=10, samples_per_optimizer_step=None, target_version=0)
     micro_batches = [m for shard in shards for m in shard.optimizer_steps[0]]
     (filler,) = [m for m in micro_batches if m.sample_ids.tolist() == [FILLER]]
     assert filler.loss_mask.sum() == 0
