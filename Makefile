@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint typecheck mutate lock bench study clean
+.PHONY: help setup quickstart test test-long lint typecheck mutate lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	done; command -v python3)
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for another interpreter)
 	@python="$(PYTHON)"; \
@@ -20,9 +20,12 @@ setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for ano
 quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack, results in runs/quickstart/
 	examples/quickstart/run.sh
 
-test: lint typecheck ## every check and every test that runs on CPU (PYTEST_ARGS="tests/unit -k word": only those)
+test: lint typecheck ## every check, and the tests on CPU (PYTEST_ARGS="tests/unit -k word": only those)
 	$(BIN)/pytest $(or $(PYTEST_ARGS),-n auto tests/unit tests/property tests/simulation)
-	$(if $(PYTEST_ARGS),,$(BIN)/pytest --durations=15 tests/integration)
+	$(if $(PYTEST_ARGS),,$(BIN)/pytest --durations=15 -m "not long" tests/integration)
+
+test-long: setup ## variants, campaigns and examples to their end, which `test` leaves out: for the night
+	$(BIN)/pytest --durations=30 -m "long or e2e" tests/integration tests/e2e
 
 lint: setup ## style (ruff) and layers (import-linter)
 	$(BIN)/ruff check .

@@ -1,7 +1,4 @@
-"""The examples of agents as they are shipped, to their end. Minutes each:
-
-pytest tests/e2e/test_examples.py -m e2e
-"""
+"""The examples of agents as they are shipped, to their end: minutes each."""
 
 from __future__ import annotations
 

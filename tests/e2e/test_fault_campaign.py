@@ -1,7 +1,5 @@
 """Five minutes in which something is killed again and again: engines, the router, the session server, reward workers;
-and agents that die and hang. Seven minutes:
-
-pytest tests/e2e/test_fault_campaign.py -m e2e
+and agents that die and hang. It takes seven minutes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An engine that cannot come back ends the run in order, and a later run goes on where it was. Two minutes:
-
-pytest tests/e2e/test_no_engine_left.py -m e2e
-"""
+"""An engine that cannot come back ends the run in order, and a later run goes on where it was."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The quick start in all its variants, each long enough to see it learn. A quarter of an hour on 2 cores:
-
-pytest tests/e2e/test_variants.py -m e2e
-"""
+"""The quick start in all its variants, each long enough to see it learn: a quarter of an hour on 2 cores."""
 
 from __future__ import annotations
 

@@ -102,6 +102,7 @@ def test_resume_goes_on_where_the_checkpoint_left_off(shared: Path) -> None:
     assert_replay_is_identical(run)
 
 
+@pytest.mark.long
 def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) -> None:
     # covers: M11, C8
     flags = ("--num-rollout", "4", "--tensor-model-parallel-size", "2", "--pause-generation-mode", "in_place")
@@ -151,7 +152,10 @@ OBJECT_STORE = ("--weight-transport", "object_store")
 DISK_DELTA = ("--weight-transport", "disk", "--weight-delta", "xor", "--verify-weights", "full")
 
 
-@pytest.mark.parametrize(("interrupt", "transport"), [(ctrl_c, OBJECT_STORE), (stop_command, DISK_DELTA)])
+@pytest.mark.parametrize(
+    ("interrupt", "transport"),
+    [(ctrl_c, OBJECT_STORE), pytest.param(stop_command, DISK_DELTA, marks=pytest.mark.long)],
+)
 def test_interruption_stops_cleanly_and_says_what_was_done(
     interrupt: Callable[[RealRun], None], transport: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.commands.scale import scale
 from miles_async.runtime.addresses import LOOPBACK, HeldPort
 from tests.integration.real_run import RealRun, real_run
 
@@ -28,16 +29,16 @@ port = {port}
 """
 
 
-def scale(run: RealRun, *words: str) -> str:
-    command = [sys.executable, "-m", "miles_async", "scale", str(run.run_dir), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+def fleet_of(run: RealRun, *words: str) -> str:
+    """What ``miles-async scale`` prints, without a process for every question."""
+    return scale([str(run.run_dir), *words])
 
 
 def until(run: RealRun, *states: str) -> None:
     deadline = time.monotonic() + SECONDS
-    while not all(state in scale(run) for state in states):
+    while not all(state in fleet_of(run) for state in states):
         assert run.process.poll() is None, run.output
-        assert time.monotonic() < deadline, (states, scale(run))
+        assert time.monotonic() < deadline, (states, fleet_of(run))
         time.sleep(0.5)
 
 
@@ -62,14 +63,15 @@ def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path) -> None:
     flags += ("--actor-num-gpus-per-node", "1", "--save-hf", "none")
     with real_run(tmp_path / "run", *flags) as run:
         run.wait_for_steps(1, SECONDS)
-        assert "train-0 serving" in scale(run)
-        assert "judge-0 serving" in scale(run)
+        assert "train-0 serving" in fleet_of(run)
+        assert "judge-0 serving" in fleet_of(run)
         assert ask(port) in ("stop", "length")
-        assert "train-1 starting" in scale(run, "train", "2")
+        assert "train-1 starting" in fleet_of(run, "train", "2")
         until(run, "train-0 serving", "train-1 serving")
         steps = len(run.steps)
         run.wait_for_steps(steps + 4, SECONDS)
-        scale(run, "train", "1")
+        command = [sys.executable, "-m", "miles_async", "scale", str(run.run_dir), "train", "1"]
+        subprocess.run(command, timeout=60, check=True)
         until(run, "train-0 serving; ")
         steps = len(run.steps)
         run.wait_for_steps(steps + 3, SECONDS)

@@ -45,6 +45,7 @@ def test_recycle_gives_the_prompt_another_attempt(tmp_path: Path) -> None:
         assert f"the prompt came again as attempt {again.attempt_id}" in story
 
 
+@pytest.mark.long
 def test_drop_lets_a_fresh_prompt_take_its_place(tmp_path: Path) -> None:
     run, rows = _finished(tmp_path, "Overtaken", "--max-weight-staleness", "1", "--stale-group-action", "drop")
     assert run.summary["age_max"] <= 1
@@ -57,6 +58,7 @@ def test_drop_lets_a_fresh_prompt_take_its_place(tmp_path: Path) -> None:
         assert "came again" not in story
 
 
+@pytest.mark.long
 def test_without_a_bound_they_are_trained_however_old(tmp_path: Path) -> None:
     run, rows = _finished(tmp_path, "Overtaken", "--max-weight-staleness", "none")
     assert run.summary["age_max"] >= 2

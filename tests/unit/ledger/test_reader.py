@@ -1,0 +1,102 @@
+"""Questions that the ledger on disk answers about a run.
+
+# covers: C2, C5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from miles_async.errors import LedgerError
+from miles_async.ledger.reader import LedgerReader, Lengths, open_ledger
+from miles_async.ledger.store import EndedEvent, FinishedEvent, IssuedEvent, LedgerStore
+from miles_async.staleness.attempts import DeadLetter
+from miles_async.staleness.ledger import Outcome
+from tests.property.builders import make_attempt, make_group
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LedgerStore:
+    return LedgerStore(tmp_path / "ledger.sqlite")
+
+
+@pytest.fixture
+def reader(store: LedgerStore, tmp_path: Path) -> Iterator[LedgerReader]:
+    with open_ledger(tmp_path / "ledger.sqlite") as reader:
+        yield reader
+
+
+def test_an_empty_ledger_has_nothing_to_tell(reader: LedgerReader) -> None:
+    assert reader.started_at() == 0.0
+    assert reader.attempt_range() is None
+    assert reader.prompts_issued() == 0
+    assert reader.nearest_prompt("prompts.jsonl:0") is None
+    assert reader.response_lengths() == ()
+    assert reader.dead_letters() == ()
+    assert reader.find("0") == ()
+
+
+def test_attempts_prompts_and_the_begin_of_the_run(store: LedgerStore, reader: LedgerReader) -> None:
+    first, again, other = make_attempt(4), make_attempt(6, "prompts.jsonl:4"), make_attempt(5)
+    store.write([IssuedEvent(at=at, attempt=each) for at, each in ((50.0, first), (51.0, other), (52.0, again))])
+    assert reader.started_at() == 50.0
+    assert reader.attempt_range() == (4, 6)
+    assert reader.prompts_issued() == 2
+    assert [record.attempt_id for record in reader.find(first.prompt.prompt_id)] == [4, 6]
+    assert [record.attempt_id for record in reader.find("5")] == [5]
+    (record, later) = reader.find(first.prompt.prompt_id)
+    assert reader.next_attempt(record) == 6
+    assert reader.next_attempt(later) is None
+
+
+def test_a_number_that_no_attempt_can_have_is_looked_for_as_a_prompt(store: LedgerStore, reader: LedgerReader) -> None:
+    store.write([IssuedEvent(at=1.0, attempt=make_attempt(0))])
+    assert reader.find("9" * 18) == ()
+    assert reader.find("9" * 19) == ()  # SQLite has no integer of that size
+
+
+def test_the_nearest_prompt_contains_the_text_or_is_spelt_like_it(store: LedgerStore, reader: LedgerReader) -> None:
+    store.write([IssuedEvent(at=1.0, attempt=make_attempt(12))])
+    assert reader.nearest_prompt("jsonl:1") == "prompts.jsonl:12"
+    assert reader.nearest_prompt("promtps.jsnol:12") == "prompts.jsonl:12"
+    assert reader.nearest_prompt("z") is None
+
+
+def test_response_lengths_by_where_their_attempts_ended(store: LedgerStore, reader: LedgerReader) -> None:
+    one, two = make_attempt(0), make_attempt(1)
+    store.write(
+        [
+            IssuedEvent(at=0.0, attempt=one),
+            IssuedEvent(at=0.0, attempt=two),
+            FinishedEvent(at=1.0, group=make_group(one, [[0], [0, 0, 0]])),
+            FinishedEvent(at=1.0, group=make_group(two, [[0, 0]])),
+            EndedEvent(at=2.0, attempt_id=0, outcome=Outcome.FILTERED, reason="zero_variance"),
+        ]
+    )
+    assert reader.response_lengths() == (
+        Lengths(where="filtered", samples=2, mean=2.0, longest=3),
+        Lengths(where="buffered", samples=1, mean=2.0, longest=2),
+    )
+
+
+def test_quarantined_prompts_with_every_reason(store: LedgerStore, reader: LedgerReader) -> None:
+    attempt = msgspec.structs.replace(make_attempt(3), history=("data: first",))
+    store.write(
+        [
+            IssuedEvent(at=0.0, attempt=attempt),
+            EndedEvent(at=1.0, attempt_id=3, outcome=Outcome.QUARANTINED, reason="data: second"),
+        ]
+    )
+    prompt_id = attempt.prompt.prompt_id
+    assert reader.dead_letters() == (DeadLetter(prompt_id=prompt_id, epoch=0, reasons=("data: first", "data: second")),)
+
+
+def test_a_ledger_of_another_format_is_refused(store: LedgerStore, tmp_path: Path) -> None:
+    store._connection.execute("UPDATE meta SET value = '0' WHERE key = 'schema_version'")
+    store._connection.commit()
+    with pytest.raises(LedgerError, match="found 0"), open_ledger(tmp_path / "ledger.sqlite"):
+        pass
