@@ -1,4 +1,4 @@
-"""The loop: cut → train → publish, while rollouts go on and the next batch is made ready.
+"""The loop: cut → train → publish, while rollouts continue and the next batch is prepared.
 
 ::
 
@@ -11,7 +11,7 @@
     dispatcher           prompts                      room: admitted − trained       commit_version
     train loop           a batch, cut for the         rollout_batch_size fresh       groups being finished
                          version it will step from    groups; the last delivery
-    delivery             the trainer's new weights    engines, an evaluation         (nothing: they are paused)
+    delivery             the trainer's new weights    engines, an evaluation         (engines, while paused)
     repair               joining engines              a delivery, to begin and end   engines coming up
 
 The age bound (C1) holds because a batch is cut for exactly the version that the optimizer steps from:
@@ -67,20 +67,20 @@ class Checkpoints(Protocol):
     """Atomic checkpoints of both sides and of the loop's own position."""
 
     async def save(self, position: Position) -> None:
-        """Of now. Returns when training may go on."""
+        """Snapshot the current state; return once training may resume."""
         ...
 
     async def finish(self) -> None:
-        """Returns when what was saved is whole."""
+        """Wait until the last save is complete."""
         ...
 
     async def load(self) -> Position | None:
-        """Where to go on, both sides being restored; None: at the beginning."""
+        """Restore both sides and return the position to continue from; None to start fresh."""
         ...
 
 
 class Recorder(Protocol):
-    """What the outside sees of the run: metrics, progress, summary."""
+    """Receives metrics, publications and evaluations: progress, files, trackers."""
 
     def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None: ...
 
@@ -90,15 +90,15 @@ class Recorder(Protocol):
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the loop stands: ``step`` rollout steps are trained, ``version`` is what the trainer holds."""
+    """Position of the loop: ``step`` rollout steps are trained, the trainer holds ``version``."""
 
     step: int = 0
     version: int = 0
     unpublished: int = 0  # steps trained since ``version`` was published
 
     def resumed(self) -> Position:
-        """Where a run goes on that was saved here. A version names one set of weights for ever: what was trained and
-        never published gets a new one.
+        """Position from which a run saved here resumes. A version names one set of weights forever, so weights that
+        were trained and never published get a new one.
         """
         return Position(step=self.step, version=self.version + (self.unpublished > 0))
 
@@ -131,14 +131,14 @@ class Controller:
         self._interval = weights.update_weights_interval
         self._evaluation = evaluation
         self._checkpoint = checkpoint
-        self._publishing: asyncio.Task[None] | None = None  # what is left of the last step
+        self._publishing: asyncio.Task[None] | None = None  # publication of the last step
         self._evaluating: asyncio.Task[None] | None = None  # the last evaluation
-        self._may_publish = asyncio.Event()  # as far as the last evaluation is concerned
+        self._may_publish = asyncio.Event()  # cleared while an evaluation needs the visible version
         self._may_publish.set()
         self.position = Position()
 
     async def run(self) -> None:
-        """The whole run. Raises the first error of either side, everything else being cancelled by then."""
+        """Run to the end. Raises the first error of either side, after everything else was cancelled."""
         self.position = await self._checkpoints.load() or Position()
         bound = "none" if self._bound is None else self._bound
         log.info("training begins", step=self.position.step, steps=self._num_steps, max_weight_staleness=bound)
@@ -190,7 +190,7 @@ class Controller:
         await self._checkpoints.finish()
 
     async def _advance(self, step: int, *, publishes: bool) -> None:
-        """One more step is trained: stage it for publication, or say that the visible version stays."""
+        """After a trained step: stage its weights for publication, or tell the rollout side that the version stays."""
         version, unpublished = self.position.version, self.position.unpublished
         if publishes:
             self.position = Position(step=step, version=version + 1)
@@ -203,14 +203,14 @@ class Controller:
     async def _publish(
         self, scope: asyncio.TaskGroup, step: int, ages: Mapping[int, int], metrics: dict[str, Any], *, delivers: bool
     ) -> None:
-        """What is left of a step, while the trainer goes on."""
+        """Finish a step while the trainer continues: publication, metrics, evaluation."""
         if delivers:
             metrics |= _publication_metrics(await self._deliver(self.position.version))
         self._recorder.step(step, metrics, ages)
         self._start_evaluation(scope, step + 1)
 
     async def _deliver(self, version: int) -> Publication:
-        """What is staged becomes visible."""
+        """Deliver the staged weights and make the version visible."""
         await self._may_publish.wait()
         publication = await self._publisher.deliver(version)
         await self._rollout.commit_version(version)
@@ -218,7 +218,7 @@ class Controller:
         return publication
 
     async def _published(self, watch: Stopwatch) -> None:
-        """Returns when nothing is left of the last step, for which the trainer waits."""
+        """Wait for the previous step's publication."""
         with watch.timed("wait"), watch.timed("publication_wait"):
             if self._publishing is not None:
                 await self._publishing
@@ -235,11 +235,11 @@ class Controller:
 
     # ----------------------------------------------------------------------------------------- decisions
     async def _publishes_after(self, step: int, watch: Stopwatch) -> bool:
-        """By interval; after the last step only if its evaluation will use the weights (P6).
+        """Decide whether to publish after ``step``: by interval; after the last step only for an evaluation (P6).
 
-        With ``--stale-group-action wait`` not while it would make an attempt too old (C5). What was trained since the
-        last publication keeps its slots then, so the trainer gets no more than its lead ahead of the engines, and
-        waits for the attempts that hold it up.
+        With ``--stale-group-action wait``, a publication waits while it would make an attempt too old (C5). Groups
+        trained since the last publication keep their slots meanwhile, so the trainer gets no more than its lead ahead
+        of the engines, and then waits for those attempts.
         """
         if step + 1 == self._num_steps:
             return self._evaluate_at(step + 1)
@@ -266,16 +266,16 @@ class Controller:
         return step == self._num_steps or (interval is not None and step % interval == 0)
 
     def _comparable(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Without engine-against-trainer differences if the trainer is ahead of what it published.
+        """Drop engine-against-trainer differences if the trainer is ahead of the published weights.
 
-        With ``--update-weights-interval`` above 1 a sample of age 0 then comes from other weights, rightly.
+        With ``--update-weights-interval`` above 1, a sample of age 0 then rightly comes from other weights.
         """
         if not self.position.unpublished:
             return metrics
         return {name: value for name, value in metrics.items() if not name.startswith("logprob_diff")}
 
     def _check_age(self, batch: PreparedBatch, version: int) -> None:
-        """C1, where it matters: the optimizer is about to step from ``version``."""
+        """Check C1 where it matters: the optimizer is about to step from ``version``."""
         if batch.target_version != version:
             raise ContractViolation(f"batch cut for version {batch.target_version}, but the trainer is at {version}")
         if self._bound is not None and version - batch.oldest_version > self._bound:
@@ -286,8 +286,8 @@ class Controller:
 
     # ---------------------------------------------------------------------------------------- evaluation
     def _start_evaluation(self, scope: asyncio.TaskGroup, step: int) -> None:
-        """If there is to be one. It is pinned to the version that is visible now: nothing is published until it is
-        over, or has engines of its own that hold that version.
+        """Start an evaluation if one is due. It uses the version that is visible now: nothing is published until it
+        is over, or until engines of its own hold that version.
         """
         if self._evaluate_at(step):
             self._may_publish = asyncio.Event()

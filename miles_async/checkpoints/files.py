@@ -1,4 +1,4 @@
-"""Checkpoint directories: their names, whose they are, which one ``--load`` means, which ones are kept.
+"""Checkpoint directories: names, owners, which one ``--load`` means, which ones are kept.
 
 Only paths, nothing heavy: ``--dry-run`` asks here too.
 """
@@ -37,12 +37,12 @@ class _Owner(msgspec.Struct):
 
 
 def checkpoint_directory(save: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is once it is whole."""
+    """Path of the complete checkpoint of ``step``."""
     return save / f"iter_{step:07d}"
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """All checkpoints in ``directory``, by step; other names are ignored."""
+    """List the checkpoints in ``directory`` by step; other names are ignored."""
     if not directory.is_dir():
         return []
     found = [(match, path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
@@ -50,7 +50,7 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def find_checkpoint(load: Path) -> Checkpoint:
-    """The checkpoint that ``--load`` names: ``load`` itself, or the newest in it. Raises CheckpointError."""
+    """Find the checkpoint that ``--load`` names: ``load`` itself, or the newest in it. Raises CheckpointError."""
     match = NAME.fullmatch(load.name)
     if match and (load / POSITION_FILE).is_file():
         return _checkpoint(match, load)
@@ -73,8 +73,8 @@ def in_the_way(save: Path, run: str | None, step: int) -> list[Checkpoint]:
 
 
 def expendable(steps: Iterable[int], *, keep_last: int | None, retain_interval: int | None) -> list[int]:
-    """The steps whose checkpoints may go: neither among the newest ``keep_last`` (1 if only an interval is given) nor
-    multiples of ``retain_interval``. Without either, none.
+    """Return the steps whose checkpoints may be removed: neither among the newest ``keep_last`` (1 if only an interval
+    is given) nor multiples of ``retain_interval``. Without either, none.
     """
     if keep_last is None and retain_interval is None:
         return []
@@ -83,7 +83,7 @@ def expendable(steps: Iterable[int], *, keep_last: int | None, retain_interval: 
 
 
 def start_partial(final: Path) -> Path:
-    """An empty directory in which the checkpoint ``final`` is written; what killed runs left beside it goes."""
+    """Make an empty directory for writing the checkpoint ``final``; remove what killed runs left beside it."""
     partial = final.with_suffix(".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     for path in final.parent.iterdir():
@@ -94,7 +94,7 @@ def start_partial(final: Path) -> Path:
 
 
 def put_in_place(partial: Path, final: Path, replaced: Sequence[Checkpoint]) -> None:
-    """``partial`` gets its final name, in place of ``replaced``."""
+    """Rename ``partial`` to ``final`` and remove ``replaced``."""
     gone = {checkpoint.directory for checkpoint in replaced} | ({final} if final.exists() else set())
     retired = [_retire(directory) for directory in gone]
     partial.rename(final)
@@ -104,32 +104,32 @@ def put_in_place(partial: Path, final: Path, replaced: Sequence[Checkpoint]) -> 
 
 
 def remove(checkpoints: Iterable[Checkpoint]) -> None:
-    """Remove whole checkpoints; one that is half removed is none."""
+    """Remove checkpoints; one that is half removed no longer counts as a checkpoint."""
     for checkpoint in checkpoints:
         shutil.rmtree(_retire(checkpoint.directory))
 
 
 def describe_disk(path: Path) -> str:
-    """How full the disk of ``path`` is. Raises nothing, since it is asked where something failed there already."""
+    """Describe how full the disk of ``path`` is. Raises nothing, since it is called after another failure there."""
     try:
         usage = shutil.disk_usage(_existing(path))
     except OSError as error:
-        return f"how full its disk is cannot be told: {error}"
+        return f"its free space is unknown: {error}"
     return f"the disk of {_existing(path)} has {readable_size(usage.free)} of {readable_size(usage.total)} free"
 
 
 def readable_size(count: int) -> str:
-    """Bytes in GiB, or in MiB below one."""
+    """Format bytes in GiB, or in MiB below one GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def free_bytes(path: Path) -> int:
-    """Room on the disk of ``path``, which need not exist yet."""
+    """Free bytes on the disk of ``path``, which need not exist yet."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file that is on disk when this returns."""
+    """Write a file and sync it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

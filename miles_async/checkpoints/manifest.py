@@ -1,4 +1,4 @@
-"""``manifest.json``: what a whole checkpoint consists of, of which model, saved by which layout of ranks.
+"""``manifest.json``: the files of a complete checkpoint, its model, and the layout of ranks that saved it.
 
 Read before anything starts: a truncated file or another model's checkpoint costs milliseconds instead of a start.
 """
@@ -66,7 +66,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_run_name(run_dir: Path) -> str:
-    """A name that no other run has: "latest-20260807-101502-3fa1"."""
+    """Make a name that no other run has: "latest-20260807-101502-3fa1"."""
     return f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -84,7 +84,7 @@ def least_bytes(hf_checkpoint: Path) -> int:
 
 
 def write_manifest(directory: Path, identity: RunIdentity) -> None:
-    """Write the manifest of all files in ``directory``; it is on disk when this returns."""
+    """Write the manifest of all files in ``directory`` and sync it to disk."""
     files = {
         str(path.relative_to(directory)): path.stat().st_size
         for path in sorted(directory.rglob("*"))
@@ -95,7 +95,7 @@ def write_manifest(directory: Path, identity: RunIdentity) -> None:
 
 
 def check_whole(checkpoint: Checkpoint, model: Mapping[str, Any]) -> Manifest:
-    """The manifest of a checkpoint whose files are all there and belong to ``model``. Raises CheckpointError."""
+    """Read the manifest; check that all files are there and belong to ``model``. Raises CheckpointError."""
     manifest = _read(checkpoint)
     problems = [*_broken_files(checkpoint.directory, manifest), *_differences(manifest.model, model)]
     if problems:
@@ -132,7 +132,7 @@ def _broken_files(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _differences(saved: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    """A field that one of the two configs leaves to its default says nothing."""
+    """Compare configs; a field that one of them leaves to its default is ignored."""
     differ = [
         f"{name} {saved[name]}, not {model[name]}"
         for name in SHAPING
@@ -144,7 +144,7 @@ def _differences(saved: Mapping[str, Any], model: Mapping[str, Any]) -> list[str
 
 
 def _advice(checkpoint: Checkpoint) -> str:
-    """Other checkpoints of that run to take instead."""
+    """Name other checkpoints of that run to use instead."""
     beside = list_checkpoints(checkpoint.directory.parent)
     earlier = [other.directory for other in beside if other.step < checkpoint.step and other.run == checkpoint.run]
     return f"; the one before it is --load {earlier[-1]}" if earlier and checkpoint.run else ""

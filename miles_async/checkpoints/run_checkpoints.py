@@ -48,7 +48,7 @@ class RunCheckpoints:
     def __init__(
         self, trainer: TrainerSide, rollout: RolloutSide, arguments: CheckpointArguments, identity: RunIdentity
     ) -> None:
-        """``identity``: of this run, unless it goes on in the directory that it resumes from."""
+        """``identity``: of this run, unless it continues in the directory that it resumes from."""
         self._trainer = trainer
         self._rollout = rollout
         self._arguments = arguments
@@ -138,7 +138,7 @@ class RunCheckpoints:
         remove(checkpoints[step] for step in expendable(checkpoints, keep_last=keep_last, retain_interval=interval))
 
     async def _failure(self, final: Path, error: Exception) -> CheckpointError:
-        """``error`` with flag, directory and disk. What was written is removed: on a full disk it is in the way."""
+        """Return ``error`` with flag, directory and disk. Removes what was written, which wastes a full disk."""
         self._position = None
         disk = await asyncio.to_thread(describe_disk, final)
         await asyncio.to_thread(shutil.rmtree, final.with_suffix(".partial"), ignore_errors=True)

@@ -48,7 +48,7 @@ def checkpoint_problems(
 
 
 def continues(save: Path | None, loaded: Checkpoint) -> bool:
-    """The run goes on in the directory that it resumes from, as the same run."""
+    """Return whether the run continues in the directory that it resumes from, as the same run."""
     return save is not None and save.resolve() == loaded.directory.parent.resolve()
 
 

@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts, by the same engines and the same Generate as training rollouts.
 
-It pins nothing itself: the controller publishes no weights while an evaluation runs (R4), so all its
-samples come from one version; the metrics tell which. Prompts are read as they are needed and only sums are kept,
+The controller publishes no weights while an evaluation runs (R4), so all its samples come from one version, which
+the metrics name. Prompts are read as they are needed and only sums are kept,
 so memory doesn't grow with the data sets (R6).
 """
 
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class Evaluator:
-    """Passes over named sets of prompts."""
+    """Evaluates named sets of prompts."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Evaluator:
         concurrency: int,
         service: Circuit,
     ) -> None:
-        """``data_sets``: name → every prompt once. ``concurrency``: samples in flight at most. ``service``: that
-        ``generate`` needs besides engines.
+        """``data_sets``: name → every prompt once. ``concurrency``: most samples in flight. ``service``: the circuit of
+        services that ``generate`` needs besides engines.
         """
         self._data_sets = data_sets
         self._client = client
@@ -49,7 +49,7 @@ class Evaluator:
         self._service = service
 
     async def run(self) -> dict[str, float]:
-        """One pass; metrics as ``eval/NAME/...``, and ``eval/accuracy``: the mean reward, averaged over data sets.
+        """Run one pass; return ``eval/NAME/...`` and ``eval/accuracy``, the mean reward averaged over data sets.
 
         A sample that fails is counted and left out of the means; it ends nothing (A9).
         """
@@ -62,7 +62,7 @@ class Evaluator:
         return metrics | ({"eval/accuracy": sum(rewards) / len(rewards)} if rewards else {})
 
     async def _generate_all(self, scope: asyncio.TaskGroup) -> dict[str, Totals]:
-        """Start every sample as soon as it may be in flight; the totals are whole when the scope ends."""
+        """Start each sample as soon as a slot is free; the totals are complete when the scope ends."""
         slots = asyncio.Semaphore(self._concurrency)
         totals: dict[str, Totals] = {}
         attempt_ids = itertools.count(-1, -1)  # negative: never a training attempt
@@ -92,7 +92,7 @@ class Evaluator:
 
 
 def _whole_prompts(n_samples: int, totals: Totals) -> Callable[[Outcome | None], None]:
-    """Takes the samples of one prompt one by one, and adds them when it has all."""
+    """Return a function that collects the samples of one prompt and adds them to ``totals`` when all are there."""
     outcomes: list[Outcome | None] = []
 
     def add(outcome: Outcome | None) -> None:

@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-PASS = 1.0  # reward from which on a sample is right
+PASS = 1.0  # smallest reward of a correct sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What evaluation keeps of a sample."""
+    """Facts about one evaluated sample."""
 
     reward: float
     length: int  # tokens of the response
@@ -23,7 +23,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Totals:
-    """Of a data set whose prompts get ``n_samples`` samples each. Memory doesn't grow with what is added."""
+    """Sums over a data set whose prompts get ``n_samples`` samples each, in constant memory."""
 
     n_samples: int
     failed: int = 0
@@ -48,7 +48,7 @@ class Totals:
             self._keep(max, "weight_version/max", outcome.newest_version)
 
     def metrics(self) -> dict[str, float]:
-        """By name; what nothing is known of is left out."""
+        """Metrics by name; those without data are omitted."""
         return {
             **{name: total / self._counts[name] for name, total in self._sums.items()},
             **{name: float(value) for name, value in self._extremes.items()},

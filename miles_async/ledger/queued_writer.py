@@ -1,4 +1,4 @@
-"""Brings what happens on the event loop to disk, in batches, in a thread."""
+"""Write items from the event loop to a file, in batches, in a thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from miles_async.staleness.ledger import Balance
 
 log = structlog.get_logger(__name__)
 
-FLUSH_SECONDS = 0.25  # what a killed run lacks in its files
-WRITE_TIMEOUT = 60.0  # for one flush; a disk that hangs must not fill the memory with what waits
+FLUSH_SECONDS = 0.25  # the most recent time that a killed run may lack in its files
+WRITE_TIMEOUT = 60.0  # for one flush; a disk that hangs must not fill the memory with queued items
 
 T = TypeVar("T")
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 class QueuedWriter(Generic[T]):
     """:meth:`add` never waits and never fails; :meth:`run` writes what was added.
 
-    A failing write is an error of :meth:`run`, once, and with it of the run; what comes after it is not recorded.
-    Whoever derives from this says how to write (:meth:`_put`), and to close (:meth:`_close`), and what of their
-    ``failures`` is which error of ours (:meth:`_error`).
+    A failing write is an error of :meth:`run`, once, and so ends the training run; later items are not recorded.
+    Subclasses say how to write (:meth:`_put`) and close (:meth:`_close`), and which error of the project their
+    ``failures`` become (:meth:`_error`).
     """
 
     failures: type[Exception] | tuple[type[Exception], ...] = OSError
@@ -40,26 +40,26 @@ class QueuedWriter(Generic[T]):
         self._is_open = True
 
     def add(self, item: T) -> None:
-        """To be written, in order. From any thread."""
+        """Queue an item; items are written in order. Thread-safe."""
         if self._is_open:
             self._waiting.append(item)
 
     async def run(self) -> None:
-        """Write what has come, a few times a second, until cancelled. Raises what :meth:`_put` and the disk do."""
+        """Write queued items a few times a second until cancelled. Raises what :meth:`_put` and the disk do."""
         while True:
             await asyncio.sleep(self._flush_seconds)
             await self.flush()
 
     async def flush(self) -> None:
-        """Everything up to now is on disk when this returns. Raises as :meth:`run` does."""
+        """Write everything queued so far. Raises as :meth:`run` does."""
         await self._in_thread(self._write)
 
     async def settle(self, balance: Balance) -> None:
-        """The end of a run that did not fail, with the pool's last ``balance``. Raises as :meth:`run` does."""
+        """End the file of a run that did not fail, given the pool's last ``balance``. Raises as :meth:`run` does."""
         await self.flush()
 
     async def close(self) -> None:
-        """Write what can be written, and close the file; raises nothing, for there may be an error already."""
+        """Write what can be written and close the file; raises nothing, since the run may be failing already."""
         try:
             if self._is_open:
                 await self.flush()
@@ -67,11 +67,11 @@ class QueuedWriter(Generic[T]):
             log.error("the end of a file is lost", path=str(self._path), error=str(error))
         finally:
             self._is_open = False
-            if self._writing.acquire(blocking=False):  # else its thread hangs at the disk and has the file for ever
+            if self._writing.acquire(blocking=False):  # else a thread that hangs at the disk still holds the file
                 self._close()
                 self._writing.release()
 
-    # ------------------------------------------------------------------------------------- what a file has to say
+    # ------------------------------------------------------------------------------------- for subclasses
     def _put(self, items: Sequence[T]) -> None:
         raise NotImplementedError
 
@@ -103,6 +103,6 @@ class QueuedWriter(Generic[T]):
                 raise
 
     def _write(self) -> None:
-        # In a thread, while the loop goes on: what is added meanwhile is for the next time.
+        # This runs in a thread beside the loop: items added meanwhile are written next time.
         if items := [self._waiting.popleft() for _ in range(len(self._waiting))]:
             self._put(items)

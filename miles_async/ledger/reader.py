@@ -1,4 +1,4 @@
-"""Reads the ledger of a run: one that goes on, one that is over, one that was killed."""
+"""Read the ledger of a run that is under way, has ended, or was killed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from miles_async.ledger.store import SCHEMA_VERSION, Carried, read_balance, read
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.ledger import Balance, Outcome, Stage
 
-MAX_CANDIDATES = 10_000  # prompts that are looked at for one that is spelt like the one asked for
+MAX_CANDIDATES = 10_000  # prompts searched for an id similar to the one asked for
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One row. The columns are explained where they are made: ``store.SCHEMA``."""
+    """One row of the ledger. The columns are explained where they are made: ``store.SCHEMA``."""
 
     attempt_id: int
     prompt_id: str
@@ -55,21 +55,21 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerReader:
-    """Questions about one run."""
+    """Queries on the ledger of one run."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
     def balance(self) -> Balance:
-        """As of the last flush; with the attempts of earlier processes, if the run was resumed."""
+        """Balance as of the last flush; in a resumed run, with the attempts of earlier processes."""
         return read_balance(self._connection)
 
     def carried(self) -> Carried | None:
-        """What a resumed run brought along."""
+        """State that a resumed run took over; None for one that started fresh."""
         return read_carried(self._connection)
 
     def response_lengths(self) -> tuple[Lengths, ...]:
-        """Of all samples that were generated, by where their attempt ended or stands (C5)."""
+        """Response lengths of all generated samples, by the outcome or stage of their attempt (C5)."""
         rows = self._connection.execute(
             "SELECT coalesce(outcome, stage), count(*), avg(value), max(value) "
             "FROM attempts, json_each(attempts.response_lengths) GROUP BY 1 ORDER BY 2 DESC, 1"
@@ -77,7 +77,7 @@ class LedgerReader:
         return tuple(Lengths(where=where, samples=n, mean=mean, longest=longest) for where, n, mean, longest in rows)
 
     def dead_letters(self) -> tuple[DeadLetter, ...]:
-        """Quarantined prompts: brought along, then this run's."""
+        """Quarantined prompts: those of earlier processes, then this run's."""
         carried = self.carried()
         rows = self._records("WHERE outcome = ? ORDER BY attempt_id", Outcome.QUARANTINED)
         own = (
@@ -87,7 +87,7 @@ class LedgerReader:
         return (*(carried.quarantined if carried else ()), *own)
 
     def find(self, prompt_or_attempt: str) -> tuple[AttemptRecord, ...]:
-        """All attempts of the prompt with that id, and the attempt with that number; in order of admission."""
+        """Find the attempts of a prompt id, or an attempt by its number, in order of admission."""
         number = int(prompt_or_attempt) if prompt_or_attempt.isdecimal() and len(prompt_or_attempt) < 19 else -1
         condition = "WHERE prompt_id = ? OR attempt_id = ? ORDER BY attempt_id"
         return tuple(self._records(condition, prompt_or_attempt, number))
@@ -101,12 +101,12 @@ class LedgerReader:
         return found if found is None else int(found)
 
     def started_at(self) -> float:
-        """When the first attempt was issued, in seconds since 1970; 0 before that."""
+        """Time of the first attempt in seconds since 1970; 0 if there is none."""
         row = self._connection.execute("SELECT issued_at FROM attempts ORDER BY attempt_id LIMIT 1").fetchone()
         return float(row[0]) if row else 0.0
 
     def attempt_range(self) -> tuple[int, int] | None:
-        """First and last attempt; None before there is one."""
+        """Ids of the first and last attempt; None if there is none."""
         first, last = self._connection.execute("SELECT min(attempt_id), max(attempt_id) FROM attempts").fetchone()
         return None if first is None else (int(first), int(last))
 
@@ -116,7 +116,7 @@ class LedgerReader:
         return int(count)
 
     def nearest_prompt(self, prompt_id: str) -> str | None:
-        """The prompt whose id looks most like it: one that contains it, or else one that is spelt like it."""
+        """Id of the prompt most similar to ``prompt_id``: one that contains it, else one with a similar spelling."""
         row = self._connection.execute(
             "SELECT prompt_id FROM attempts WHERE instr(prompt_id, ?) LIMIT 1", (prompt_id,)
         ).fetchone()
@@ -138,10 +138,10 @@ class LedgerReader:
 
 @contextmanager
 def open_ledger(path: Path) -> Iterator[LedgerReader]:
-    """A reader while the block runs; nothing is written.
+    """Open a ledger for reading.
 
     Raises:
-        LedgerError: the file cannot be read, or another version of this project wrote it; in the block too.
+        LedgerError: the file cannot be read, or another version of this project wrote it; also inside the block.
     """
     connection = None
     try:

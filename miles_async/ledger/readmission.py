@@ -1,4 +1,4 @@
-"""``readmit.json`` beside the checkpoints: quarantined prompts that shall get another budget.
+"""``readmit.json`` beside the checkpoints: quarantined prompts to readmit.
 
 ``miles-async ledger DIR --readmit`` adds a request, the next ``--load`` reads all of them. The attempt book notes in
 its own state, hence in every later checkpoint, which requests it has granted (``AttemptBook.readmit``). So a request
@@ -20,7 +20,7 @@ READMIT_FILE = "readmit.json"
 
 
 def read_readmissions(save: Path) -> dict[str, tuple[str, ...]]:
-    """Request id → prompt ids, oldest first; {} if nobody asked. Raises DataError for a file that is none of ours."""
+    """Read the requests: id → prompt ids, oldest first; {} without a file. Raises DataError for another format."""
     path = save / READMIT_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[str, ...]])
@@ -31,7 +31,7 @@ def read_readmissions(save: Path) -> dict[str, tuple[str, ...]]:
 
 
 def request_readmission(save: Path, prompt_ids: Sequence[str]) -> Path:
-    """Add one request. Returns the file; it is whole or as it was. Raises CheckpointError."""
+    """Add one request, atomically. Returns the file. Raises CheckpointError."""
     requests: Mapping[str, Sequence[str]] = {**read_readmissions(save), uuid.uuid4().hex: prompt_ids}
     path = save / READMIT_FILE
     partial = path.with_suffix(".partial")

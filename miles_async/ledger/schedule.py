@@ -1,4 +1,4 @@
-"""What a pool was told, in order, and what it made of it: enough to take every decision again (``replay.py``)."""
+"""The schedule of a run: each call of the pool, in order, with its decisions, for a replay (``replay.py``)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.types import Attempt, Group, Prompt
 
 
-# ------------------------------------------------------------------------------------------------ what it was told
+# ------------------------------------------------------------------------------------------------ calls
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One method of the pool with its arguments; what is a group there and known already is an attempt id here."""
+    """One method call of the pool. Groups that are known already are given by attempt id."""
 
 
 class Offered(Call, frozen=True, kw_only=True):
@@ -78,9 +78,9 @@ class Cancelled(Call, frozen=True, kw_only=True):
 AnyCall = Offered | Issued | Finished | Failed | Filtered | Reviewed | Cut | Trained | Committed | Restored | Cancelled
 
 
-# ----------------------------------------------------------------------------------------------- what it made of it
+# ----------------------------------------------------------------------------------------------- decisions
 class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An attempt, for ever."""
+    """End of an attempt."""
 
     attempt_id: int
     outcome: Outcome
@@ -89,14 +89,14 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Trimmed(msgspec.Struct, frozen=True):
-    """A group that went on with its fresh samples."""
+    """A group that kept only its fresh samples."""
 
     attempt_id: int
     left_out: int
 
 
 class Decisions(msgspec.Struct, kw_only=True):
-    """All that followed from one call."""
+    """Everything that followed from one call."""
 
     restored: Balance | None = None
     admitted: list[Attempt] = []
@@ -104,13 +104,13 @@ class Decisions(msgspec.Struct, kw_only=True):
     aborted: tuple[int, ...] = ()  # samples of the attempt that was reviewed
     ended: list[Ended] = []
     batch: tuple[int, ...] = ()  # attempts, in batch order
-    error: str = ""  # what it raised; the run ends with it
-    room: int = 0  # attempts that may be issued then
+    error: str = ""  # the error that the call raised, which ends the run
+    room: int = 0  # attempts that may be issued afterwards
 
 
-# ---------------------------------------------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------------------------------------- frames of the file
 class PoolFrame(msgspec.Struct, frozen=True, kw_only=True, tag="pool"):
-    """One thing that the pool was told."""
+    """One call of the pool, with its decisions."""
 
     at: float  # seconds since 1970
     call: AnyCall
@@ -118,23 +118,23 @@ class PoolFrame(msgspec.Struct, frozen=True, kw_only=True, tag="pool"):
 
 
 class BatchFrame(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
-    """What the trainer got of one cut."""
+    """Batch that the trainer got from one cut."""
 
     at: float
     attempt_ids: tuple[int, ...]
     digests: Mapping[str, str]
-    quadratic_work: float = 0.0  # of the model, by which sequences were shared out; a replay needs no model
+    quadratic_work: float = 0.0  # of the model, used to balance sequences; recorded so that a replay needs no model
 
 
 Frame = PoolFrame | BatchFrame
 
 
-# ------------------------------------------------------------------------------------------------------ who tells it
+# ---------------------------------------------------------------------------------------------- the recording pool
 Record = Callable[[AnyCall, Decisions], None]
 
 
 class RecordedPool(Pool):
-    """Tells ``record`` of every call, right after it; which must not wait."""
+    """A pool that passes every call to ``record``, right after it; ``record`` must not wait."""
 
     def __init__(
         self,
@@ -261,5 +261,5 @@ class DecisionObserver(PoolObserver):
 
 
 def attempt_ids(groups: Sequence[Group]) -> tuple[int, ...]:
-    """In the same order."""
+    """Ids of the attempts of ``groups``, in the same order."""
     return tuple(group.attempt.attempt_id for group in groups)

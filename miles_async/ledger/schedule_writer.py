@@ -1,7 +1,7 @@
 """``--record``: the schedule of a run, on disk.
 
-``schedule.msgpack`` is frames (``serialization.py``) of what the pool was told, with what it made of it, and of a
-digest per batch, in the order in which they happened. ``replay.py`` reads it.
+``schedule.msgpack`` has a frame (``serialization.py``) for each call of the pool with its decisions, and for the
+digests of each batch, in order. ``replay.py`` reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from miles_async.types import Group, TrainShard
 
 
 class ScheduleWriter(QueuedWriter[Frame]):
-    """Holds groups until they are written, which is a quarter of a second. What it raises: ScheduleError."""
+    """Holds groups until they are written, a quarter of a second later. Raises ScheduleError."""
 
     failures = (OSError, TypeError)  # a disk that is full, gone, or hangs; metadata that msgpack does not know
 
@@ -36,11 +36,11 @@ class ScheduleWriter(QueuedWriter[Frame]):
             raise self._error(error) from error
 
     def pool(self, call: AnyCall, decisions: Decisions) -> None:
-        """For ``RecordedPool``."""
+        """Record a call of ``RecordedPool``."""
         self.add(PoolFrame(at=self._clock(), call=call, decisions=decisions))
 
     def batch(self, groups: Sequence[Group], shards: Sequence[TrainShard], quadratic_work: float) -> None:
-        """For ``BatchMaker``, in its thread."""
+        """Record a batch; called by ``BatchMaker``, in its thread."""
         self.add(
             BatchFrame(
                 at=self._clock(),
@@ -55,7 +55,7 @@ class ScheduleWriter(QueuedWriter[Frame]):
         self._file.flush()
 
     def _close(self) -> None:
-        with suppress(OSError):  # of what an earlier write that failed has left in its buffer
+        with suppress(OSError):  # from what an earlier, failed write left in the buffer
             self._file.close()
 
     def _error(self, problem: object) -> ScheduleError:

@@ -1,11 +1,11 @@
 """The ledger on disk: sqlite, one row per attempt with its whole life (C2).
 
-In the pool the in-memory ``Ledger`` is the truth; this is what remains of it: for ``miles-async ledger`` and
-``explain`` while the run goes on (WAL: readers and the writer don't wait for each other) and after it, however it
-ended. Synchronous and without a clock: whoever writes brings the times (``ledger.writer``).
+The in-memory ``Ledger`` of the pool is the truth; this copy is for ``miles-async ledger`` and ``explain``, during the
+run (WAL: readers and the writer don't wait for each other) and after it, however it ended. Synchronous and without a
+clock: ``ledger.writer`` passes the times.
 
-A second check of C2 comes with it. Every event but the first must find its row in the stage that it leads on from,
-or writing fails; so no attempt ends twice on disk either, and none ends that was never issued.
+It is a second check of C2. Every event but the first must find its row in the stage that precedes it, or writing
+fails; so no attempt ends twice on disk either, and none ends that was never issued.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CREATE INDEX live_attempts ON attempts (attempt_id, stage) WHERE outcome IS NULL
 
 
 class Carried(msgspec.Struct, frozen=True, kw_only=True):
-    """What a resumed run brought along: attempts of earlier processes, whose rows are in their run directories."""
+    """State that a resumed run took over: attempts of earlier processes, whose rows are in their run directories."""
 
     balance: Balance
     quarantined: tuple[DeadLetter, ...] = ()  # get no more attempts
@@ -106,20 +106,20 @@ class CheckedEvent(LedgerEvent, frozen=True, kw_only=True):
 
 
 class LedgerStore:
-    """Writes the ledger of one run. One thread at a time; which one does not matter."""
+    """Writes the ledger of one run. Call it from one thread at a time, any one."""
 
     def __init__(self, path: Path) -> None:
         """Creates the file. Raises sqlite3.Error (as all methods do), also if there is one already."""
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
-        # Safe against the end of any process; what a power failure takes are the last transactions, whole ones.
+        # Safe against the end of any process; a power failure loses the last transactions, whole ones.
         self._connection.execute("PRAGMA synchronous = NORMAL")
         self._connection.executescript(SCHEMA)
         self._put("schema_version", SCHEMA_VERSION)
         self._carried_issued = 0
 
     def write(self, events: Sequence[LedgerEvent]) -> None:
-        """All of them, in order, in one transaction; none if one fails.
+        """Write events in order, in one transaction; none if one fails.
 
         Raises:
             ContractViolation: an event does not follow from the row on disk, which is named; or a check failed.
@@ -135,13 +135,13 @@ class LedgerStore:
         self._connection.execute("COMMIT")
 
     def compare(self, expected: Balance) -> None:
-        """The whole balance, disk against memory. Raises ContractViolation naming what differs (C2)."""
+        """Compare the balance on disk with ``expected``. Raises ContractViolation naming the difference (C2)."""
         found = read_balance(self._connection)
         if found != expected:
             raise ContractViolation(f"C2: the ledger on disk has {found}, the pool {expected}")
 
     def close(self) -> None:
-        """What was written is in one file then, without WAL beside it."""
+        """Close the file; it is then one file, without WAL beside it."""
         self._connection.close()
 
     # -------------------------------------------------------------------------------------------- one per event
@@ -254,13 +254,13 @@ WRITE: Mapping[type[LedgerEvent], Callable[[LedgerStore, Any], None]] = {
 
 
 def read_carried(connection: sqlite3.Connection) -> Carried | None:
-    """What a resumed run brought along; None for a run that started afresh."""
+    """Read the state that a resumed run took over; None for a run that started fresh."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'carried'").fetchone()
     return msgspec.json.decode(row[0], type=Carried) if row else None
 
 
 def read_balance(connection: sqlite3.Connection) -> Balance:
-    """The balance as the pool's own: attempts of earlier processes included."""
+    """Read the balance as the pool has it, with attempts of earlier processes."""
     carried = read_carried(connection)
     ended = {str(outcome): carried.balance.ended[outcome] if carried else 0 for outcome in Outcome}
     reasons = dict(carried.balance.reasons) if carried else {}
@@ -290,7 +290,7 @@ def read_balance(connection: sqlite3.Connection) -> Balance:
 
 
 def _described(group: Group) -> dict[str, Any]:
-    """The columns that tell what was generated."""
+    """Columns about what was generated."""
     rewards = [sample.reward for sample in group.samples if sample.reward is not None]
     return {
         "engines": json.dumps(_engines(group)),
@@ -307,7 +307,7 @@ def _described(group: Group) -> dict[str, Any]:
 
 
 def _engines(group: Group) -> list[str]:
-    """As ``rollout.generate`` notes them; a Generate of the user's own may note nothing, or anything."""
+    """Engines noted by ``rollout.generate``; a Generate of the user's may note nothing, or anything."""
     found: dict[str, None] = {}
     for sample in group.samples:
         engines = sample.metadata.get("engines", ())

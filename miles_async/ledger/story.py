@@ -7,11 +7,11 @@ from miles_async.staleness.ledger import Outcome, Stage
 
 
 def tell(record: AttemptRecord, *, started_at: float, came_again_as: int | None = None) -> str:
-    """Some lines, the first without indent.
+    """Tell the life of one attempt in a few lines, the first without indent.
 
     Args:
         record: the row.
-        started_at: seconds since 1970; times are told from there on.
+        started_at: seconds since 1970; times are relative to it.
         came_again_as: the prompt's next attempt, if it got one.
     """
     lines = [f"attempt {record.attempt_id} of prompt {record.prompt_id} (epoch {record.epoch}): {_headline(record)}"]

@@ -1,4 +1,4 @@
-"""Brings what the pool does to the ledger on disk, off the event loop."""
+"""Write pool events to the ledger on disk, off the event loop."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from miles_async.types import Attempt, Group
 
 
 class LedgerWriter(QueuedWriter[LedgerEvent], PoolObserver):
-    """Takes events from the pool. What it raises: LedgerError if the disk is full, gone, or hangs, and
-    ContractViolation if the ledger on disk contradicts the pool (C2).
+    """Queues events of the pool. Raises LedgerError if the disk is full, gone, or hangs, and ContractViolation if the
+    ledger on disk contradicts the pool (C2).
     """
 
     failures = sqlite3.Error
@@ -86,7 +86,7 @@ class LedgerWriter(QueuedWriter[LedgerEvent], PoolObserver):
 
     # --------------------------------------------------------------------------------------------- the disk's side
     async def settle(self, balance: Balance) -> None:
-        """Write the rest, and compare all of it with the pool's balance."""
+        """Write the remaining events and compare the ledger with the pool's balance."""
 
         def work() -> None:
             self._write()

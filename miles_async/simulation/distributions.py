@@ -1,4 +1,4 @@
-"""How long things take: fixed, lognormal (long tails), or drawn from a trace of measured seconds."""
+"""Distributions of durations: fixed, lognormal (long tails), or a trace of measured seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same."""
+    """A constant duration."""
 
     seconds: float
 
@@ -50,7 +50,7 @@ class Trace:
 
 
 def median(distribution: Distribution) -> float:
-    """Of 1,001 draws, always the same ones."""
+    """Median of 1,001 draws with a fixed seed."""
     chance = random.Random(0)
     return sorted(distribution.draw(chance) for _ in range(1001))[500]
 

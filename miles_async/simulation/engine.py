@@ -30,7 +30,7 @@ _OK = msgspec.json.encode({"success": True, "message": "ok"})
 
 
 def canary_logprobs(version: int, tokens: int) -> tuple[float, ...]:
-    """What weights of ``version`` make of a canary: different for neighbouring versions."""
+    """Log-probs of a canary under ``version``, different for neighbouring versions."""
     return (-1.0 - 0.5 * (version % 7),) * (tokens - 1)
 
 
@@ -61,7 +61,7 @@ class _Request:
 
 @dataclass(slots=True)
 class Meter:
-    """What all engines did, over their restarts."""
+    """Counters over all engines and their restarts."""
 
     generated_tokens: int = 0
     slot_seconds: float = 0.0  # slots × seconds of generating
@@ -86,7 +86,7 @@ class SimulatedEngine:
         log: EventLog,
         fault: Callable[[str], str | None],
     ) -> None:
-        """``slowness``: how many times as long it takes. ``fault``: path → an action of ``CallFault``, or None."""
+        """``slowness``: factor on all durations. ``fault``: path → an action of ``CallFault``, or None."""
         self.name = name
         self.url = url
         self.weight_version = "default"
@@ -125,7 +125,7 @@ class SimulatedEngine:
         return await asyncio.shield(self._dead)
 
     def die(self, why: str) -> None:
-        """Every connection is cut, what was generated is lost."""
+        """Cut every connection; what was generated is lost."""
         if self._dead.done():
             return
         self._log.add("engine-died", engine=self.name, why=why.replace(" ", "-"), requests=self.load)
@@ -140,7 +140,7 @@ class SimulatedEngine:
         self._resumed.set()
 
     async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
-        """One HTTP call."""
+        """Answer one HTTP call."""
         match self._fault(path):
             case "crash":
                 self.die(f"crashed at {path}")
@@ -169,7 +169,7 @@ class SimulatedEngine:
         return Response(_OK)
 
     async def _make_progress(self) -> Response:
-        """As SGLang does: it looks every second, for 20."""
+        """Flush the cache as SGLang does: retry every second, for 20 s."""
         for _ in range(20):
             await asyncio.sleep(1.0)
             self._check_alive()
@@ -250,7 +250,7 @@ class SimulatedEngine:
         self._end(request, "length" if request.remaining else "stop")
 
     def _advance(self, request: _Request, tokens: int | None = None) -> None:
-        """Account for what was generated since the request was last started: ``tokens``, or by the clock."""
+        """Account for tokens generated since the request was last started: ``tokens``, or by the clock."""
         assert request.timer is not None
         request.timer.cancel()
         seconds = asyncio.get_running_loop().time() - request.started
@@ -275,7 +275,7 @@ class SimulatedEngine:
     def _end(self, request: _Request, finish_reason: str) -> None:
         self._running.pop(request.request_id, None)
         self._log.add("answer", engine=self.name, tokens=len(request.output), reason=finish_reason)
-        if not request.answer.done():  # cancelled: nobody waits any more
+        if not request.answer.done():  # cancelled: nothing waits for it
             request.answer.set_result(finish_reason)
         self._fill_slots()
 

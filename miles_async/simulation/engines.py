@@ -1,4 +1,4 @@
-"""Simulated servers and router under the real fleet, registry and client: what ``EngineStack`` is to a real run."""
+"""Simulated servers and router under the real fleet, registry and client: the counterpart of ``EngineStack``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROUTER_URL = "sim://router"
 
 
 class SimulatedEngines:
-    """Implements the manager's ``Engines``. Make it on the loop that it runs on."""
+    """Implements the manager's ``Engines``. Create it on the loop that it runs on."""
 
     def __init__(self, settings: SimulationSettings, log: EventLog) -> None:
         self.network = Network()
@@ -126,7 +126,7 @@ class SimulatedEngines:
         return engine
 
     def start_seconds(self, index: int, incarnation: int) -> float:
-        """How long it takes to come up. Raises EngineStartError if it won't."""
+        """Seconds until it is up. Raises EngineStartError if it fails to start."""
         if incarnation and self._settings.faults.never_restart:
             raise EngineStartError(f"engine-{index} does not come up (simulated)")
         return self._settings.start_seconds

@@ -1,4 +1,4 @@
-"""What happened, in order, as text: same settings and seed, same bytes."""
+"""Event log as text: same settings and seed, same bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class EventLog:
         self._enabled = enabled
 
     def add(self, kind: str, **fields: object) -> None:
-        """One event, now."""
+        """Log one event at the current time."""
         if self._enabled:
             values = "".join(f" {name}={value}" for name, value in fields.items())
             self.lines.append(f"{asyncio.get_running_loop().time():.6f} {kind}{values}")
 
     def text(self) -> bytes:
-        """All of it."""
+        """The whole log."""
         return "".join(line + "\n" for line in self.lines).encode()

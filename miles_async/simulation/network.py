@@ -14,7 +14,7 @@ from miles_async.engines.http import Http
 
 
 class Response:
-    """As much of aiohttp's as we use."""
+    """The part of aiohttp's response that the project uses."""
 
     def __init__(self, body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         self.status = status
@@ -32,7 +32,7 @@ class Host(Protocol):
 
 
 class Network:
-    """Hosts by URL; has the methods of aiohttp.ClientSession that we use."""
+    """Hosts by URL; has the methods of aiohttp.ClientSession that the project uses."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
@@ -44,11 +44,11 @@ class Network:
         return _Exchange(self, url, data or b"", headers)
 
     def host(self, url: str) -> tuple[Host, str]:
-        """Who listens there, and the path. Raises ClientConnectionError if nobody does."""
+        """Return the host that listens at ``url`` and the path. Raises ClientConnectionError if there is none."""
         slash = url.index("/", len("sim://"))
         host = self.hosts.get(url[:slash])
         if host is None:
-            raise aiohttp.ClientConnectionError(f"nobody listens at {url[:slash]}")
+            raise aiohttp.ClientConnectionError(f"nothing listens at {url[:slash]}")
         return host, url[slash:]
 
 

@@ -1,4 +1,4 @@
-"""Which staleness bound, lead and split of GPUs a run needs: each candidate is simulated, none is guessed."""
+"""Predict which staleness bound, lead and split of GPUs a run needs, by simulating each candidate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_SWEEP = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """What things take on the user's machines, with the flags as given."""
+    """Durations on the user's machines, with the flags as given."""
 
     response: Distribution  # of its tokens, on a slot
     environment: Distribution  # of one sample, without tokens; it is in flight meanwhile
@@ -62,7 +62,7 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One candidate: what it was predicted to do, or why it cannot work."""
+    """One candidate: its prediction, or why it cannot work."""
 
     label: str  # the flags that are its own
     flags: Flags | None
@@ -95,7 +95,7 @@ def candidates(sweep: Sequence[str]) -> Iterator[str]:
 def predict(
     labels: Iterable[str], read: ReadFlags, timing: Timing, *, steps: int, seed: int, base_trainer_ranks: int
 ) -> Iterator[Row]:
-    """Simulate the candidates, one after the other. A candidate that cannot work is a row with its refusal."""
+    """Simulate the candidates one after another. A candidate that cannot work is a row with its refusal."""
     for label in labels:
         try:
             flags = read(label.split())
@@ -137,7 +137,7 @@ def _age_and_lead(row: Row) -> tuple[float, int, float]:
 
 def _settings(flags: Flags, timing: Timing, steps: int, seed: int, train_factor: float) -> SimulationSettings:
     return SimulationSettings(
-        # Responses are as long as the latencies say, whatever a token is in them.
+        # The latencies alone determine response lengths; the unit of a token does not matter.
         rollout=replace(flags.rollout, num_rollout=steps, rollout_max_response_len=1 << 40),
         staleness=flags.staleness,
         weights=flags.weights,
@@ -159,7 +159,7 @@ def _settings(flags: Flags, timing: Timing, steps: int, seed: int, train_factor:
 
 
 def scaled(distribution: Distribution, factor: float) -> Distribution:
-    """All seconds times ``factor``."""
+    """Scale all seconds by ``factor``."""
     match distribution:
         case Fixed(seconds):
             return Fixed(seconds * factor)

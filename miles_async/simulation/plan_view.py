@@ -54,7 +54,7 @@ def _cells(result: SimulationResult) -> list[str]:
 
 
 def plan_text(rows: Sequence[Row], recommended: Row | None) -> str:
-    """What to do, and what was refused and why."""
+    """Recommend a candidate, and list the refused ones with reasons."""
     lines = [f"Refused: {row.label}: {row.refusal}" for row in rows if row.result is None]
     if recommended is not None and recommended.result is not None:
         lines.append(_recommendation(recommended.label, recommended.result))

@@ -1,4 +1,4 @@
-"""What a simulation writes down: every event of the pool, every step, and what became of the tokens."""
+"""Records of a simulation: pool events, steps, and the fate of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from miles_async.types import Attempt, Group, Publication
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One trained step, published if it was to be."""
+    """One trained step, with its publication if there was one."""
 
     step: int
     ended: float  # virtual seconds
@@ -38,10 +38,10 @@ class Lengths:
 
 
 class PoolRecorder(PoolObserver):
-    """Writes down what happens to attempts, and passes it on to the ledger on disk if there is one."""
+    """Records pool events and passes them on to the ledger on disk, if there is one."""
 
     def __init__(self, log: EventLog, lead: Callable[[], int], ledger: PoolObserver | None) -> None:
-        """``lead``: of the pool, now."""
+        """``lead``: returns the current lead of the pool."""
         self.lengths = Lengths()
         self.max_lead = 0
         self._log = log

@@ -1,4 +1,4 @@
-"""What a simulated run came to, in the terms of summary.json, and against what was possible at best."""
+"""Result of a simulated run, in the terms of summary.json and relative to the best possible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SimulationResult:
     busy_seconds: float  # with a request in flight
     slot_seconds: float  # slots × seconds of generating
     slots: int  # of all engines
-    generated_tokens: int  # by engines, whatever became of them
+    generated_tokens: int  # by engines, trained or not
     drawn_lengths: Mapping[int, int]  # tokens → responses that engines began, aborted or not
     seconds_per_sample: float  # mean of what was drawn: a response on a slot, undisturbed
     samples_per_step: int
@@ -38,38 +38,38 @@ class SimulationResult:
 
     @property
     def samples(self) -> int:
-        """Trained."""
+        """Number of trained samples."""
         return len(self.steps) * self.samples_per_step
 
     @cached_property
     def steady(self) -> tuple[Step, ...]:
-        """The steps of the steady state; the first is where measuring starts."""
+        """Steps of the steady state; the first marks where measuring starts."""
         first, last = int(len(self.steps) * WARM_UP), len(self.steps) - int(len(self.steps) * COOL_DOWN)
         return self.steps[first:last]
 
     @property
     def step_seconds(self) -> float:
-        """Mean over the steady state."""
+        """Mean step time over the steady state."""
         steady = self.steady
         return (steady[-1].ended - steady[0].ended) / max(1, len(steady) - 1)
 
     @property
     def pause_seconds(self) -> float:
-        """Mean, per step, of what rollouts felt of publications."""
+        """Mean pause per step that publications cost the rollout side."""
         start, end = self.steady[0].ended, self.steady[-1].ended
         pauses = [record.pause_seconds for when, record in self.publications if start < when <= end]
         return sum(pauses) / max(1, len(self.steady) - 1)
 
     @property
     def stage_seconds(self) -> float:
-        """Mean, per step, of what the trainer spends on export and staging."""
+        """Mean time per step that the trainer spends on export and staging."""
         start, end = self.steady[0].ended, self.steady[-1].ended
         staging = [record.prepare_seconds for when, record in self.publications if start < when <= end]
         return sum(staging) / max(1, len(self.steady) - 1)
 
     @property
     def train_seconds(self) -> float:
-        """Mean of the steady state."""
+        """Mean training time over the steady state."""
         return sum(step.train_seconds for step in self.steady[1:]) / max(1, len(self.steady) - 1)
 
     @property
@@ -81,7 +81,7 @@ class SimulationResult:
 
     @property
     def bound_seconds(self) -> float:
-        """``BOUND``: engines pause for every publication, the trainer stages it."""
+        """Lower bound of the step time (``BOUND``): engines pause for, and the trainer stages, every publication."""
         return max(self.rollout_seconds + self.pause_seconds, self.train_seconds + self.stage_seconds)
 
     @property
@@ -110,17 +110,17 @@ class SimulationResult:
 
     @property
     def mean_age(self) -> float:
-        """Over all samples trained."""
+        """Mean age over all trained samples."""
         return sum(age * count for age, count in self.ages.items()) / max(1, sum(self.ages.values()))
 
     @property
     def stale_fraction(self) -> float:
-        """Attempts recycled or dropped, of all that were issued."""
+        """Share of issued attempts that were recycled or dropped."""
         return (self.balance["recycled"] + self.balance["dropped"]) / max(1, self.balance["issued"])
 
     @property
     def wasted_fraction(self) -> float:
-        """Tokens that engines generated and nobody trained, of all that they generated."""
+        """Share of generated tokens that were never trained."""
         trained = sum(length * count for length, count in self.lengths.trained.items())
         return 1 - trained / max(1, self.generated_tokens)
 

@@ -45,7 +45,7 @@ MAX_TOKENS = 1 << 40  # packing is not what is simulated: one micro-batch
 
 
 def simulate(settings: SimulationSettings) -> SimulationResult:
-    """One run from start to end. Raises the first error of either side, as ``train.run`` does."""
+    """Simulate one run. Raises the first error of either side, as a real run does."""
     with quiet_logs(), seeded(settings.seed), rare_collections():
         started = time.process_time()
         result = run_in_virtual_time(_simulate(settings, started), limit_seconds=settings.limit_seconds)
@@ -62,7 +62,7 @@ async def _simulate(settings: SimulationSettings, started: float) -> SimulationR
 
 
 class Simulation:
-    """The parts of one simulated run. To be made on the loop of virtual time that it runs on."""
+    """Parts of one simulated run. Create it on the loop of virtual time that it runs on."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Simulation:
         )
 
     async def run(self) -> None:
-        """From the start of the engines to their end, however the run ends."""
+        """Run from the start of the engines until they have stopped, however the run ends."""
         try:
             await self.engines.start()
             await self.controller.run()
@@ -149,7 +149,7 @@ class Simulation:
             await self.manager.stop()
 
     def result(self, *, cpu_seconds: float = 0.0) -> SimulationResult:
-        """Of what was done so far."""
+        """Result so far."""
         settings, meter = self.settings, self.engines.meter
         return SimulationResult(
             steps=tuple(self.recording.steps),
@@ -171,7 +171,7 @@ class Simulation:
 
 
 def batch_maker(settings: SimulationSettings, *, record: RecordBatch | None = None) -> BatchMaker:
-    """For a trainer of one rank."""
+    """Make the BatchMaker for a trainer of one rank."""
     return BatchMaker(
         algorithm=AlgorithmArguments(),
         dp_size=1,
@@ -184,7 +184,7 @@ def batch_maker(settings: SimulationSettings, *, record: RecordBatch | None = No
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The global generator, which jitter is drawn from, is seeded inside and as before outside."""
+    """Seed the global random generator, which jitter uses, and restore its state afterwards."""
     state = random.getstate()
     random.seed(seed)
     try:
@@ -195,7 +195,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def quiet_logs(level: int = logging.CRITICAL) -> Iterator[None]:
-    """Warnings of thousands of simulated steps are in the event log; they'd drown the terminal."""
+    """Silence warnings, which are in the event log and would flood the terminal."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
     try:

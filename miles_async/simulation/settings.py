@@ -1,4 +1,4 @@
-"""Everything that a simulation is told. Flags are those of the real run; the rest says how long things take."""
+"""Settings of a simulation: flags of a real run, durations and faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Crash:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFault:
-    """What an engine does at the n-th call of one HTTP path, counted over its restarts."""
+    """Fault at the n-th call of one HTTP path of an engine, counted over its restarts."""
 
     engine: int
     path: str  # "/update_weights_from_distributed"
@@ -38,7 +38,7 @@ class CallFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """What goes wrong."""
+    """Faults to inject."""
 
     crashes: tuple[Crash, ...] = ()
     calls: tuple[CallFault, ...] = ()
@@ -80,5 +80,5 @@ class SimulationSettings:
 
     @property
     def slots(self) -> int:
-        """Per engine, in force."""
+        """Slots per engine that are in force."""
         return self.slots_per_engine or self.rollout.rollout_concurrency_per_engine

@@ -3,7 +3,7 @@
 Why not looptime, which tests could use: deadlocks are found at once here (nothing ready, no timer, no outside: nothing
 can ever happen), ``asyncio.to_thread`` runs inline instead of in a thread that takes real time, and tasks and timers
 are numbered, so that the sets asyncio keeps tasks in have the same order in every process, and timers of the same
-moment go off in the order in which they were set, whatever other timers there are.
+moment fire in creation order, whatever other timers there are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        """As asyncio's own, but for the order of timers."""
+        """Schedule a timer as asyncio does; timers due at the same time fire in creation order."""
         when = round(when, _DIGITS)
         timer = _Timer(next(self._timers), when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     @property
     def iterations(self) -> int:
-        """Times that the loop has gone round: every await point that really waits is in one of them."""
+        """Iterations of the loop so far; every await that really waits falls into one of them."""
         return self._jumping.iterations
 
     def at_iteration(self, iteration: int, call: Callable[[], object]) -> None:
@@ -62,7 +62,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jumping.calls[iteration] = lambda: self.call_soon(call)
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Inline, known in the next iteration: what a thread computes takes no virtual time."""
+        """Call the function inline, with the result in the next iteration: threads take no virtual time."""
         future: asyncio.Future[T] = self.create_future()
         try:
             result = func(*args)
@@ -73,7 +73,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return future
 
     def _next_due(self) -> float:
-        """When the next timer is due; asyncio has removed cancelled ones from the head of its heap."""
+        """Time of the next timer; asyncio has removed cancelled ones from the head of its heap."""
         return float(self._scheduled[0].when())  # type: ignore[attr-defined]
 
     def _stalled(self, why: str) -> StalledError:
@@ -93,7 +93,7 @@ def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome:
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where a real selector would sleep, this one moves the clock."""
+    """Selector that moves the clock instead of sleeping."""
 
     def __init__(
         self, next_due: Callable[[], float], stalled: Callable[[str], StalledError], limit_seconds: float
@@ -116,13 +116,13 @@ class _JumpingSelector(selectors.SelectSelector):
         if timeout > 0:  # to the moment itself: a sum of differences depends on the timers in between
             self.now = max(self.now, self._next_due())
         if self.now > self._limit_seconds:
-            limit, self._limit_seconds = self._limit_seconds, math.inf  # said once; cleaning up takes time too
+            limit, self._limit_seconds = self._limit_seconds, math.inf  # reported once; cleaning up takes time too
             raise self._stalled(f"not done within {limit:g} s")
         return []
 
 
 class _Timer(asyncio.TimerHandle):
-    """Of two for the same moment the one that was set first comes first; a heap alone does not keep that order."""
+    """Timers due at the same time fire in creation order, which a heap alone would not ensure."""
 
     def __init__(self, number: int, when: float, *options: Any) -> None:
         super().__init__(when, *options)
@@ -133,7 +133,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]
-    """Hashed by its number, not by its address."""
+    """Task that is hashed by its number instead of its address."""
 
     def __init__(self, number: int, coroutine: Any, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         self._number = number  # first: it is asked for while the task registers itself

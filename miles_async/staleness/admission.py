@@ -1,4 +1,4 @@
-"""How many attempts may be under way: the pacing that leaves the sweep nothing to do (C4)."""
+"""Admission: limits the attempts under way, so that the sweep finds nothing to do (C4)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Admission:
 
     def __init__(self, capacity: int) -> None:
         self._untrained = 0
-        self._trained: dict[int, int] = {}  # version that training leads to → groups whose slots wait for it
+        self._trained: dict[int, int] = {}  # version that training leads to → groups that hold slots until then
         self._visible_version = 0
         self.resize(capacity)
 
     @property
     def capacity(self) -> int:
-        """Slots in all."""
+        """Total number of slots."""
         return self._capacity
 
     @property
@@ -45,10 +45,10 @@ class Admission:
         return max(0, self._capacity - self.occupied)
 
     def resize(self, capacity: int) -> None:
-        """Change the capacity at run time. Nothing under way is ended; admission waits until there is room.
+        """Change the capacity at run time. Attempts under way continue; admission waits until there is room.
 
         Raises:
-            ConfigurationError: below 1: nothing would ever be admitted.
+            ConfigurationError: ``capacity`` is below 1, so nothing would ever be admitted.
         """
         if capacity < 1:
             raise ConfigurationError(f"expected room for at least 1 attempt, found {capacity}; see --max-rollout-lead")
@@ -58,24 +58,24 @@ class Admission:
         """Take a slot. Ask :meth:`room` first.
 
         Raises:
-            ContractViolation: there is none.
+            ContractViolation: no slot is free.
         """
         if self.room() == 0:
             raise ContractViolation(f"C4: {self.occupied} attempts are admitted of at most {self._capacity}")
         self._untrained += 1
 
     def resume(self, count: int) -> None:
-        """Attempts that a checkpoint brought back hold slots, room or not."""
+        """Take slots for attempts restored from a checkpoint, even beyond the capacity."""
         self._untrained += count
 
     def leave(self, count: int = 1) -> None:
-        """Attempts ended untrained (failed, filtered, stale, ...): their slots are free at once."""
+        """Free the slots of attempts that ended untrained (failed, filtered, stale, ...)."""
         self._take_untrained(count)
 
     def trained(self, count: int, *, leads_to: int | None = None) -> None:
-        """The optimizer stepped with ``count`` groups; ``leads_to`` is the version that will make visible.
+        """Note that the optimizer stepped with ``count`` groups; ``leads_to`` is the version that this leads to.
 
-        By default the one after the visible version. State it where training can be ahead of publication (the
+        The default is the version after the visible one. Pass it wherever training can be ahead of publication (the
         batch's target version + 1), or the commit in between frees these slots too early.
         """
         self._take_untrained(count)
@@ -83,7 +83,7 @@ class Admission:
         self._trained[version] = self._trained.get(version, 0) + count
 
     def commit(self, version: int) -> None:
-        """``version`` is visible: the slots of all groups whose training led up to it are free.
+        """Make ``version`` visible and free the slots of all groups whose training led up to it.
 
         Raises:
             ContractViolation: versions went backwards.

@@ -1,7 +1,7 @@
-"""What follows an attempt that ended untrained: another attempt, a fresh prompt, quarantine (C5, C6).
+"""The attempt book: issues attempts and decides what follows one that ended untrained (C5, C6).
 
-Every such end is followed by exactly one new attempt, so the pool keeps its size (C3): the slot it frees is
-filled by :meth:`AttemptBook.issue`, which takes waiting retries first and fresh prompts otherwise.
+That is another attempt, a fresh prompt, or quarantine of the prompt. Every such end is followed by exactly one new
+attempt, so the pool keeps its size (C3): :meth:`AttemptBook.issue` fills the slot, with waiting retries first.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Bounds. Each cause has its own counter, so a broken network never spends the budget of bad data."""
+    """Limits on retries. Each cause has its own counter, so a broken network never spends the budget of bad data."""
 
-    max_prompt_attempts: int  # ends of one cause after which a prompt gets no more, in this epoch or ever
+    max_prompt_attempts: int  # ends of one cause after which a prompt gets no more attempts in this epoch
     max_quarantined_prompts: int  # quarantined prompts after which the run stops
     recycle_stale: bool  # another attempt for a stale group's prompt (recycle), or a fresh prompt (drop)
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that gets no more attempts, and why."""
+    """A quarantined prompt and the reason of each of its attempts."""
 
     prompt_id: str
     epoch: int
@@ -46,7 +46,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that waits for its next attempt. What earlier ones left: counters, nothing else (M7)."""
+    """A prompt that waits for its next attempt, with counters of earlier ones and nothing else of them (M7)."""
 
     prompt: Prompt
     epoch: int
@@ -57,7 +57,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """How the attempt is to be entered in the ledger, and what its prompt gets."""
+    """Outcome of an attempt for the ledger, and what its prompt gets next."""
 
     outcome: Outcome
     reason: str
@@ -72,7 +72,7 @@ class AttemptBook:
         self._policy = policy
         self._next_id = 0
         self._retries: deque[Retry] = deque()
-        self._quarantined: dict[str, Retry] = {}  # prompt_id → what it would take to try it again
+        self._quarantined: dict[str, Retry] = {}  # prompt_id → what is needed to try it again
         self._readmissions: set[str] = set()  # requests that were granted
 
     @property
@@ -91,7 +91,7 @@ class AttemptBook:
         return len(self._retries)
 
     def issue(self, fresh: Callable[[], tuple[int, Prompt]], issued_version: int) -> Attempt:
-        """The next attempt; ``fresh`` gives the next (epoch, prompt) of the prompt source.
+        """Return the next attempt; ``fresh`` gives the next (epoch, prompt) of the prompt source.
 
         Raises:
             DataError: the prompt source has only quarantined prompts left.
@@ -113,7 +113,7 @@ class AttemptBook:
         )
 
     def ended(self, attempt: Attempt, cause: Cause, reason: str) -> Verdict:
-        """An attempt ended untrained. A retry, if that is the verdict, is queued.
+        """Decide what follows an attempt that ended untrained; queue the retry, if there is one.
 
         Filtered: a fresh prompt; the same weights would likely give the same rewards again, and an easy
         prompt is no bad prompt. Stale: another attempt by ``--stale-group-action recycle``, up to
@@ -127,7 +127,7 @@ class AttemptBook:
         """
         if cause is Cause.FILTERED:
             return Verdict(outcome=Outcome.FILTERED, reason=reason)
-        if attempt.prompt.prompt_id in self._quarantined:  # by another attempt, of another epoch
+        if attempt.prompt.prompt_id in self._quarantined:  # after another attempt, in another epoch
             outcome = Outcome.STALE_DROPPED if cause is Cause.STALE else Outcome.FAILED
             return Verdict(outcome=outcome, reason=reason)
         last_stale = attempt.stale_count + 1 >= self._policy.max_prompt_attempts
@@ -165,7 +165,7 @@ class AttemptBook:
         return tuple(retry.prompt.prompt_id for retry in readmitted)
 
     def state(self) -> dict[str, Any]:
-        """JSON-serializable."""
+        """Return the state, JSON-serializable."""
         return {
             "next_id": self._next_id,
             "retries": msgspec.to_builtins(tuple(self._retries)),
@@ -174,7 +174,7 @@ class AttemptBook:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; ids are not reused."""
+        """Continue from a saved state; ids are not reused."""
         self._next_id = int(state["next_id"])
         self._retries = deque(msgspec.convert(state["retries"], tuple[Retry, ...]))
         quarantined = msgspec.convert(state["quarantined"], tuple[Retry, ...])
@@ -202,5 +202,5 @@ class AttemptBook:
 
 
 def dead_letter(last: Retry) -> DeadLetter:
-    """Of a prompt that is quarantined."""
+    """Dead letter of a quarantined prompt."""
     return DeadLetter(prompt_id=last.prompt.prompt_id, epoch=last.epoch, reasons=last.history)

@@ -1,4 +1,4 @@
-"""Where finished groups wait, and the cut: the only place where freshness is judged (C1)."""
+"""The buffer of finished groups, and the cut: the only place where freshness is judged (C1)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Trimmed(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """What left the buffer at one cut."""
+    """Groups that left the buffer at one cut, and those that were trimmed."""
 
     target_version: int  # the optimizer will step from it
     groups: tuple[Group, ...]  # batch_size groups, in batch order; () if too few were fresh
@@ -41,8 +41,8 @@ class StalenessBuffer:
     def __init__(
         self, batch_size: int, bound: int | None, *, order: BatchOrder = "oldest_first", min_samples: int | None = None
     ) -> None:
-        """``order``: "oldest_first" or "completion". ``min_samples``: a group goes on with its fresh samples while
-        so many remain (C7); None: one stale sample makes its group stale.
+        """``order``: "oldest_first" or "completion". ``min_samples``: a group keeps its fresh samples while
+        that many remain (C7); None: one stale sample makes its group stale.
         """
         self._batch_size = batch_size
         self._bound = bound

@@ -17,7 +17,7 @@ from miles_async.types import Attempt
 
 
 class Stage(enum.StrEnum):
-    """Where a live attempt is. It moves forward only: in flight → buffered → cut."""
+    """Stage of a live attempt; it only moves forward: in flight → buffered → cut."""
 
     IN_FLIGHT = "in_flight"
     BUFFERED = "buffered"
@@ -25,14 +25,14 @@ class Stage(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How an attempt ends."""
+    """Outcome of an attempt that ended."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
     STALE_RECYCLED = "stale_recycled"  # its prompt gets another attempt
     STALE_DROPPED = "stale_dropped"  # a fresh prompt takes its place
     FAILED = "failed"
-    QUARANTINED = "quarantined"  # it was the last one its prompt gets
+    QUARANTINED = "quarantined"  # its prompt gets no more attempts
     CANCELLED = "cancelled"  # the run ended first
 
 
@@ -140,17 +140,17 @@ class Ledger:
         self._move(self._live([attempt_id]), Stage.IN_FLIGHT, Stage.BUFFERED)
 
     def cut(self, attempt_ids: Iterable[int], target_version: int) -> None:
-        """Their groups left the buffer for the batch that steps from ``target_version``."""
+        """Move attempts from the buffer to the batch that steps from ``target_version``."""
         rows = self._live(attempt_ids)
         self._move(rows, Stage.BUFFERED, Stage.CUT)
         for row in rows:
             row.target_version = target_version
 
     def end(self, attempt_id: int, outcome: Outcome, reason: str = "") -> None:
-        """It ends, for ever.
+        """End an attempt. This is final.
 
         Raises:
-            ContractViolation: it is not live (ended, or never issued), or can't end so from its stage.
+            ContractViolation: it is not live (ended, or never issued), or this outcome cannot follow its stage.
         """
         (row,) = self._live([attempt_id])
         if row.stage not in ENDS_FROM[outcome]:
@@ -177,7 +177,7 @@ class Ledger:
         return tuple(self._rows.values())
 
     def balance(self) -> Balance:
-        """The numbers, now."""
+        """Current counts of attempts by stage and outcome."""
         return Balance(
             issued=self._issued,
             in_flight=self._stages[Stage.IN_FLIGHT],
@@ -189,7 +189,7 @@ class Ledger:
         )
 
     def check(self, *, in_flight: Iterable[int] | None = None, buffered: Iterable[int] | None = None) -> None:
-        """The run-time check of C2: the sum, and the rows against what the parts really hold.
+        """Check C2 at run time: the sum, and the rows against what the parts really hold.
 
         Args:
             in_flight: attempt ids that the dispatcher is working on.
@@ -225,7 +225,7 @@ class Ledger:
 
     @staticmethod
     def saved_balance(state: Mapping[str, Any]) -> Balance:
-        """The balance at the moment when ``state`` was taken."""
+        """Return the balance at the moment when ``state`` was saved."""
         stages = Counter(row.stage for row in msgspec.convert(state["live"], tuple[Row, ...]))
         return Balance(
             issued=int(state["issued"]),
@@ -238,9 +238,9 @@ class Ledger:
         )
 
     def restore(self, state: Mapping[str, Any], *, kept: Collection[int] = ()) -> tuple[Row, ...]:
-        """Take over the counters of an earlier process, and as buffered the live attempts that are ``kept``, their
-        groups having been saved. The other live ones are cancelled ("restart") and returned: their generations
-        died with that process, and their prompts are issued again as new attempts.
+        """Take over the counters of an earlier process. Its live attempts that are ``kept`` count as buffered, since
+        their groups were saved. The others are cancelled ("restart") and returned: their generations ended with that
+        process, and their prompts are issued again as new attempts.
         """
         live = msgspec.convert(state["live"], tuple[Row, ...])
         rows = tuple(row for row in live if row.attempt_id not in kept)

@@ -1,4 +1,4 @@
-"""Who looks on while the pool works: one method per thing that happens to an attempt."""
+"""Observers of the pool: one method per event in the life of an attempt."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from miles_async.types import Attempt, Group
 
 
 class PoolObserver:
-    """Called by the pool, on its thread, after each change. This one looks away.
+    """Receives pool events, on the pool's thread, after each change. This one ignores them.
 
-    A method must not wait, raise or keep the pool from going on: ``ledger.writer`` queues what it is told.
+    Methods must not wait or raise; ``ledger.writer`` queues what it receives.
     """
 
     def restored(self, balance: Balance, quarantined: Sequence[DeadLetter]) -> None:
-        """A checkpoint was taken over: what earlier processes did. What is live of it follows as if issued now."""
+        """The pool was restored: ``balance`` of earlier processes. Live attempts follow as if issued now."""
 
     def issued(self, attempt: Attempt) -> None:
-        """Admitted."""
+        """The attempt was admitted."""
 
     def finished(self, group: Group) -> None:
-        """Generated and rewarded. It is in the buffer, or about to end as filtered."""
+        """The group was generated and rewarded. It is in the buffer, or about to end as filtered."""
 
     def trimmed(self, group: Group, left_out: int) -> None:
-        """At a cut, so many of its samples were too old; ``group`` is the rest, in the buffer (C7)."""
+        """A cut removed ``left_out`` samples that were too old; ``group`` is the rest, in the buffer (C7)."""
 
     def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
-        """They left the buffer, for the batch that steps from ``target_version``."""
+        """The attempts left the buffer for the batch that steps from ``target_version``."""
 
     def ended(
         self,
@@ -39,7 +39,7 @@ class PoolObserver:
         target_version: int | None = None,
         step: int | None = None,
     ) -> None:
-        """For ever. ``target_version``: that it was too old for. ``step``: which one trained it."""
+        """The attempt ended. ``target_version``: the version it was too old for. ``step``: the one that trained it."""
 
     def checked(self, issued: int, live: Mapping[int, Stage]) -> None:
-        """The pool has just checked C2: so many attempts were issued, and these have not ended."""
+        """The pool has just checked C2: ``issued`` attempts in all, of which ``live`` have not ended."""

@@ -1,4 +1,4 @@
-"""How old is too old (C1) and how far ahead is too far (C4): one predicate, two knobs."""
+"""The staleness predicate (C1), and the two knobs for age and lead (C4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles_async.errors import ConfigurationError, ContractViolation, VersionUnk
 
 
 def age(oldest_version: int, target_version: int) -> int:
-    """Versions from the weights that sampled the oldest loss token to those the optimizer steps from.
+    """Return the age: versions between the weights of the oldest loss token and those the optimizer steps from.
 
     Raises:
         VersionUnknownError: a version is negative: unknown is an error, never "fresh".
@@ -31,7 +31,7 @@ def age(oldest_version: int, target_version: int) -> int:
 
 
 def is_stale(oldest_version: int, target_version: int, bound: int | None) -> bool:
-    """C1, the one predicate: whether a sample is too old to be trained.
+    """Return whether a sample is too old to be trained: the one predicate of C1.
 
     It is asked by ``StalenessBuffer.cut``, against the version the optimizer will step from. An age
     equal to the bound is fresh. Without a bound nothing is stale, but versions must be known all the same.
@@ -44,7 +44,7 @@ def is_stale(oldest_version: int, target_version: int, bound: int | None) -> boo
 
 
 def check_ages(oldest_versions: Iterable[int], target_version: int, bound: int | None) -> None:
-    """The run-time check of C1, on per-sample versions recomputed from the tokens about to be trained.
+    """Check C1 at run time, on per-sample versions recomputed from the tokens about to be trained.
 
     Raises:
         ContractViolation: a sample is older than the bound; names all such samples.
@@ -63,17 +63,17 @@ def check_ages(oldest_versions: Iterable[int], target_version: int, bound: int |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessPolicy:
-    """The two knobs, resolved."""
+    """The knobs of a run, with defaults resolved."""
 
     bound: int | None  # K: oldest age that is trained; None: not bounded
     lead_batches: int  # batches admitted and not yet trained, at most
     batch_size: int  # groups per rollout step
     action: StaleGroupAction  # for groups that are too old at the cut (C5)
     order: BatchOrder = "oldest_first"  # which groups a batch takes first
-    min_samples: int | None = None  # a group is trained with at the least (C7); None: with all of them
+    min_samples: int | None = None  # fewest samples that a group is trained with (C7); None: all of them
 
     def __post_init__(self) -> None:
-        """Refuse what could never cut a batch (C3)."""
+        """Refuse settings that could never cut a batch (C3)."""
         if self.bound is not None and self.bound < 0:
             raise ConfigurationError(f"expected --max-weight-staleness of at least 0 or none, found {self.bound}")
         if self.lead_batches < 1:

@@ -1,7 +1,7 @@
 """The pool of attempts: admission, buffer, ledger and attempt book moved together, one call per event.
 
-Whoever runs it (``rollout.dispatcher`` on an event loop, the property tests by hand) calls one method per
-thing that happens, and the four parts can't come apart: every ending is entered in the ledger, frees or keeps
+Its owner (``rollout.dispatcher`` on an event loop, the property tests directly) calls one method per event, and the
+four parts cannot disagree: every ending is entered in the ledger, frees or keeps
 its slot, and settles what its prompt gets. No waiting, no I/O.
 """
 
@@ -24,7 +24,7 @@ from miles_async.types import Attempt, Group, Prompt
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool at one moment, to go on from in another process (C9)."""
+    """The pool at one moment, from which another process can continue (C9)."""
 
     state: dict[str, Any]  # JSON-serializable
     groups: tuple[Group, ...]  # finished and not trained yet, oldest admission first
@@ -41,8 +41,8 @@ class Pool:
         total_groups: int | None = None,
         observer: PoolObserver | None = None,
     ) -> None:
-        """``total_groups``: what is left to train; nothing is generated beyond that (R5, P6). None: no end.
-        ``observer`` is told whatever happens; the ledger on disk is one.
+        """``total_groups``: groups left to train; nothing is generated beyond them (R5, P6). None: no limit.
+        ``observer`` receives every event; the ledger on disk is one.
         """
         self._observer = observer or PoolObserver()
         self._admission = Admission(policy.capacity)
@@ -60,7 +60,7 @@ class Pool:
         self._reviewed_for = 0  # the newest version for which attempts in flight were ended as too old
         self._passed_over = 0  # offered prompts in a row that were quarantined
         self._visible_version: int | None = None  # None: no engine serves anything yet
-        self.dead_letters: list[DeadLetter] = []  # quarantined by now; whoever runs the pool writes them out
+        self.dead_letters: list[DeadLetter] = []  # quarantined by now; the pool's owner writes them out
 
     # -------------------------------------------------------------------------------------------- admission
     def room(self) -> int:
@@ -73,11 +73,11 @@ class Pool:
         return max(0, min(room, self._total_groups - self._ledger.trained - len(self._live)))
 
     def needs_prompt(self) -> bool:
-        """Whether :meth:`issue` has neither a retry nor an offered prompt to issue."""
+        """Return whether :meth:`issue` lacks both a retry and an offered prompt."""
         return not self._book.waiting_retries and not self._fresh
 
     def offer(self, epoch: int, prompt: Prompt) -> None:
-        """A fresh prompt from the source; passed over if it is quarantined.
+        """Offer a fresh prompt from the source; a quarantined one is skipped.
 
         Raises DataError if the source seems to have quarantined prompts only.
         """
@@ -99,30 +99,30 @@ class Pool:
         self._observer.issued(attempt)
         return attempt
 
-    # ------------------------------------------------------------------------------------------ its endings
+    # ------------------------------------------------------------------------------------------ endings
     def finished(self, group: Group) -> None:
-        """Generated and rewarded: it waits for a cut."""
+        """Put a generated and rewarded group into the buffer."""
         self._buffer.put(group)
         self._ledger.buffered(group.attempt.attempt_id)
         self._observer.finished(group)
 
     def failed(self, attempt: Attempt, reason: str, *, infrastructure: bool) -> None:
-        """It brought no group. Raises DataError past ``--max-quarantined-prompts``."""
+        """End an attempt that produced no group. Raises DataError past ``--max-quarantined-prompts``."""
         self._end_untrained(attempt, Cause.INFRASTRUCTURE if infrastructure else Cause.DATA, reason)
 
     def filtered(self, attempt: Attempt, reason: str, group: Group | None = None) -> None:
-        """Its group is of no use (group filter)."""
+        """End an attempt whose group a filter turned down."""
         if group is not None:
             self._observer.finished(group)
         self._end_untrained(attempt, Cause.FILTERED, reason)
 
     def review(self, attempt_id: int, versions: Mapping[int, int | None], target_version: int) -> frozenset[int]:
-        """Judge an attempt in flight: which samples are not worth finishing, since every cut from now on is for
-        ``target_version`` or a newer one (C1). All of them if too few are left for a group (C7): then the attempt has
-        ended as it would have at the cut. None with ``--stale-group-action wait``, which discards nothing.
+        """Return the samples of an attempt in flight that are not worth finishing: every cut from now on is for
+        ``target_version`` or a newer one (C1). These are all samples if too few would be left for a group (C7); the
+        attempt has then ended as it would have at the cut. With ``--stale-group-action wait`` nothing is discarded.
 
-        ``versions``: by index, of the samples that the group can have, one that the oldest of a sample is certainly not
-        newer than; None where nothing is certain.
+        ``versions``: index of each sample that the group can have → an upper bound on its oldest version; None where
+        nothing is certain.
         """
         if self._policy.action == "wait":
             return frozenset()
@@ -138,9 +138,9 @@ class Pool:
         return frozenset(versions)
 
     def cut(self, target_version: int) -> tuple[Group, ...] | None:
-        """One batch, fresh for ``target_version`` (C1), or None; what is too old for it leaves either way.
+        """Cut one batch that is fresh for ``target_version`` (C1), or return None; stale groups leave either way.
 
-        Raises ContractViolation if something is although the policy is to wait: ask :meth:`count_stale` first.
+        Raises ContractViolation for stale groups if the policy is to wait: ask :meth:`count_stale` first.
         """
         if self._policy.action == "wait" and (stale := self._buffer.count_stale(target_version)):
             raise ContractViolation(
@@ -167,7 +167,7 @@ class Pool:
         return cut.groups
 
     def trained(self, groups: tuple[Group, ...], target_version: int) -> None:
-        """The optimizer stepped with them from ``target_version``; their slots are free at the next commit."""
+        """End groups as trained from ``target_version``; their slots are freed at the next commit."""
         for group in groups:
             self._ledger.end(group.attempt.attempt_id, Outcome.TRAINED)
             del self._live[group.attempt.attempt_id], self._cut[group.attempt.attempt_id]
@@ -176,7 +176,7 @@ class Pool:
         self._admission.trained(len(groups), leads_to=target_version + 1)
 
     def commit(self, version: int) -> None:
-        """``version`` is visible; the same one again says that the last step was not published."""
+        """Make ``version`` visible; the same version again means that the last step was not published."""
         if version == self._visible_version:
             self._admission.release()
         else:
@@ -184,11 +184,11 @@ class Pool:
             self._visible_version = version
 
     def count_stale(self, version: int) -> int:
-        """Attempts outside a batch that could not be trained from ``version``, or may turn out so when they finish."""
+        """Count attempts outside a batch that are too old for ``version``, or may be when they finish."""
         return self._buffer.count_stale(version) + len(self.in_doubt(version))
 
     def in_doubt(self, version: int) -> list[int]:
-        """Attempts in flight of which tokens may be too old for ``version``: admitted under one that is."""
+        """Return attempts in flight that were admitted under a version too old for ``version``."""
         return [
             row.attempt_id
             for row in self._ledger.live()
@@ -196,7 +196,7 @@ class Pool:
         ]
 
     def cancel_all(self) -> None:
-        """The run ends: so does everything that is live."""
+        """End everything that is live as cancelled."""
         for attempt_id in list(self._live):
             self._ledger.end(attempt_id, Outcome.CANCELLED)
             self._observer.ended(attempt_id, Outcome.CANCELLED)
@@ -206,7 +206,7 @@ class Pool:
 
     # -------------------------------------------------------------------------------------------- inspection
     def check(self) -> None:
-        """C2, against what the buffer really holds. Raises ContractViolation naming the rows."""
+        """Check C2 against what the buffer really holds. Raises ContractViolation naming the rows."""
         self._ledger.check(buffered=(group.attempt.attempt_id for group in self._buffer))
         live = {row.attempt_id for row in self._ledger.live()}
         if live != self._live.keys():
@@ -219,7 +219,7 @@ class Pool:
         return self._ledger.balance()
 
     def live(self) -> tuple[Row, ...]:
-        """What has not ended, oldest admission first."""
+        """Attempts that have not ended, oldest admission first."""
         return self._ledger.live()
 
     def lead(self) -> int:
@@ -227,11 +227,11 @@ class Pool:
         return self._admission.occupied
 
     def can_move(self) -> bool:
-        """Whether anything can happen without the trainer: an attempt is in flight, or may be admitted."""
+        """Return whether anything can happen without the trainer: an attempt is in flight or may be admitted."""
         return self.room() > 0 or self._ledger.in_flight > 0
 
     def describe(self) -> str:
-        """One line for whoever asks why nothing moves (C10)."""
+        """Describe the pool in one line, for reports of a stall (C10)."""
         balance = self.balance()
         return (
             f"{balance.in_flight} attempts in flight, {balance.buffered} groups buffered, {balance.cut} cut, "
@@ -240,7 +240,10 @@ class Pool:
 
     # -------------------------------------------------------------------------------------------- checkpoint
     def snapshot(self) -> PoolSnapshot:
-        """What is in flight or was offered is saved as owed to its prompt, and issued again. Copies no tokens."""
+        """Snapshot the pool without copying tokens.
+
+        Attempts in flight and offered prompts are saved as owed, to be issued again.
+        """
         groups = {group.attempt.attempt_id: group for group in self._buffer} | self._cut
         owed = [_owed(attempt) for attempt_id, attempt in self._live.items() if attempt_id not in groups]
         owed += [_owed(Attempt(attempt_id=-1, prompt=prompt, epoch=epoch)) for epoch, prompt in self._fresh]
@@ -262,10 +265,10 @@ class Pool:
         total_groups: int | None = None,
         readmissions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Before anything was issued. ``total_groups``: what is left to train, as at construction.
+        """Restore a snapshot; call it before anything is issued. ``total_groups``: groups left to train.
 
-        ``version``: what the trainer goes on from; groups that are too old for it are generated again, like those
-        that were in flight. ``readmissions``: request → ids of quarantined prompts that shall get attempts again.
+        ``version``: the version that the trainer continues from; groups that are too old for it are generated again,
+        like those that were in flight. ``readmissions``: request → ids of quarantined prompts to readmit.
         """
         state = snapshot.state
         kept: list[Group] = []

@@ -1,4 +1,4 @@
-"""Which weights sampled which token: from an engine's raw report to one version per token (C1).
+"""Weight versions per token, from an engine's raw report (C1).
 
 An engine reports ``meta_info.weight_versions`` (spans; absent in SGLang 0.5.10) and
 ``meta_info.weight_version`` (one label, of the end of the response, hence too fresh for the tokens before
@@ -20,7 +20,7 @@ from miles_async.errors import VersionUnknownError
 from miles_async.types import NO_VERSION, Attempt, Branch, Group, Int32, Sample, VersionSpan
 
 ONE_STEP = 1
-"""Tokens in flight at an engine without speculative decoding: by so many may each reported start or end be wrong.
+"""Tokens in flight at an engine without speculative decoding: the error of each reported start or end.
 
 SGLang counts a request's tokens when weights change, and with its overlap schedule the results of one forward pass are
 not counted then: the pass was launched with the old weights, and its results wait in a queue that never holds more
@@ -150,7 +150,7 @@ def _assign_edges(
 
 
 def versions_per_token(spans: Sequence[VersionSpan], num_tokens: int) -> Int32:
-    """int32 [num_tokens]. ``spans`` cover [0, num_tokens) without gaps, as :func:`parse_spans` returns."""
+    """Return int32 [num_tokens]; ``spans`` cover [0, num_tokens) without gaps, as from :func:`parse_spans`."""
     edges = [0, *(span.end for span in spans)]
     assert [span.start for span in spans] == edges[:-1], spans
     assert edges[-1] == num_tokens, (spans, num_tokens)
@@ -159,7 +159,7 @@ def versions_per_token(spans: Sequence[VersionSpan], num_tokens: int) -> Int32:
 
 
 def loss_versions(sample: Sample) -> Int32:
-    """int32 [L], of the tokens that carry loss, over all branches; prompt and tool-output tokens don't count.
+    """Return int32 [L]: versions of the tokens that carry loss, over all branches. Prompt and tool output don't count.
 
     Raises:
         VersionUnknownError: as :func:`branch_versions`, for one of them.
@@ -196,21 +196,21 @@ def count_versions(branch: Branch) -> dict[int, int]:
 
 
 def oldest_version(sample: Sample) -> int:
-    """The version that decides the age of a sample. Raises VersionUnknownError as :func:`loss_versions` does."""
+    """Return the version that decides the age of a sample. Raises VersionUnknownError as :func:`loss_versions` does."""
     return int(loss_versions(sample).min())
 
 
 def is_mixed(sample: Sample) -> bool:
-    """Whether tokens that carry loss came from several versions."""
+    """Return whether tokens that carry loss came from several versions."""
     versions = loss_versions(sample)
     return bool(versions.min() != versions.max())
 
 
 def group_of(attempt: Attempt, samples: Sequence[Sample]) -> Group:
-    """The group of an attempt's finished samples, as old as the oldest of them (M5).
+    """Make the group of an attempt's finished samples; it is as old as the oldest of them (M5).
 
     Raises:
-        VersionUnknownError: of one of the samples.
+        VersionUnknownError: a sample has no usable version.
     """
     assert samples, f"attempt {attempt.attempt_id}: a group is never empty"
     versions = np.concatenate([loss_versions(sample) for sample in samples])
