@@ -1,1 +1,3 @@
-"""SGLang servers and their router: ``fleet`` keeps them alive, ``client`` sends requests, ``stack`` is all of it."""
+"""Inference servers and their router: ``supervisor`` keeps them alive, ``fleet`` publishes to them, ``client`` sends
+requests, ``stack`` is all of it. ``sglang`` is the kind of server that runs use.
+"""

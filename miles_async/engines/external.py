@@ -1,68 +1,83 @@
-"""Servers that are up already and not ours: attached, brought to our weights, and left as they are."""
+"""Servers that somebody else started: attached, brought to the run's weights, and left running at the end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
 
-import aiohttp
-
-from miles_async.engines.placement import ServerHandle
+from miles_async.engines.http import Http
+from miles_async.engines.kind import Arguments, ServerHandle
 from miles_async.errors import EngineError, EngineStartError
+from miles_async.seams import InferenceServer
 
-_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_PROBE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 
 
 class ExternalServers:
-    """A LaunchServer whose servers run elsewhere; engine i is the i-th address."""
+    """A ``LaunchServer`` whose servers run elsewhere; engine i is the i-th address."""
 
-    def __init__(self, addresses: Sequence[str], start_timeout: float) -> None:
-        """``addresses``: host:port. ``start_timeout``: seconds one may take to answer, at first or when it was lost."""
+    def __init__(
+        self, addresses: Sequence[str], start_timeout: float, calls: Callable[[Http], InferenceServer]
+    ) -> None:
+        """``addresses``: host:port. ``start_timeout``: seconds one may take to answer, at first or after it was lost.
+        ``calls``: what they understand.
+        """
         self._addresses = addresses
         self._start_timeout = start_timeout
+        self._calls = calls
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
-        return _ExternalServer(f"http://{self._addresses[engine_index]}", self._start_timeout)
+        return _ExternalServer(f"http://{self._addresses[engine_index]}", self._start_timeout, self._calls)
 
 
 class _ExternalServer:
-    def __init__(self, url: str, start_timeout: float) -> None:
+    def __init__(self, url: str, start_timeout: float, calls: Callable[[Http], InferenceServer]) -> None:
         self._url = url
         self._start_timeout = start_timeout
+        self._calls = calls
 
     async def start(self) -> str:
+        error: EngineError | None = None
         try:
-            async with asyncio.timeout(self._start_timeout), aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
-                while not await self._answers(session):  # noqa: ASYNC110  (it tells nobody)
+            async with asyncio.timeout(self._start_timeout), self._server() as server:
+                while True:
+                    try:
+                        await server.weight_version(self._url, _PROBE_SECONDS)
+                        return self._url
+                    except EngineError as silence:
+                        error = silence
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             raise EngineStartError(
                 f"the external engine at {self._url} did not answer for {self._start_timeout:g} s "
-                "(--engine-start-timeout): is it an SGLang server, and reachable from here?"
+                f"(--engine-start-timeout): does it run, is it reachable from here, and the kind of server that this "
+                f"run talks to? Last: {error}"
             ) from None
-        return self._url
 
-    async def _answers(self, session: aiohttp.ClientSession) -> bool:
-        try:
-            async with session.get(f"{self._url}/model_info") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
-    async def wait_exit(self) -> str:
-        """Never: whoever owns it knows. One that is gone stops answering."""
+    async def wait_exit(self) -> NoReturn:
+        """Wait forever: only its owner knows. A server that is gone stops answering."""
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+    async def on_host(
+        self, function: Callable[[Path, *Arguments], object], room: int, *arguments: *Arguments
+    ) -> NoReturn:
         raise EngineError("nothing of ours runs on the host of an external engine")
 
     async def stop(self) -> None:
-        """It is not ours to end; one that was fenced in a pause goes on, or requests would wait in it for ever."""
-        async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
-            with suppress(aiohttp.ClientError, TimeoutError):  # it may be gone
-                async with session.post(f"{self._url}/continue_generation", json={}):
-                    pass
+        """Leave it running, and let it go on if it was fenced in a pause, or requests would wait in it forever."""
+        async with self._server() as server:
+            with suppress(EngineError):  # it may be gone
+                await server.resume(self._url, _PROBE_SECONDS)
+
+    @asynccontextmanager
+    async def _server(self) -> AsyncIterator[InferenceServer]:
+        http = Http()
+        try:
+            yield self._calls(http)
+        finally:
+            await http.close()

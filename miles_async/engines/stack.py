@@ -40,7 +40,7 @@ class EngineStack:
         log_dir: Path,
         single_node: bool,
         parse_versions: ParseVersions,
-        server: Callable[[Http], InferenceServer],
+        calls: Callable[[Http], InferenceServer],
         name: str = "router",
         port: int | None = None,
     ) -> None:
@@ -50,8 +50,8 @@ class EngineStack:
         self.http = Http()
         self.registry = EngineRegistry()
         self.traffic = Traffic()
-        calls = server(self.http)
-        self.loads = Loads(self.registry, calls)
+        server = calls(self.http)
+        self.loads = Loads(self.registry, server)
         self.router = Router(
             self.registry,
             self.http,
@@ -65,7 +65,7 @@ class EngineStack:
         self.supervisor = EngineSupervisor(
             self.registry,
             self.router,
-            calls,
+            server,
             groups,
             max_restarts=arguments.engine_max_restarts,
             restart_window=arguments.engine_restart_window,
@@ -74,12 +74,12 @@ class EngineStack:
         self.fleet = Fleet(
             self.registry,
             self.supervisor,
-            calls,
+            server,
             self.traffic,
             step_timeout=weights.step_timeout,
         )
         self.client = RouterClient(
-            calls,
+            server,
             self.http,
             self.registry,
             self.traffic,

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from miles_async.engines.placement import LaunchServer, ServerHandle
+from miles_async.engines.kind import LaunchServer, ServerHandle
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.restarts import RestartBudget
 from miles_async.engines.router import Router

@@ -7,13 +7,14 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 from miles_async.engines.client import ROUTING_KEY, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
+from miles_async.engines.kind import Arguments, ServerHandle
 from miles_async.engines.load import Loads
-from miles_async.engines.placement import ServerHandle
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
@@ -171,7 +172,9 @@ class SimulatedServer:
         assert self._engine is not None
         return await self._engine.wait_exit()
 
-    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+    async def on_host(
+        self, function: Callable[[Path, *Arguments], object], room: int, *arguments: *Arguments
+    ) -> NoReturn:
         raise EngineError("a simulated engine has no host")
 
     async def stop(self) -> None:

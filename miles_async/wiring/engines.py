@@ -14,14 +14,16 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
-from miles_async.engines.placement import LaunchServer, RayServers
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.kind import EngineKind, LaunchServer, ServerSpec
+from miles_async.engines.placement import RayServers
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
+
+ENGINES: Mapping[str, EngineKind] = {"sglang": SGLANG}
 
 SEEDS_PER_GROUP = 10_000  # engine i of a group samples with the i-th
 
@@ -99,6 +101,7 @@ class _StackMaker:
         self._arguments = arguments
         self._log_dir = run_dir / "logs"
         self._device = device
+        self._kind = ENGINES["sglang"]
         self._seed = arguments.data.rollout_seed  # of the next group's first engine
 
     def __call__(
@@ -112,7 +115,7 @@ class _StackMaker:
             log_dir=self._log_dir,
             single_node=arguments.cluster.ray_address is None,
             parse_versions=parse_spans,
-            server=SGLangServer,
+            calls=self._kind.calls,
             name=name,
             port=port,
         )
@@ -120,16 +123,16 @@ class _StackMaker:
     def _group(self, group: ServerGroup) -> EngineGroup:
         launch: LaunchServer
         if group.external:
-            launch = ExternalServers(group.external, self._arguments.engines.engine_start_timeout)
+            launch = ExternalServers(group.external, self._arguments.engines.engine_start_timeout, self._kind.calls)
         else:
             spec = server_spec(self._arguments, group, self._log_dir, self._device)
-            launch = RayServers(msgspec.structs.replace(spec, random_seed=self._seed))
+            launch = RayServers(self._kind, msgspec.structs.replace(spec, random_seed=self._seed))
             self._seed += SEEDS_PER_GROUP
         return EngineGroup(name=group.name, engines=group.num_engines, ranks=group.gpus_per_engine, launch=launch)
 
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:
-    """What every SGLang server of a group is started with."""
+    """Settings of the servers of a group."""
     published = group.role != "frozen"
     return ServerSpec(
         group=group.name,
@@ -148,7 +151,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         dummy_weights=published,
         grammars=arguments.sessions.runs_agent,
         weight_group_seconds=arguments.weights.group_timeout,
-        sglang_extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
+        extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
     )
 
 

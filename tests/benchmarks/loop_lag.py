@@ -30,8 +30,9 @@ from aiohttp import web
 from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.http import Http
-from miles_async.engines.placement import ServerHandle
+from miles_async.engines.kind import ServerHandle
 from miles_async.engines.router import Router
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.runtime import garbage
 from miles_async.simulation.distributions import Fixed
 from miles_async.simulation.engine import canary_logprobs
@@ -143,7 +144,9 @@ class HttpEngines(SimulatedEngines):
         return self._http, cast(Router, FakeRouter(self.registry)), lambda: next(spread)
 
     def _launch(self, engine_index: int, incarnation: int) -> ServerHandle:
-        return ExternalServers([url.removeprefix("http://") for url in self._urls], 30.0)(engine_index, incarnation)
+        return ExternalServers([url.removeprefix("http://") for url in self._urls], 30.0, SGLangServer)(
+            engine_index, incarnation
+        )
 
     async def stop(self) -> None:
         await super().stop()

@@ -11,7 +11,8 @@ import psutil
 from aiohttp import web
 
 from miles_async.engines.external import ExternalServers
-from miles_async.engines.placement import LaunchServer
+from miles_async.engines.kind import LaunchServer
+from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.server import EngineServer
 
 PassOn = Callable[[], Awaitable[web.Response]]
@@ -94,7 +95,7 @@ class FaultyEngine:
 
     async def stop(self) -> None:
         """As of a server that is not ours."""
-        await ExternalServers([self._address.removeprefix("http://")], 1.0)(0, 0).stop()
+        await ExternalServers([self._address.removeprefix("http://")], 1.0, SGLangServer)(0, 0).stop()
 
     async def close(self) -> None:
         """End it."""

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
@@ -15,10 +16,10 @@ import pytest_asyncio
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.client import ROUTED_WORKER, ROUTING_KEY
 from miles_async.engines.frozen import FrozenEngines
-from miles_async.engines.placement import LocalServers
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineState
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.staleness.versions import parse_spans
 from tests.integration.served_models import save_served
@@ -76,12 +77,12 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fro
         model_path=str(model), device="cpu", dtype="float32", start_timeout=START_SECONDS, log_dir=str(folder)
     )
     stack = FrozenEngines(
-        [EngineGroup(engines=2, launch=LocalServers(spec))],
+        [EngineGroup(engines=2, launch=partial(EngineServer, spec))],
         EnginesArguments(),
         WeightsArguments(),
         log_dir=folder,
         single_node=True,
-        server=SGLangServer,
+        calls=SGLangServer,
         parse_versions=parse_spans,
     )
     await stack.start()

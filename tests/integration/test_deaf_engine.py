@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest_asyncio
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.placement import LocalServers
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.weights.verify import canary_tolerance
@@ -63,9 +64,9 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
             log_dir=str(folder / "logs"),
             held_weights=True,
             dummy_weights=True,
-            sglang_extra=extra,
+            extra=extra,
         )
-        groups.append(EngineGroup(name=name, engines=1, launch=LocalServers(spec)))
+        groups.append(EngineGroup(name=name, engines=1, launch=partial(EngineServer, spec)))
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), groups)

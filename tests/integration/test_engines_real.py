@@ -12,6 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ import pytest_asyncio
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.http import Http
-from miles_async.engines.placement import LocalServers, RayServers
+from miles_async.engines.kind import ServerSpec
+from miles_async.engines.placement import RayServers
 from miles_async.engines.registry import EngineState
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, read_answer
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.sglang.kind import SGLANG
+from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
@@ -78,12 +81,12 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
         model_path=str(models[0]), device="cpu", dtype="float32", start_timeout=200, log_dir=str(folder / "logs")
     )
     stack = EngineStack(
-        [EngineGroup(engines=1, launch=RayServers(spec))],
+        [EngineGroup(engines=1, launch=RayServers(SGLANG, spec))],
         EnginesArguments(request_timeout=120.0, engine_start_timeout=200.0),
         WeightsArguments(publication_timeout=60.0),
         log_dir=folder / "logs",
         single_node=True,
-        server=SGLangServer,
+        calls=SGLangServer,
         parse_versions=parse_spans,
     )
     await stack.start()
@@ -504,10 +507,10 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     spec = ServerSpec(model_path=str(tmp_path / "nothing-here"), device="cpu", dtype="float32", log_dir=str(tmp_path))
-    group = EngineGroup(engines=1, launch=LocalServers(spec))
+    group = EngineGroup(engines=1, launch=partial(EngineServer, spec))
     arguments = EnginesArguments(), WeightsArguments()
     stack = EngineStack(
-        [group], *arguments, log_dir=tmp_path, single_node=True, server=SGLangServer, parse_versions=parse_spans
+        [group], *arguments, log_dir=tmp_path, single_node=True, calls=SGLangServer, parse_versions=parse_spans
     )
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
         async with asyncio.timeout(120):

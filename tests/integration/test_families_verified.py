@@ -4,6 +4,7 @@ more or less, and no parameter that a publication leaves as it was. A real serve
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.placement import LocalServers
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from tests.fakes.fake_engine import FakeRouter
@@ -58,7 +59,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
-    group = EngineGroup(engines=1, ranks=ranks, launch=LocalServers(spec))
+    group = EngineGroup(engines=1, ranks=ranks, launch=partial(EngineServer, spec))
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])
     await router.start()
     await supervisor.start()

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ import pytest_asyncio
 from aiohttp import web
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
-from miles_async.engines.placement import LocalServers
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineState
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, PublicationError
@@ -154,14 +155,14 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         log_dir=str(logs),
         weight_group_seconds=limits.group_timeout,
     )
-    engines = {engine: FaultyEngine(LocalServers(spec), index) for index, engine in enumerate(BOTH)}
+    engines = {engine: FaultyEngine(partial(EngineServer, spec), index) for index, engine in enumerate(BOTH)}
     stack = EngineStack(
         [EngineGroup(engines=2, launch=lambda index, _: engines[BOTH[index]])],
         EnginesArguments(request_timeout=60.0, engine_start_timeout=200.0, engine_max_restarts=1000),
         limits,
         log_dir=logs,
         single_node=True,
-        server=SGLangServer,
+        calls=SGLangServer,
         parse_versions=parse_spans,
     )
     await stack.start()

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.placement import LocalServers
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.types import TensorShare
@@ -111,12 +111,12 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         log_dir=str(folder / "logs"),
         held_weights=True,
         dummy_weights=True,
-        sglang_extra=("--quantization=rounded",),
+        extra=("--quantization=rounded",),
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(
-        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=LocalServers(spec))]
+        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=partial(EngineServer, spec))]
     )
     await router.start()
     declare_plugin(folder / "plugins", "tests.integration.rounded_engine:register")

@@ -17,9 +17,10 @@ import pytest_asyncio
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import EngineServer, ServerSpec
+from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.traffic import Traffic
 from miles_async.staleness.versions import parse_spans
 from tests.fakes.chat_formats import TOOLS, chat_format

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import torch
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.placement import LocalServers
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
@@ -126,7 +127,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(
-        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=LocalServers(spec))]
+        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=partial(EngineServer, spec))]
     )
     fleet = RecordingFleet(registry, supervisor, SGLangServer(http), Traffic())
     await router.start()
@@ -249,7 +250,7 @@ async def test_an_external_engine_is_brought_to_the_weights_and_left_running(ser
     await server.generate(4)
     server.registry.version = before
 
-    registry, launch = EngineRegistry(), ExternalServers([url.removeprefix("http://")], 30.0)
+    registry, launch = EngineRegistry(), ExternalServers([url.removeprefix("http://")], 30.0, SGLangServer)
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(registry, router, SGLangServer(server.http), [EngineGroup(engines=1, launch=launch)])
     await router.start()

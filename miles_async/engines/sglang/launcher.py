@@ -95,7 +95,7 @@ if HELD_WEIGHTS_VARIABLE in os.environ:
 
     held_weights.register()
 if WEIGHT_GROUP_SECONDS_VARIABLE in os.environ:
-    from miles_async.engines import weight_groups
+    from miles_async.engines.sglang import weight_groups
 
     weight_groups.register()
 

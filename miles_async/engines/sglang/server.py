@@ -1,8 +1,7 @@
-"""One SGLang server process and who looks after it.
+"""An SGLang server process and its supervision.
 
-:class:`EngineServer` becomes a Ray actor where Ray places engines (see ``placement.py``); it is plain
-asyncio, so tests and tools use it without Ray. One instance supervises one process once; a restart is a new
-instance.
+:class:`EngineServer` becomes a Ray actor where Ray places engines (see ``placement.py``); it is plain asyncio, so tests
+and tools use it without Ray. One instance supervises one process; a restart is a new instance.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import msgspec
 
-from miles_async.arguments.cluster import Device
+from miles_async.engines.kind import Arguments, Result, ServerSpec
 from miles_async.engines.sglang.cpu_memory import memory_flags
 from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.errors import EngineError, EngineStartError
@@ -43,30 +40,8 @@ _CPU_FLAGS = (
 )
 
 
-class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What every engine of a group has in common."""
-
-    group: str = "engine"
-    model_path: str
-    device: Device
-    dtype: str  # "float32", "bfloat16", ...; must be the trainer's for log-probs to agree
-    tensor_parallel_size: int = 1  # GPUs, or on CPU processes, per engine
-    random_seed: int = 0  # engine i samples with random_seed + i
-    start_timeout: float = 600.0  # seconds
-    single_node: bool = True  # then addresses are 127.0.0.1
-    log_dir: str = "logs"
-    longest_sample: int = 2048  # tokens of prompt and response
-    concurrency: int = 64  # requests that it is given at once
-    engines_on_host: int = 1  # that share its memory, on CPU
-    held_weights: bool = False  # it can say what its model holds (--verify-weights full, sample)
-    dummy_weights: bool = False  # it starts with random weights, which a publication replaces
-    grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
-    weight_group_seconds: float | None = None  # waiting for other members of a process group; None: SGLang's minutes
-    sglang_extra: tuple[str, ...] = ()  # SGLang's own arguments, last: they win
-
-
 class EngineServer:
-    """Starts one SGLang server, waits until it answers, and tells when it ends."""
+    """One start of one SGLang server: a ``ServerHandle``."""
 
     def __init__(self, spec: ServerSpec, engine_index: int, incarnation: int) -> None:
         """``incarnation``: which start of this engine; every one has its own log file."""
@@ -80,7 +55,7 @@ class EngineServer:
         self._choosing_directory = asyncio.Lock()
 
     async def start(self) -> str:
-        """The server's URL, once it is up.
+        """Start the server, wait until it answers and return its URL.
 
         Raises EngineStartError with its last log lines when the process ends or the deadline passes.
         """
@@ -98,7 +73,7 @@ class EngineServer:
         return url
 
     async def wait_exit(self) -> str:
-        """Until the process ends; why, with its last log lines."""
+        """Wait until the process ends. Returns why, with its last log lines."""
         assert self._process is not None
         status = await self._process.wait()
         return self._report(f"ended with status {status}")
@@ -108,12 +83,14 @@ class EngineServer:
         return self._process is not None and self._process.returncode is None
 
     async def pid(self) -> int:
-        """Of the server's main process."""
+        """PID of the server's main process."""
         assert self._process is not None
         return self._process.pid
 
-    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
-        """``function(directory, *arguments)`` in a thread; see ``seams.EngineFleet``."""
+    async def on_host(
+        self, function: Callable[[Path, *Arguments], Result], room: int, *arguments: *Arguments
+    ) -> Result:
+        """Call ``function(directory, *arguments)`` in a thread; see ``seams.EngineFleet``."""
         try:
             async with self._choosing_directory:
                 if self._directory is None:
@@ -196,7 +173,7 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
             running=spec.concurrency,
             engines=spec.engines_on_host,
         )
-    return [*command, *spec.sglang_extra]
+    return [*command, *spec.extra]
 
 
 def server_environment(spec: ServerSpec) -> dict[str, str]:

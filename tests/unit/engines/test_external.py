@@ -22,7 +22,7 @@ from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
 async def test_an_external_engine_is_attached_and_left_as_it_is() -> None:
     async with FakeEngine() as engine:
-        handle = ExternalServers([engine.url.removeprefix("http://")], 5.0)(0, 0)
+        handle = ExternalServers([engine.url.removeprefix("http://")], 5.0, SGLangServer)(0, 0)
         assert await handle.start() == engine.url
         with pytest.raises(EngineError, match="nothing of ours"):
             await handle.on_host(print, 0)
@@ -36,7 +36,7 @@ async def test_an_external_engine_is_attached_and_left_as_it_is() -> None:
 
 
 async def test_an_external_engine_that_does_not_answer_is_named() -> None:
-    handle = ExternalServers(["127.0.0.1:1"], 0.05)(0, 0)
+    handle = ExternalServers(["127.0.0.1:1"], 0.05, SGLangServer)(0, 0)
     with pytest.raises(EngineStartError, match=r"external engine at http://127.0.0.1:1 did not answer for 0.05 s"):
         await handle.start()
 
@@ -54,7 +54,7 @@ async def test_frozen_engines_serve_when_they_are_up_and_again_when_they_are_bac
         WeightsArguments(),
         log_dir=tmp_path,
         single_node=True,
-        server=SGLangServer,
+        calls=SGLangServer,
         parse_versions=parse_spans,
     )
     router: Any = FakeRouter(frozen.registry)

@@ -18,8 +18,9 @@ import pytest
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.server_groups import ServerGroup
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.router import router_command
-from miles_async.engines.sglang.server import EngineServer, ServerSpec, server_command
+from miles_async.engines.sglang.server import EngineServer, server_command
 from miles_async.errors import ConfigurationError, EngineStartError
 from miles_async.runtime import addresses
 from miles_async.runtime.addresses import LOOPBACK, HeldPort, node_host
@@ -230,7 +231,7 @@ async def test_a_server_leaves_no_files_behind(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_users_own_arguments_come_last() -> None:
-    spec = ServerSpec(model_path="m", device="cpu", dtype="float32", sglang_extra=("--max-running-requests=7",))
+    spec = ServerSpec(model_path="m", device="cpu", dtype="float32", extra=("--max-running-requests=7",))
     assert server_command(spec, LOOPBACK, 1, 2, 0)[-1] == "--max-running-requests=7"
     assert router_command(LOOPBACK, 1, 2, "random", ("--log-level=info",))[-1] == "--log-level=info"
 

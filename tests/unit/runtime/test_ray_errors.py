@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.placement import _RayServer
-from miles_async.engines.sglang.server import ServerSpec
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.errors import EngineError, EngineStartError, TrainerError
 from miles_async.rollout.actor import _result
 from miles_async.runtime.ray_errors import why_gone
@@ -49,7 +50,7 @@ async def test_everyone_who_calls_an_actor_tells_it(error: RayError) -> None:
     assert str(trainer).startswith("trainer rank 1 died: ")
     assert "\n" not in str(trainer)
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32")
-    server = _RayServer(spec, 0, 0, {})
+    server = _RayServer(SGLANG, spec, 0, 0)
 
     class Method:
         def remote(self, *arguments: object) -> Any:
@@ -77,6 +78,6 @@ async def test_an_engine_that_ray_kills_while_it_starts(monkeypatch: pytest.Monk
             return type("Method", (), {"remote": lambda self: failing(KILLED)})()
 
     monkeypatch.setattr("ray.remote", lambda _: Actor())
-    server = _RayServer(ServerSpec(model_path="m", device="cpu", dtype="float32"), 0, 0, {})
+    server = _RayServer(SGLANG, ServerSpec(model_path="m", device="cpu", dtype="float32"), 0, 0)
     with pytest.raises(EngineStartError, match="ran out of memory"):
         await server.start()

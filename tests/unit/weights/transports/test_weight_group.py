@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles_async.engines import weight_groups
+from miles_async.engines.sglang import weight_groups
 from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.runtime.group_errors import BLOCKING_WAIT, errors_are_raised
 from miles_async.weights.senders import weight_group
