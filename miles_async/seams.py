@@ -22,6 +22,7 @@ from miles_async.types import (
     OpenSession,
     PreparedBatch,
     Prompt,
+    RolloutStats,
     ServerAnswer,
     StagedWeights,
     TensorMeta,
@@ -97,10 +98,6 @@ class RolloutSide(Protocol):
 
     async def evaluate(self) -> Metrics: ...
 
-    async def stats(self) -> dict[str, Any]:
-        """Balance of attempts, in-flight, buffer, idle seconds; cheap, for logs, summary and watchdog."""
-        ...
-
     async def describe(self) -> str:
         """Who waits for whom, in lines; for ``stall.txt`` (C10)."""
         ...
@@ -127,8 +124,20 @@ class RolloutSide(Protocol):
         """End what is in flight as cancelled; :meth:`run` returns."""
         ...
 
-    async def last_stats(self) -> dict[str, Any]:
-        """:meth:`close`, and :meth:`stats` when everything has ended."""
+    async def last_stats(self) -> RolloutStats:
+        """:meth:`close`, and the statistics when everything has ended."""
+        ...
+
+    async def canary(self) -> tuple[int, ...]:
+        """Tokens of the text that engines and trainer score at every publication: the run's first prompts."""
+        ...
+
+    async def scale(self, group: str, engines: int) -> None:
+        """Have a group of engines grow or shrink. Raises ConfigurationError."""
+        ...
+
+    async def engines(self) -> str:
+        """All engines with their states, for people."""
         ...
 
     async def stop(self) -> None:

@@ -353,3 +353,26 @@ class CollectedSession(msgspec.Struct, frozen=True, kw_only=True):
     cut: bool  # the last request found no room
     failure: str | None  # what engines or network did to the last request
     waiting: bool  # the last request was given up, or is under way
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Engines, their requests and their router at one moment."""
+
+    in_flight: int  # requests
+    oldest_request_seconds: float
+    busy_seconds: float  # in which any request was in flight
+    answers: Mapping[str, int]  # by engine
+    failed_tries: int
+    engines: str  # each with its state, for people
+    router: Mapping[str, float]  # its own metrics, as last read
+    restarts: Mapping[str, int]  # by engine
+
+
+class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout side at one moment."""
+
+    balance: Mapping[str, int]  # groups issued, and how many ended or stand where (C2)
+    gauges: Mapping[str, float]
+    router: Mapping[str, float]  # see EngineStats
+    busy_seconds: float  # of ``seconds``, those in which engines generated
+    seconds: float  # since the first publication, up to the end of the loop

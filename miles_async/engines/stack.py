@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.weights import WeightsArguments
@@ -26,6 +25,7 @@ from miles_async.engines.traffic import Traffic
 from miles_async.runtime.addresses import node_host
 from miles_async.runtime.tasks import afterwards, gathered, quietly
 from miles_async.seams import InferenceServer
+from miles_async.types import EngineStats
 
 
 class EngineStack:
@@ -113,20 +113,20 @@ class EngineStack:
         async with afterwards(self.http.close), afterwards(self.router.stop):
             await self.supervisor.stop()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> EngineStats:
         """Cheap, for logs and messages."""
         return engine_stats(self.registry, self.traffic, self._router_metrics.latest)
 
 
-def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str, float]) -> dict[str, Any]:
+def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str, float]) -> EngineStats:
     """What the rollout manager is told about engines, requests and router."""
-    return {
-        "in_flight": traffic.in_flight,
-        "oldest_request_seconds": traffic.oldest_seconds(),
-        "busy_seconds": traffic.busy_seconds(),
-        "answers": dict(traffic.completed),
-        "failed_tries": traffic.failed,
-        "engines": registry.describe(),
-        "router": dict(router),
-        "restarts": {record.engine_id: record.restarts for record in registry.engines.values()},
-    }
+    return EngineStats(
+        in_flight=traffic.in_flight,
+        oldest_request_seconds=traffic.oldest_seconds(),
+        busy_seconds=traffic.busy_seconds(),
+        answers=dict(traffic.completed),
+        failed_tries=traffic.failed,
+        engines=registry.describe(),
+        router=dict(router),
+        restarts={record.engine_id: record.restarts for record in registry.engines.values()},
+    )

@@ -7,59 +7,75 @@ ever has to be pickled.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import ray
-from ray.actor import ActorHandle
 
 from miles_async.errors import EngineError
 from miles_async.runtime import garbage
 from miles_async.runtime.ray_errors import why_gone
+from miles_async.seams import EngineFleet, RolloutSide
 
-BuildParts = Callable[[], Awaitable[Mapping[str, Any]]]
+T = TypeVar("T")
+
+PartName = Literal["manager", "fleet", "evaluation_fleet"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutParts:
+    """What the actor hosts, by the names of the fields."""
+
+    manager: RolloutSide
+    fleet: EngineFleet
+    evaluation_fleet: EngineFleet | None = None  # engines apart from those of training
+
+
+BuildParts = Callable[[], Awaitable[RolloutParts]]
 
 
 class RolloutActor:
-    """Hosts named parts (the manager, the fleet) and runs their async methods on one event loop."""
+    """Hosts the parts and runs their methods on one event loop."""
 
     def __init__(self, build: BuildParts) -> None:
-        """``build`` starts the parts and returns them by name; it runs in the actor's process."""
+        """``build`` starts the parts; it runs in the actor's process."""
         self._build = build
-        self._parts: Mapping[str, Any] = {}
+        self._parts: RolloutParts | None = None
 
     async def start(self) -> None:
         """Build the parts. Raises what building raises; nothing is left running then."""
         self._parts = await self._build()
         garbage.settle()
 
-    async def call(self, part: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Await ``parts[part].method(*args, **kwargs)``."""
-        return await getattr(self._parts[part], method)(*args, **kwargs)
+    async def call(self, part: PartName, method: str, *arguments: object, **named: object) -> object:
+        """Await a method of a part's protocol, for :func:`stand_in`."""
+        return await getattr(getattr(self._parts, part), method)(*arguments, **named)
 
 
-class RemotePart:
-    """A part of a RolloutActor as if it were local: every method is a coroutine.
+Forward = Callable[[str, tuple[object, ...], Mapping[str, object]], Awaitable[object]]
 
-    Stands behind the RolloutSide and EngineFleet protocols in the driver.
+
+def stand_in(protocol: type[T], forward: Forward) -> T:
+    """An object with the coroutine methods of ``protocol``, each of which awaits ``forward(name, arguments, named)``.
+
+    >>> fleet = stand_in(EngineFleet, forward)
+    >>> members = await fleet.members()
     """
-
-    def __init__(self, actor: ActorHandle, part: str) -> None:
-        self._actor = actor
-        self._part = part
-
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            return await _result(self._actor.call.remote(self._part, method, *args, **kwargs))
-
-        return call
+    methods = [name for name, _ in inspect.getmembers(protocol, inspect.iscoroutinefunction)]
+    return type(f"Remote{protocol.__name__}", (), {name: _forwarding(name, forward) for name in methods})()
 
 
-async def _result(reference: ray.ObjectRef[Any]) -> Any:
+def _forwarding(method: str, forward: Forward) -> Callable[..., Awaitable[object]]:
+    async def call(_self: object, *arguments: object, **named: object) -> object:
+        return await forward(method, arguments, named)
+
+    return call
+
+
+async def _result(reference: Awaitable[T]) -> T:
     """What a call returned; what it raised, as it was raised there."""
     try:
         return await reference
@@ -80,11 +96,15 @@ class RolloutProcess:
         options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
         self._actor = ray.remote(RolloutActor).options(**options).remote(build)
         self._started = False
-        self.manager = self.part("manager")
+        self.manager = stand_in(RolloutSide, self._forward_to("manager"))
+        self.fleet = stand_in(EngineFleet, self._forward_to("fleet"))
+        self.evaluation_fleet = stand_in(EngineFleet, self._forward_to("evaluation_fleet"))
 
-    def part(self, name: str) -> RemotePart:
-        """One of the actor's parts."""
-        return RemotePart(self._actor, name)
+    def _forward_to(self, part: PartName) -> Forward:
+        async def forward(method: str, arguments: tuple[object, ...], named: Mapping[str, object]) -> object:
+            return await _result(self._actor.call.remote(part, method, *arguments, **named))
+
+        return forward
 
     async def start(self) -> None:
         """Engines and router up. Raises EngineStartError, DataError, ConfigurationError."""

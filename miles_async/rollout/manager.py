@@ -12,13 +12,12 @@ import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 
 from miles_async.api import Metrics
 from miles_async.errors import StalledError, first_error
-from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
@@ -26,8 +25,8 @@ from miles_async.runtime.clock import now
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
 from miles_async.seams import PromptSource
-from miles_async.staleness.ledger import Ledger
-from miles_async.types import Group, PreparedBatch, TrainShard
+from miles_async.staleness.ledger import Balance, Ledger
+from miles_async.types import EngineStats, Group, PreparedBatch, RolloutStats, TrainShard
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +38,7 @@ class Engines(Protocol):
 
     async def wait_for_joining(self) -> None: ...
 
-    def stats(self) -> Mapping[str, Any]: ...
+    def stats(self) -> EngineStats: ...
 
     async def scale(self, group: str, engines: int) -> None: ...
 
@@ -50,6 +49,16 @@ class Evaluation(Protocol):
     """The evaluator."""
 
     async def run(self) -> Metrics: ...
+
+
+class Writer(Protocol):
+    """Brings to disk what happens in the pool (``ledger.queued_writer``)."""
+
+    async def run(self) -> None: ...
+
+    async def settle(self, balance: Balance) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 MAX_ATTEMPTS_SHOWN = 100
@@ -68,12 +77,13 @@ class RolloutManager:
         batches: BatchMaker,
         evaluator: Evaluation | None,
         close_reward: Callable[[], Awaitable[None]] | None = None,
-        put: Callable[[TrainShard], Any],
-        writers: Sequence[QueuedWriter[Any]] = (),
+        put: Callable[[TrainShard], object],
+        writers: Sequence[Writer] = (),
+        canary: tuple[int, ...] = (),
     ) -> None:
         """``close_reward`` ends the processes that rewards started.
         ``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
-        ``writers`` bring to disk what happens in the dispatcher's pool.
+        ``writers`` bring to disk what happens in the dispatcher's pool. ``canary``: see :meth:`canary`.
         """
         self._engines = engines
         self._source = source
@@ -83,6 +93,7 @@ class RolloutManager:
         self._close_reward = close_reward
         self._put = put
         self._writers = writers
+        self._canary = canary
         self._closed = asyncio.Event()
         self._over = asyncio.Event()
         self._over.set()
@@ -125,8 +136,8 @@ class RolloutManager:
         except StalledError as error:
             engines = self._engines.stats()
             raise StalledError(
-                f"{error}; {engines['engines']}; {engines['in_flight']} requests at engines, the oldest for "
-                f"{engines['oldest_request_seconds']:.0f} s"
+                f"{error}; {engines.engines}; {engines.in_flight} requests at engines, the oldest for "
+                f"{engines.oldest_request_seconds:.0f} s"
             ) from None
         balance = self._dispatcher.pool.balance()
         ended, self._counted = balance.ended_since(self._counted), balance
@@ -134,7 +145,7 @@ class RolloutManager:
         self._cut[batch_id] = (groups, target_version)
         prepared = await asyncio.to_thread(self._batches.make, groups, target_version)
         references = await asyncio.to_thread(lambda: tuple(self._put(shard) for shard in prepared.shards))
-        stats = await self.stats()
+        stats = self.stats()
         return PreparedBatch(
             batch_id=batch_id,
             target_version=target_version,
@@ -143,8 +154,8 @@ class RolloutManager:
             metrics={
                 **prepared.metrics,
                 **{f"groups/{name}": count for name, count in ended.items()},
-                **{f"rollout/{name}": value for name, value in stats["gauges"].items()},
-                **{f"router/{name}": value for name, value in stats["router"].items()},
+                **{f"rollout/{name}": value for name, value in stats.gauges.items()},
+                **{f"router/{name}": value for name, value in stats.router.items()},
             },
             ages=prepared.ages,
         )
@@ -181,26 +192,24 @@ class RolloutManager:
             self._evaluating.cancel()
             await asyncio.wait([self._evaluating])
 
-    async def stats(self) -> dict[str, Any]:
-        """``balance`` of attempts (C2), ``gauges`` of now, ``router``: what smg measured last, ``busy_seconds`` and
-        ``seconds`` since the first commit.
-        """
+    def stats(self) -> RolloutStats:
+        """Snapshot of the current state; after :meth:`close`, of its times."""
         pool, engines = self._dispatcher.pool, self._engines.stats()
         balance = pool.balance()
-        return {
-            "balance": balance.summary(),
-            "gauges": {
+        return RolloutStats(
+            balance=balance.summary(),
+            gauges={
                 "in_flight": balance.in_flight,
                 "buffered": balance.buffered,
-                "requests": engines["in_flight"],
+                "requests": engines.in_flight,
                 "concurrency_limit": self._dispatcher.concurrency.slots.limit,
                 "lead": pool.lead(),
                 **self._dispatcher.services.gauges(),
             },
-            "router": engines["router"],
-            "busy_seconds": self._busy_seconds if self._closed.is_set() else engines["busy_seconds"],
-            "seconds": self._seconds if self._closed.is_set() else self._elapsed(),
-        }
+            router=engines.router,
+            busy_seconds=self._busy_seconds if self._closed.is_set() else engines.busy_seconds,
+            seconds=self._seconds if self._closed.is_set() else self._elapsed(),
+        )
 
     async def describe(self) -> str:
         """Pool, engines, requests, live attempts and tasks, as they are now."""
@@ -213,10 +222,10 @@ class RolloutManager:
             attempts[MAX_ATTEMPTS_SHOWN:] = [f"and {len(attempts) - MAX_ATTEMPTS_SHOWN} younger ones"]
         sections = {
             "pool": [pool.describe()],
-            "engines": [engines["engines"]],
+            "engines": [engines.engines],
             "requests": [
-                f"{engines['in_flight']} at engines, the oldest for {engines['oldest_request_seconds']:.0f} s; "
-                f"{engines['failed_tries']} failed so far"
+                f"{engines.in_flight} at engines, the oldest for {engines.oldest_request_seconds:.0f} s; "
+                f"{engines.failed_tries} failed so far"
             ],
             "services": self._dispatcher.services.describe() or ["none is down"],
             "live attempts": attempts,
@@ -229,8 +238,12 @@ class RolloutManager:
         await self._engines.scale(group, engines)
 
     async def engines(self) -> str:
-        """All of them, with their states."""
-        return str(self._engines.stats()["engines"])
+        """All engines with their states, for people."""
+        return self._engines.stats().engines
+
+    async def canary(self) -> tuple[int, ...]:
+        """Tokens of the text that engines and trainer score at every publication."""
+        return self._canary
 
     def _elapsed(self) -> float:
         return now() - self._first_commit if self._first_commit is not None else 0.0
@@ -257,16 +270,16 @@ class RolloutManager:
     async def close(self) -> None:
         """End what is in flight as cancelled; :meth:`run` returns. Saving what comes after is nobody's idling."""
         if not self._closed.is_set():
-            self._seconds, self._busy_seconds = self._elapsed(), self._engines.stats()["busy_seconds"]
+            self._seconds, self._busy_seconds = self._elapsed(), self._engines.stats().busy_seconds
             self._closed.set()
 
-    async def last_stats(self) -> dict[str, Any]:
-        """:meth:`close`, and the balance when everything has ended."""
+    async def last_stats(self) -> RolloutStats:
+        """:meth:`close`, and the statistics when everything has ended."""
         await self.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._over.wait()
-        return await self.stats()
+        return self.stats()
 
     async def stop(self) -> None:
         """Engines, router and rewards down; before that :meth:`close`, if nobody did, so that the ledger is whole."""

@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 from miles_async.engines.client import ROUTING_KEY, RouterClient
 from miles_async.engines.fleet import Fleet
@@ -27,6 +27,7 @@ from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Host, Network, Response, SimulatedHttp
 from miles_async.simulation.settings import CallFault, SimulationSettings
 from miles_async.staleness.versions import parse_spans
+from miles_async.types import EngineStats
 
 ROUTER_URL = "sim://router"
 
@@ -93,7 +94,7 @@ class SimulatedEngines:
     async def wait_for_joining(self) -> None:
         await self.supervisor.wait_for_joining()
 
-    def stats(self) -> Mapping[str, Any]:
+    def stats(self) -> EngineStats:
         return engine_stats(self.registry, self.traffic, router={})
 
     async def scale(self, group: str, engines: int) -> None:

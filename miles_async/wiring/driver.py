@@ -12,11 +12,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn
 
 import structlog
 
@@ -47,7 +47,7 @@ from miles_async.observability.summary_view import print_summary
 from miles_async.observability.tracker import CompositeTracker
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
 from miles_async.rollout.actor import RolloutProcess
-from miles_async.runtime.control import ControlServer
+from miles_async.runtime.control import ControlServer, Handler
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.last_resort import LastResort
 from miles_async.runtime.own_ray import OwnRay
@@ -59,6 +59,7 @@ from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
 from miles_async.seams import EngineFleet, RolloutSide
 from miles_async.trainer.group import TrainerGroup
+from miles_async.types import RolloutStats
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
@@ -136,10 +137,9 @@ class Run:
         self._device = choose_device(arguments.cluster.device)
         self._summary = RunSummary()
         self._started = time.monotonic()
-        self._stats: dict[str, Any] = {}  # of the rollout side, as last heard
+        self._stats: RolloutStats | None = None  # as last heard
         self._version = 0
-        self._manager: Any = None  # of the rollout side, once it is up
-        self._control_server = ControlServer(control, {"scale": self._scale, "engines": self._engines})
+        self._control_socket = control
         self._own_ray = OwnRay() if arguments.cluster.ray_address is None else None
 
     async def main(self, all_is_up: Callable[[], None]) -> None:
@@ -157,17 +157,15 @@ class Run:
                         scope.create_task(rollout.start())
                         scope.create_task(trainer.start())
                     all_is_up()
-                    async with self._control_server:
+                    async with ControlServer(self._control_socket, _commands(rollout.manager)):
                         await self._control(progress, rollout, trainer)
 
     async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:
-        arguments = self._arguments
-        manager = cast(RolloutSide, rollout.manager)
-        self._manager = rollout.manager
+        arguments, manager = self._arguments, rollout.manager
         self._summary.record_stage("start", time.monotonic() - self._started)
         tracker = self._tracker()
         if arguments.weights.verify_weights != "off":
-            trainer.canary_tokens = await rollout.part("canary").tokens()
+            trainer.canary_tokens = await manager.canary()
         publisher = self._publisher(trainer, rollout)
         controller = Controller(
             rollout=manager,
@@ -196,19 +194,10 @@ class Run:
             self._stats = await _last_stats(manager)
             await asyncio.to_thread(tracker.finish)
 
-    async def _scale(self, group: str, engines: int) -> str:
-        await self._manager.scale(group, engines)
-        return await self._engines()
-
-    async def _engines(self) -> str:
-        stats: str = await self._manager.engines()
-        return stats
-
     def _publisher(self, trainer: TrainerGroup, rollout: RolloutProcess) -> WeightPublisher:
         arguments = self._arguments
 
-        def updater(part: str, engines_timeout: float, *, repair: bool = False) -> FleetUpdater:
-            fleet, name = cast(EngineFleet, rollout.part(part)), f"{part}-repair" if repair else part
+        def updater(fleet: EngineFleet, name: str, engines_timeout: float, *, repair: bool = False) -> FleetUpdater:
             return FleetUpdater(
                 fleet,
                 choose_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
@@ -220,10 +209,11 @@ class Run:
         apart = of_role(server_groups(arguments), "evaluation")
         return WeightPublisher(
             trainer,
-            updater("fleet", arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS),
+            updater(rollout.fleet, "fleet", arguments.engines.engine_start_timeout + ENGINE_RESTART_SECONDS),
             arguments.weights,
-            repairs=updater("fleet", 0.0, repair=True),
-            evaluation=updater("evaluation_fleet", 0.0) if apart else None,  # training does not wait for its engines
+            repairs=updater(rollout.fleet, "fleet-repair", 0.0, repair=True),
+            # Training does not wait for these engines.
+            evaluation=updater(rollout.evaluation_fleet, "evaluation_fleet", 0.0) if apart else None,
         )
 
     async def _report_stall(self, error: str, driver: Sequence[str], manager: RolloutSide) -> None:
@@ -269,12 +259,12 @@ class Run:
 
         Raises SummaryError if summary.json cannot be written.
         """
-        now = time.monotonic()
+        now, stats = time.monotonic(), self._stats
         summary = self._summary.finish(
-            balance=self._stats.get("balance") or self._balance_on_disk(),
+            balance=stats.balance if stats else self._balance_on_disk(),
             trainer_idle_seconds=self._summary.stage_seconds("wait"),
-            rollout_idle_seconds=self._stats.get("seconds", 0.0) - self._stats.get("busy_seconds", 0.0),
-            rollout_seconds=self._stats.get("seconds", 0.0),
+            rollout_idle_seconds=stats.seconds - stats.busy_seconds if stats else 0.0,
+            rollout_seconds=stats.seconds if stats else 0.0,
             wall_seconds=now - self._started,
             weight_version=self._version,
         )
@@ -325,11 +315,21 @@ class Run:
             return {}
 
 
-async def _last_stats(manager: RolloutSide) -> dict[str, Any]:
-    """For the summary; {} from a rollout side that is gone."""
+def _commands(rollout: RolloutSide) -> Mapping[str, Handler]:
+    """What ``miles-async scale`` may ask of the run."""
+
+    async def scale(group: str, engines: int) -> str:
+        await rollout.scale(group, engines)
+        return await rollout.engines()
+
+    return {"scale": scale, "engines": rollout.engines}
+
+
+async def _last_stats(manager: RolloutSide) -> RolloutStats | None:
+    """For the summary; None from a rollout side that is gone."""
     try:
         async with asyncio.timeout(STATS_SECONDS):
             return await manager.last_stats()
     except Exception as error:  # supervision point: the run is ending, and its first error must surface
         log.debug("no last word from the rollout side", error=repr(error))
-        return {}
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
+from miles_async.types import EngineStats
 
 ENGINES: Mapping[str, EngineKind] = {"sglang": SGLANG}
 
@@ -78,9 +79,10 @@ class RunEngines:
             if isinstance(result, BaseException):
                 raise result
 
-    def stats(self) -> Mapping[str, Any]:
+    def stats(self) -> EngineStats:
         """Statistics of the engines that generate for training; ``engines`` describes all."""
-        return {**self.train.stats(), "engines": "; ".join(stack.registry.describe() for stack in self._stacks)}
+        described = "; ".join(stack.registry.describe() for stack in self._stacks)
+        return msgspec.structs.replace(self.train.stats(), engines=described)
 
     async def scale(self, group: str, engines: int) -> None:
         """See ``EngineSupervisor.scale``. Raises ConfigurationError, also for external engines."""

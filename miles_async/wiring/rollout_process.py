@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 import structlog
@@ -25,6 +23,7 @@ from miles_async.ledger.writer import LedgerWriter
 from miles_async.observability.logs import configure_logging
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.rollout.actor import RolloutParts
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.filter_hub import resolve_group_filter
@@ -37,7 +36,7 @@ from miles_async.runtime.services import Services
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.pool import Pool
 from miles_async.train_data.work import quadratic_work
-from miles_async.wiring.canary import Canary
+from miles_async.wiring.canary import run_canary
 from miles_async.wiring.decisions import make_batches, make_pool
 from miles_async.wiring.engines import RunEngines
 from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services
@@ -46,7 +45,7 @@ from miles_async.wiring.prompt_lengths import length_notes
 log = structlog.get_logger(__name__)
 
 
-async def build_rollout(arguments: Arguments, run_dir: Path, device: Device) -> Mapping[str, Any]:
+async def build_rollout(arguments: Arguments, run_dir: Path, device: Device) -> RolloutParts:
     """Start engines and router, build the manager. Returns the actor's parts by name."""
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
@@ -69,6 +68,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: Device) -> 
     pool = make_pool(
         arguments.rollout, arguments.staleness, observer=ledger, record=schedule.pool if schedule else None
     )
+    assert arguments.model.hf_checkpoint is not None
     manager = RolloutManager(
         engines=engines,
         source=source,
@@ -80,17 +80,13 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: Device) -> 
         close_reward=reward.close,
         put=ray.put,
         writers=(ledger, schedule) if schedule else (ledger,),
+        canary=run_canary(source, arguments.model.hf_checkpoint, canary_length(arguments)),
     )
-    assert arguments.model.hf_checkpoint is not None
-    canary = Canary(source, arguments.model.hf_checkpoint, canary_length(arguments))
     await engines.start()  # last: until here there is nothing to clean up
     evaluation = engines.evaluation
-    return {
-        "manager": manager,
-        "canary": canary,
-        "fleet": engines.train.fleet,
-        "evaluation_fleet": evaluation.fleet if evaluation else None,
-    }
+    return RolloutParts(
+        manager=manager, fleet=engines.train.fleet, evaluation_fleet=evaluation.fleet if evaluation else None
+    )
 
 
 def _quadratic_work(arguments: Arguments) -> float:

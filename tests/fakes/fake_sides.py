@@ -20,6 +20,7 @@ from miles_async.types import (
     HeldWeights,
     Incarnation,
     PreparedBatch,
+    RolloutStats,
     StagedWeights,
     TensorMeta,
     TensorShare,
@@ -308,11 +309,16 @@ class FakeRollout:
             raise self.evaluation_error
         return {"eval/accuracy": 1.0}
 
-    async def stats(self) -> dict[str, Any]:
-        return {}
+    async def last_stats(self) -> RolloutStats:
+        return RolloutStats(balance={}, gauges={}, router={}, busy_seconds=0.0, seconds=0.0)
 
-    async def last_stats(self) -> dict[str, Any]:
-        return {}
+    async def canary(self) -> tuple[int, ...]:
+        return ()
+
+    async def scale(self, group: str, engines: int) -> None: ...
+
+    async def engines(self) -> str:
+        return "no engines"
 
     async def describe(self) -> str:
         return "pool"

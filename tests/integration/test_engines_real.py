@@ -502,7 +502,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
     generation = await interrupted  # the request that was cut has been done again
     assert len(generation.output_ids) == LONG
     assert [span.version for span in generation.spans] == [3]
-    assert stack.stats()["restarts"] == {ENGINE: 1}
+    assert stack.stats().restarts == {ENGINE: 1}
 
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
-from unittest.mock import AsyncMock
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,10 +27,10 @@ class Parts:
             close_reward=self.close_reward,
             put=lambda shard: shard,
         )
-        self.manager.stats = AsyncMock()  # type: ignore[method-assign]
+        self.manager.stats = Mock()  # type: ignore[method-assign]
 
-    def stats(self) -> dict[str, float]:
-        return {"busy_seconds": 0.0}
+    def stats(self) -> Mock:
+        return Mock(busy_seconds=0.0)
 
     async def run(self) -> None:
         await asyncio.Event().wait()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from miles_async.rollout.actor import RolloutActor
+from miles_async.rollout.actor import RolloutActor, RolloutParts
 from miles_async.runtime.garbage import THRESHOLDS, rare_collections
+from tests.fakes.fake_sides import FakeFleet, FakeRollout
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,9 @@ def _as_before() -> Iterator[None]:
 async def test_the_rollout_process_settles_when_its_parts_are_there() -> None:  # covers: C10
     seen: list[int] = []
 
-    async def build() -> Mapping[str, Any]:
+    async def build() -> RolloutParts:
         seen.append(gc.get_freeze_count())
-        return {}
+        return RolloutParts(manager=FakeRollout([]), fleet=FakeFleet([]))
 
     await RolloutActor(build).start()
     assert seen == [0]
