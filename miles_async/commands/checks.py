@@ -18,13 +18,13 @@ from miles_async.errors import ConfigurationError
 
 
 def check_surroundings(arguments: Arguments) -> None:
-    """Raises ConfigurationError listing every problem with the model, checkpoints, flags of others, GPUs and places."""
+    """Check model, checkpoints, passed-on flags, GPUs and places. Raises ConfigurationError listing every problem."""
     checks = (model_problems, checkpoint_problems, passed_on_problems, device_problems, place_problems)
     refuse([problem for check in checks for problem in check(arguments)])
 
 
 def model_problems(arguments: Arguments) -> Iterator[str]:
-    """Why the model cannot be trained, or not split as asked; for the backend that comes with the project."""
+    """Yield why the model cannot be trained or split as asked; for the backend that comes with the project."""
     from miles_async.backends.megatron.hf_config import check_layout, check_model, read_config
 
     model, reference = arguments.model, arguments.algorithm.ref_hf_checkpoint
@@ -41,7 +41,7 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
-    """Why the run cannot resume as asked, or not save where it should."""
+    """Yield why the run cannot resume as asked, or not save where it should."""
     from miles_async.checkpoints import start
     from miles_async.checkpoints.manifest import fingerprint, least_bytes
 
@@ -58,7 +58,7 @@ def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def passed_on_problems(arguments: Arguments) -> Iterator[str]:
-    """Flags that SGLang or smg does not know, by its installed version."""
+    """Yield flags that the installed SGLang or smg does not know."""
     from miles_async.engines.sglang.known_flags import sglang_flags, smg_flags, unknown_flags
 
     engines = arguments.engines
@@ -74,7 +74,7 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def place_problems(arguments: Arguments) -> Iterator[str]:
-    """A run directory that another run has, or that is no run's; a Ray cluster that is not there."""
+    """Yield problems with the run directory (in use, or not a run's) and the Ray cluster."""
     from miles_async.runtime.ray_address import check_ray_address
     from miles_async.runtime.run_directory import check_run_directory
 
@@ -89,7 +89,7 @@ def place_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def device_problems(arguments: Arguments) -> Iterator[str]:
-    """More GPUs than this machine has, where Ray is started on it; a transport that needs a GPU."""
+    """Yield problems with GPUs: more than this machine has, or a transport that needs one."""
     from miles_async.runtime.device import choose_device, count_gpus
     from miles_async.weights.transports.choice import check_device
 
@@ -120,7 +120,7 @@ def check_prompts(arguments: Arguments) -> dict[str, int]:
 
 
 def check_tokenizer(arguments: Arguments) -> list[str]:
-    """Notes on the lengths of prompts. Raises ConfigurationError, or DataError if all prompts of a file are too long.
+    """Return notes on prompt lengths. Raises ConfigurationError, or DataError if all prompts of a file are too long.
 
     For the dry run: in a run the rollout process does this before it starts an engine, and importing transformers
     takes seconds.

@@ -1,4 +1,4 @@
-"""``miles-async ledger`` and ``miles-async explain``: what became of every attempt of a run.
+"""``miles-async ledger`` and ``miles-async explain``: the outcome of every attempt of a run.
 
 Both only read the run, while it goes on, after it, and after a crash (up to the last flush). ``--readmit`` writes a
 request beside the checkpoints, for the next ``--load``.
@@ -31,7 +31,7 @@ MAX_REASONS = 20  # most frequent ones that are printed; errors of engines can e
 
 
 def ledger(words: Sequence[str]) -> str:
-    """``miles-async ledger``; what it prints.
+    """Return the output of ``miles-async ledger``.
 
     Raises:
         ConfigurationError: there is no such directory or prompt; the message has the nearest one.
@@ -66,7 +66,7 @@ def ledger(words: Sequence[str]) -> str:
 
 
 def explain(words: Sequence[str]) -> str:
-    """``miles-async explain``; what it prints. Raises as :func:`ledger` does."""
+    """Return the output of ``miles-async explain``. Raises as :func:`ledger` does."""
     parser = CommandParser(
         prog="miles-async explain",
         description="What happened to a prompt, attempt by attempt; or to one attempt, whose samples are a group.",
@@ -93,7 +93,7 @@ def _ledger_file(directory: Path) -> Path:
 
 
 def _save_directory(directory: Path) -> Path:
-    """Where the checkpoints are: ``--save`` of the run in ``directory``, or ``directory`` itself, or around it."""
+    """Find the checkpoints: in ``--save`` of the run in ``directory``, in ``directory`` itself, or around it."""
     if not (directory / LEDGER_FILE).is_file():
         return find_checkpoint(directory).directory.parent
     try:
@@ -110,7 +110,7 @@ def _save_directory(directory: Path) -> Path:
 
 
 def _checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint in ``directory``, and the state of its pool (``Pool.snapshot``)."""
+    """Return the newest checkpoint in ``directory``, and the state of its pool (``Pool.snapshot``)."""
     try:
         checkpoint = find_checkpoint(directory).directory
         state = msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=dict[str, dict[str, Any]])
@@ -139,7 +139,7 @@ def _show_balance(balance: Balance, carried: int = 0) -> str:
 
 
 def _show_lengths(reader: LedgerReader) -> str:
-    """Whether what was thrown away was longer than what was trained: discarding favours short responses (C5)."""
+    """Compare lengths of discarded and trained responses: discarding favours short ones (C5)."""
     lengths = reader.response_lengths()
     if not lengths:
         return ""
@@ -161,7 +161,7 @@ def _show_reasons(balance: Balance, width: int) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------- dead letters
 def _dead_letters(directory: Path) -> dict[str, DeadLetter]:
-    """By prompt: of the run, if it is a run directory, else of the newest checkpoint."""
+    """Dead letters by prompt id: of the run, or of the newest checkpoint if it is no run directory."""
     if (directory / LEDGER_FILE).is_file():
         with open_ledger(directory / LEDGER_FILE) as reader:
             return {letter.prompt_id: letter for letter in reader.dead_letters()}

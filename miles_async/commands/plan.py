@@ -1,4 +1,4 @@
-"""``miles-async plan``: the flags of a run, and how long its parts take → what to expect, and what to set."""
+"""``miles-async plan``: predict a run from its flags and the durations of its parts, and recommend settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Examples:
 
 
 def plan(words: Sequence[str]) -> str:
-    """The table and the recommendation, to be printed. Raises ConfigurationError if no candidate can work."""
+    """Return the table and the recommendation. Raises ConfigurationError if no candidate can work."""
     own, train_words = _parser().parse_known_args(list(words))
     timing = Timing(
         response=parse_distribution(own.latency, "--latency"),

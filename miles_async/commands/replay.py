@@ -1,4 +1,4 @@
-"""``miles-async replay``: takes the decisions of a run with ``--record`` again, and compares. Starts nothing."""
+"""``miles-async replay``: repeat the decisions of a run with ``--record`` and compare them. Starts nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_async.wiring.replay import Replay, ReplayedBatch
 
 
 def replay(words: Sequence[str]) -> Iterator[str]:
-    """What ``miles-async replay`` prints, as it goes on.
+    """Yield the output of ``miles-async replay`` as it proceeds.
 
     Raises:
         ConfigurationError: there is no such directory, or no schedule in it.
@@ -49,8 +49,8 @@ def replay(words: Sequence[str]) -> Iterator[str]:
 
 
 def write_batch(directory: Path, batch: ReplayedBatch) -> Path:
-    """All arrays of the batch, in the order of its groups, before the split over ranks (``types.TrainBatch``), and
-    ``attempt_ids`` int64 [S] and ``target_version``. Returns the file. Raises ConfigurationError.
+    """Write all arrays of the batch, in the order of its groups, before the split over ranks (``types.TrainBatch``),
+    and ``attempt_ids`` int64 [S] and ``target_version``. Returns the file. Raises ConfigurationError.
     """
     path = directory / f"step-{batch.step:06}.npz"
     ids = [group.attempt.attempt_id for group in batch.groups for s in group.samples for _ in s.branches]

@@ -1,4 +1,4 @@
-"""``miles-async scale``: more or fewer engines while the run goes on; without a number, which there are."""
+"""``miles-async scale``: change the number of engines during a run; without a number, list them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miles_async.runtime.run_process import find_driver, read_run_process
 
 
 def scale(words: Sequence[str]) -> str:
-    """What ``miles-async scale`` prints.
+    """Return the output of ``miles-async scale``.
 
     Raises:
         ConfigurationError: no such run or group, or the run is over, on another machine, or starting.

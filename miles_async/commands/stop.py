@@ -1,4 +1,4 @@
-"""``miles-async stop``: a run ends in order if it can, and nothing of it is left either way."""
+"""``miles-async stop``: end a run in order if possible, and clean up after it either way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLL_SECONDS = 0.1
 
 
 def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """``miles-async stop``; the exit code.
+    """Run ``miles-async stop``; return the exit code.
 
     Raises:
         ConfigurationError: no such run, or it is on another machine.
@@ -28,7 +28,7 @@ def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
     """
     parser = CommandParser(
         prog="miles-async stop",
-        description="End a run as Ctrl-C would: in order, with its summary; then whatever is left of it.",
+        description="End a run as Ctrl-C would: in order, with its summary; then clean up what is left of it.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="the run directory")
     parser.add_argument(

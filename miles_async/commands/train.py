@@ -19,7 +19,7 @@ from miles_async.runtime.ray_address import VARIABLE, with_ray_address
 
 
 def train(words: Sequence[str], show: Callable[[str], None]) -> int:
-    """``miles-async train``; the exit code. Raises what :func:`miles_async.wiring.driver.run` does."""
+    """Run ``miles-async train``; return the exit code. Raises what :func:`miles_async.wiring.driver.run` does."""
     with sigterm_interrupts():
         return _train(words, show)
 
@@ -48,7 +48,7 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
 
 
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
-    """What would run, for people."""
+    """Describe the run that would start, for people."""
     cluster, rollout = arguments.cluster, arguments.rollout
     staleness, steps = arguments.staleness, rollout.samples_per_rollout // arguments.global_batch_size
     bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"

@@ -1,1 +1,1 @@
-"""What the outside sees of a run: metrics, progress, logs, summary, plots. Never blocks or ends training."""
+"""Observability: metrics, progress, logs, summary, plots. Never blocks or ends training."""

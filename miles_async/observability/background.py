@@ -1,4 +1,4 @@
-"""Runs a tracker that may be slow, hang or fail on a thread of its own, behind a bounded queue.
+"""Run a tracker that may be slow, hang or fail in a thread of its own, behind a bounded queue.
 
 Telemetry never blocks or kills training: opening and logging happen on a daemon thread; a full queue drops
 and counts; a failure is one warning; the end of the run waits only so long.
@@ -20,7 +20,7 @@ _Step = tuple[dict[str, float], int]  # metrics, step
 
 
 class BackgroundTracker:
-    """A Tracker in front of another one, which ``open_tracker`` makes on the thread."""
+    """A Tracker that passes metrics to another one, which ``open_tracker`` makes in the thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Queues; drops where the tracker is too far behind, gone or finished."""
+        """Queue metrics; drop them if the tracker is too far behind, gone or finished."""
         if not self._usable or self._finished:
             return
         if self._queue.qsize() >= self._capacity:
@@ -55,7 +55,7 @@ class BackgroundTracker:
         self._queue.put((dict(metrics), step))
 
     def finish(self) -> None:
-        """Lets the tracker write what is queued, for as long as ``finish_timeout``; twice is once."""
+        """Let the tracker write what is queued, for up to ``finish_timeout``; idempotent."""
         if self._finished:
             return
         self._finished = True
@@ -80,7 +80,7 @@ class BackgroundTracker:
     def _guarded(self, call: Callable[..., None], *arguments: object) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # supervision point: counted, warned of once
+        except Exception as error:  # supervision point: counted, reported once
             self.errors += 1
             if self.errors == 1:
                 log.warning("tracker failed; the run goes on", tracker=self._name, error=str(error))

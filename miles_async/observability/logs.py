@@ -49,7 +49,7 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 class _RunFile(logging.FileHandler):
-    """Reports once that it cannot be written; logging would print a traceback for every event."""
+    """Log file that reports a write error once; logging would print a traceback for every event."""
 
     _told = False
 
@@ -86,7 +86,7 @@ def configure_logging(run_dir: Path, level: LogLevel = "info", *, name: str = "d
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,  # so that a second set-up reaches loggers made before it
+        cache_logger_on_first_use=False,  # so that a second call reaches loggers made before it
     )
     return path
 
@@ -132,7 +132,7 @@ def _ours(handler: logging.Handler, level: int, renderers: tuple[Processor, ...]
 
 
 def _short_logger_name(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """``miles_async.weights.publisher`` → ``weights.publisher``: all of ours start the same."""
+    """``miles_async.weights.publisher`` → ``weights.publisher``: loggers of the project share the prefix."""
     if (name := event.get("logger")) is not None:
         event["logger"] = name.removeprefix("miles_async.")
     return event

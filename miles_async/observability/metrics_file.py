@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: every metric of every step in the run directory, always, whatever else is switched on.
+"""``metrics.jsonl``: every metric of every step in the run directory, always, with or without other trackers.
 
 One JSON object per line: ``{"step": 3, "time": 1766000000.0, "reward/mean": 0.5, ...}``. A step may have more
 than one line (its evaluation comes later), and a resumed run repeats the steps after its checkpoint, so
@@ -25,14 +25,14 @@ class MetricsFile:
     """The Tracker that appends to a file. About 50 µs per step, so it needs no thread of its own."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Opens for appending; an OSError here is a run directory that cannot be used, and is raised."""
+        """Open for appending. Raises OSError, which means that the run directory cannot be used."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
         self._clock = clock
         self._failed = False
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Appends one line and flushes it, so that a killed run keeps what it measured."""
+        """Append one line and flush it, so that a killed run keeps its metrics."""
         row = {"step": step, "time": self._clock(), **{name: _json_number(v) for name, v in metrics.items()}}
         try:
             self._file.write(json.dumps(row) + "\n")
@@ -43,18 +43,18 @@ class MetricsFile:
             self._failed = True
 
     def finish(self) -> None:
-        """Closes the file; twice is once."""
+        """Close the file; idempotent."""
         self._file.close()
 
 
 def _json_number(value: Any) -> float | int | None:
-    """JSON knows no NaN and no infinity: null says "not measured" to every reader."""
+    """Replace NaN and infinity, which JSON lacks, by null: "not measured"."""
     number = value if isinstance(value, int) and not isinstance(value, bool) else float(value)
     return number if math.isfinite(number) else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The metrics of each step, in order, lines of one step merged. A torn last line is left out."""
+    """Read the metrics of each step, in order, with lines of one step merged. A torn last line is skipped."""
     steps: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -20,7 +20,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def plot_run(run_dir: Path, output: Path | None = None) -> Path:
-    """Draws ``run_dir``/metrics.jsonl into ``output`` (default: ``run_dir``/reward.png), which it returns.
+    """Draw ``run_dir``/metrics.jsonl into ``output`` (default: ``run_dir``/reward.png) and return that path.
 
     Raises FileNotFoundError without metrics.jsonl and ValueError if it has no trained step.
     """
@@ -46,7 +46,7 @@ def plot_run(run_dir: Path, output: Path | None = None) -> Path:
 
 
 def draw_reward(axes: Any, rows: Rows) -> None:
-    """Reward per step, its moving average, and the evaluations."""
+    """Draw the reward per step, its moving average, and the evaluations."""
     steps, rewards = _series(rows, "reward/mean")
     axes.plot(steps, rewards, color=REWARD_COLOR, alpha=0.3, linewidth=1, label="reward, per step")
     label = f"reward, mean of {AVERAGE_WINDOW} steps"
@@ -61,7 +61,7 @@ def draw_reward(axes: Any, rows: Rows) -> None:
 
 
 def draw_ages(axes: Any, rows: Rows) -> None:
-    """Samples per age, stacked, for every step; mean and maximum where only those were recorded."""
+    """Draw samples per age, stacked, for every step; mean and maximum if only those were recorded."""
     names = {name for row in rows for name in row if name.startswith(AGE_COUNT)}
     ages = sorted(int(name.removeprefix(AGE_COUNT)) for name in names)
     if not ages:

@@ -24,7 +24,7 @@ REFRESH_PER_SECOND = 4  # a redraw costs a millisecond; more would only flicker 
 
 
 class Progress(Protocol):
-    """What a display offers to the run."""
+    """Interface of a progress display."""
 
     def __enter__(self) -> Self: ...
 
@@ -33,7 +33,7 @@ class Progress(Protocol):
     ) -> None: ...
 
     def phase(self, name: str) -> None:
-        """A phase of start-up begins ("engines"); the one before has ended. The first step ends the last."""
+        """Begin a phase of start-up ("engines") and end the one before. The first step ends the last phase."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -41,19 +41,19 @@ class Progress(Protocol):
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None:
-        """Ends the display; twice is once."""
+        """End the display; idempotent."""
         ...
 
 
 def open_progress(total_steps: int, *, live: bool = True, console: Console | None = None) -> Progress:
-    """The display that fits: live on a terminal if ``live`` (``--progress``), plain lines otherwise."""
+    """Open the display: live on a terminal if ``live`` (``--progress``), plain lines otherwise."""
     console = console or Console()
     state = ProgressState(total_steps)
     return LiveProgress(state, console) if live and console.is_terminal else PlainProgress(state)
 
 
 class _Display:
-    """What both displays share: a context manager around ``close``."""
+    """Base of both displays: a context manager that calls ``close``."""
 
     def __enter__(self) -> Self:
         return self
@@ -180,4 +180,4 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def _write_line(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)  # flushed: whoever follows a log wants the step when it happens
+    print(line, file=sys.stdout, flush=True)  # flushed: readers of a log want the step when it happens

@@ -1,4 +1,4 @@
-"""What the progress displays show, computed from the metrics of the steps so far. No terminal here."""
+"""State of the progress displays, computed from the metrics of the steps so far. No terminal here."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class ProgressState:
 
     @property
     def phase_seconds(self) -> float:
-        """How long the current phase has been going on."""
+        """Seconds since the current phase began."""
         return self._clock() - self._phase_started
 
     def begin_phase(self, name: str | None) -> tuple[str, float] | None:
-        """Ends the phase that was going on and returns its name and seconds; ``None`` begins nothing."""
+        """End the current phase and return its name and seconds; ``None`` begins no other."""
         ended = (self.phase, self.phase_seconds) if self.phase is not None else None
         self.phase, self._phase_started = name, self._clock()
         return ended
@@ -66,7 +66,7 @@ class ProgressState:
             self.view = dataclasses.replace(self.view, evaluation=self._evaluation)
 
     def add_step(self, step: int, metrics: Mapping[str, float]) -> StepView:
-        """``step`` counts from 0, as in metrics. Metrics that are absent show as a dash."""
+        """Add a step, counted from 0 as in metrics. Absent metrics show as a dash."""
         if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
             self._rewards.append(reward)
         seconds = metrics.get("time/step_seconds", math.nan)

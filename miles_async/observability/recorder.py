@@ -1,4 +1,4 @@
-"""One place that the controller tells what happened; trackers, progress and summary hear of it from here."""
+"""The recorder: passes events from the controller to trackers, progress and summary."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class RunRecorder:
         self._summary = summary
 
     def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
-        """A step was trained. ``ages``: age → samples trained at that age."""
+        """Record a trained step. ``ages``: age → samples trained at that age."""
         self._tracker.log({**metrics, **age_metrics(ages)}, step=step)
         self._progress.step(step, metrics)
         self._summary.record_step(step, metrics, ages)
 
     def publication(self, record: Publication) -> None:
-        """Weights became visible to rollouts."""
+        """Record weights that became visible to rollouts."""
         self._summary.record_publication(record.pause_seconds, record.prepare_seconds, record.version)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation of the weights after ``step`` steps is complete; empty metrics are no evaluation."""
+        """Record a complete evaluation of the weights after ``step`` steps; empty metrics are ignored."""
         if "eval/accuracy" not in metrics:
             return
         self._tracker.log(metrics, step=step)

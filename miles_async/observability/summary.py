@@ -19,7 +19,7 @@ GROUP_STAGES = ("in_flight", "buffered")
 
 
 class RunSummary:
-    """Accumulates a run, step by step, and finishes it into a dictionary. A resumed run starts anew."""
+    """Accumulates a run, step by step, and finishes it into a dictionary. A resumed run starts from zero."""
 
     def __init__(self) -> None:
         self._rewards: list[float] = []
@@ -34,7 +34,7 @@ class RunSummary:
         self._version: int | None = None
 
     def record_step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
-        """One trained step. ``ages``: age in weight versions → number of samples trained at that age."""
+        """Record one trained step. ``ages``: age in weight versions → number of samples trained at that age."""
         self._steps += 1
         if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
             self._rewards.append(reward)
@@ -45,7 +45,7 @@ class RunSummary:
         self._add_difference(metrics)
 
     def record_stage(self, name: str, seconds: float) -> None:
-        """A stage outside of the steps, such as the start of the engines."""
+        """Record a stage outside of the steps, such as the start of the engines."""
         self._stages[name] += seconds
 
     def stage_seconds(self, name: str) -> float:
@@ -53,13 +53,13 @@ class RunSummary:
         return self._stages.get(name, 0.0)
 
     def record_publication(self, pause_seconds: float, prepare_seconds: float, version: int) -> None:
-        """``version`` became visible. ``pause``: what rollouts felt; ``prepare``: export and staging."""
+        """Record a visible version. ``pause``: seconds that rollouts stood still; ``prepare``: export and staging."""
         self._pauses.append(pause_seconds)
         self._preparations.append(prepare_seconds)
         self._version = version
 
     def record_eval(self, step: int, accuracy: float) -> None:
-        """Accuracy on held-out prompts of the weights after ``step`` steps."""
+        """Record the accuracy on held-out prompts after ``step`` steps."""
         if math.isfinite(accuracy):
             self._accuracies.append(accuracy)
 
@@ -73,12 +73,12 @@ class RunSummary:
         *,
         rollout_seconds: float = 0.0,
     ) -> dict[str, Any]:
-        """The summary.
+        """Return the summary.
 
         ``balance``: groups issued, and how many ended or stand where. ``wall_seconds``: the whole run.
-        Start-up is nobody's idling: the trainer's idle seconds are a fraction of all steps, the rollout side's of
+        Start-up is not counted as idle: the trainer's idle seconds are a fraction of all steps, the rollout side's of
         ``rollout_seconds``, from the first publication to the end of the last step, evaluations between steps included;
-        0 if nobody measured them. ``weight_version``: by default the last one published.
+        0 if not measured. ``weight_version``: by default the last one published.
         """
         steps = self._stages.get("step") or wall_seconds
         groups = {name: int(balance.get(name, 0)) for name in ("issued", *GROUP_ENDS, *GROUP_STAGES)}
@@ -98,7 +98,7 @@ class RunSummary:
             "rollout_idle_fraction": _fraction(rollout_idle_seconds, rollout_seconds),
             "publish": {
                 "count": len(self._pauses),
-                "pause_seconds_mean": _mean(self._pauses[1:]),  # of the first nobody feels anything
+                "pause_seconds_mean": _mean(self._pauses[1:]),  # rollouts have not begun at the first one
                 "prepare_seconds_mean": _mean(self._preparations),
             },
             "logprob_diff": {
@@ -110,7 +110,7 @@ class RunSummary:
         }
 
     def _add_difference(self, metrics: Mapping[str, float]) -> None:
-        """Engine against trainer, same tokens, same weights; steps without such tokens don't count."""
+        """Add the difference of engine and trainer on equal weights; steps without such tokens don't count."""
         tokens = metrics.get("train/logprob_diff_tokens", 1.0)
         mean = metrics.get("train/logprob_diff_mean", math.nan)
         largest = metrics.get("train/logprob_diff_max", math.nan)
@@ -124,7 +124,7 @@ class RunSummary:
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:
-    """Writes it whole or not at all: readers poll for this file."""
+    """Write the summary atomically, since readers poll for this file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".partial")
     unfinished.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")

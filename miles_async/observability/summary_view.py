@@ -1,4 +1,4 @@
-"""The end of a run, for people: a table on a terminal, aligned lines elsewhere."""
+"""Print the summary of a run: a table on a terminal, aligned lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_async.observability.summary import REWARD_WINDOW
 
 
 def print_summary(summary: Mapping[str, Any], *, run_dir: Path | None = None, console: Console | None = None) -> None:
-    """Prints what :meth:`RunSummary.finish` returned."""
+    """Print the result of :meth:`RunSummary.finish`."""
     console = console or Console()
     rows = summary_rows(summary)
     if run_dir is not None:
@@ -33,7 +33,7 @@ def print_summary(summary: Mapping[str, Any], *, run_dir: Path | None = None, co
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, text) of each line."""
+    """Return (label, text) of each line."""
     publish, difference = summary["publish"], summary["logprob_diff"]
     wall = duration(summary["wall_seconds"])
     reward = f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])}"
@@ -62,7 +62,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def balance_line(summary: Mapping[str, Any]) -> str:
-    """``issued 652 = trained 640 + recycled 3 + ... ``, or ``≠`` where it does not add up (C2)."""
+    """``issued 652 = trained 640 + recycled 3 + ... ``, or ``≠`` if it does not add up (C2)."""
     groups = dict(summary["groups"])
     issued = groups.pop("issued")
     shown = {name: count for name, count in groups.items() if count or name == "trained"}

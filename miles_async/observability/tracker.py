@@ -1,4 +1,4 @@
-"""Several trackers as one, each guarded: what goes wrong in one is counted, told once, and stays there."""
+"""Several trackers as one, each guarded: a failing one is reported once and affects no other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
 
 
 class CompositeTracker:
-    """Passes everything to all of its trackers; raises nothing."""
+    """Pass everything to all trackers; raise nothing."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.errors = 0

@@ -1,6 +1,6 @@
 """Weights & Biases. Offline by default: files in the run directory, no network, no key (`wandb sync` sends).
 
-The driver logs for everybody, which offline is the only way. Online, several processes may log to one run
+The driver logs for all processes, which is the only way offline. Online, several processes may log to one run
 (``shared``): one primary, and each with a label of its own that keeps its system metrics apart.
 """
 
@@ -22,13 +22,13 @@ INIT_ATTEMPTS = 3
 
 
 def new_run_id() -> str:
-    """An id that all writers of one run share."""
+    """Make the id that all writers of one run share."""
     return uuid.uuid4().hex[:12]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WandbOptions:
-    """What ``wandb.init`` is told."""
+    """Options of ``wandb.init``."""
 
     directory: Path  # files go to <directory>/wandb
     mode: WandbMode = "offline"
@@ -36,9 +36,9 @@ class WandbOptions:
     group: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     run_id: str = field(default_factory=new_run_id)
-    shared: bool = False  # online only: several writers log to this run, with the same run_id
+    shared: bool = False  # online only: several writers log to this run, with one run_id
     label: str = "driver"  # unique per writer
-    primary: bool = True  # exactly one writer is
+    primary: bool = True  # exactly one writer is primary
     init_timeout: float = INIT_TIMEOUT
 
 
@@ -46,8 +46,8 @@ class WandbTracker:
     """The Tracker itself, synchronous. Use :func:`open_wandb`, which keeps it off the training's thread."""
 
     def __init__(self, options: WandbOptions) -> None:
-        """Opens the run. Communication errors are retried with exponential backoff; others raise."""
-        import wandb  # takes a second, which only those who log to it should pay
+        """Open the run. Communication errors are retried with exponential backoff; others raise."""
+        import wandb  # takes a second, so only processes that log to it import it
 
         settings = wandb.Settings(
             init_timeout=options.init_timeout,
@@ -85,5 +85,5 @@ class WandbTracker:
 
 
 def open_wandb(options: WandbOptions) -> BackgroundTracker:
-    """A tracker that is there at once; a W&B that is slow, away or broken costs a warning."""
+    """Return a tracker at once; a W&B that is slow, absent or broken costs a warning."""
     return BackgroundTracker("wandb", lambda: WandbTracker(options))

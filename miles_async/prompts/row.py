@@ -1,4 +1,4 @@
-"""One row of prompt data: what it must hold, and the words for what is wrong with it."""
+"""One row of prompt data, checked, with messages for everything that can be wrong."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from miles_async.types import Int64, Prompt
 
 logger = logging.getLogger(__name__)
 
-FIRST_SKIPS = 5  # skipped prompts that are told one by one; after that only how many they have become
+FIRST_SKIPS = 5  # skipped prompts that are logged one by one; after that only their number
 POWERS_OF_TEN = frozenset(10**exponent for exponent in range(1, 12))
 
 Encode = Callable[[Content], Sequence[int]]
-"""A text or messages → token ids; usually ``ChatTemplate.encode``."""
+"""Encoder of a text or messages to token ids; usually ``ChatTemplate.encode``."""
 
 
 def open_prompts(arguments: DataArguments) -> RowFile:
@@ -67,13 +67,13 @@ class FilePromptSource:
     """
 
     def __init__(self, arguments: DataArguments, encode: Encode, limit: PromptLimit | None = None) -> None:
-        """``limit``: None: that of ``--rollout-max-prompt-len`` alone."""
+        """``limit``: longest prompt; None: ``--rollout-max-prompt-len`` alone decides."""
         self._arguments = arguments
         self._encode = encode
         self._limit = limit or asked_limit(arguments)
         self._rows = open_prompts(arguments)
         self._epoch = 0
-        self._position = 0  # rows of this epoch that were looked at, skipped ones too
+        self._position = 0  # rows of this epoch that were read, skipped ones too
         self._order = self._order_of(0)
         self._usable_in_epoch = 0  # found since the epoch began, or since the cursor was restored
         self._began_at = 0  # position where this object began the epoch
@@ -93,7 +93,7 @@ class FilePromptSource:
         return self._rows.path
 
     def find(self, prompt_id: str) -> Place | None:
-        """Where a prompt comes in the first epoch, and how long it is; None if there is no such prompt."""
+        """Find a prompt's place in the first epoch and its length; None if there is no such prompt."""
         for position, index in enumerate(self._order_of(0), start=1):
             row = self._row(int(index))
             if self._prompt_id(row, int(index)) == prompt_id:
@@ -101,7 +101,7 @@ class FilePromptSource:
         return None
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
-        """The next ``count`` prompts as (epoch, prompt), never fewer.
+        """Take the next ``count`` prompts as (epoch, prompt), never fewer.
 
         Raises DataError when a whole epoch holds no prompt that is short enough.
         """
@@ -117,7 +117,7 @@ class FilePromptSource:
         return taken
 
     def require_usable(self) -> None:
-        """Raises DataError when no prompt is short enough; reads prompts until one is."""
+        """Check that some prompt is short enough, reading until one is. Raises DataError."""
         lengths = (len(self._encode(self._row(index).content)) for index in range(len(self._rows)))
         if self._limit is not None and all(length > self._limit.tokens for length in lengths):
             raise self._all_too_long(self._limit)
@@ -137,9 +137,9 @@ class FilePromptSource:
         return [length for length in found if length > tokens]
 
     def all_prompts(self) -> Iterator[Prompt]:
-        """Every prompt once, in file order, for evaluation; too long ones are skipped and counted.
+        """Yield every prompt once, in file order, for evaluation; too long ones are skipped and counted.
 
-        Prompts are made as they are asked for. Raises DataError at the end if there was none.
+        Prompts are tokenized lazily. Raises DataError at the end if there was none.
         """
         usable = 0
         for prompt in map(self._prompt, range(len(self._rows))):
@@ -156,11 +156,11 @@ class FilePromptSource:
             yield self._encode(read_row(self._rows.read(index), self._arguments, self._rows.location(index)).content)
 
     def state(self) -> dict[str, Any]:
-        """The cursor, and the identity of what it points into."""
+        """Return the cursor, with the identity of the file it points into."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state` was taken. Raises CheckpointError if the prompts are others now."""
+        """Continue where :meth:`state` was taken. Raises CheckpointError if the prompts have changed."""
         flags = {"digest": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
         for key, value in self._identity().items():
             if state.get(key) != value:

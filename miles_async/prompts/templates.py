@@ -1,4 +1,4 @@
-"""Text and messages → token ids and back, with the tokenizer of ``--hf-checkpoint``. Never asks a hub."""
+"""Convert text and messages to token ids and back, with the tokenizer of ``--hf-checkpoint``, from local files only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE = "a message of the developer"
 
 @lru_cache(maxsize=8)
 def load_tokenizer(path: Path) -> Any:
-    """The Hugging Face tokenizer in ``path``, loaded once per process, from local files only (M22).
+    """Load the Hugging Face tokenizer in ``path``, once per process, from local files only (M22).
 
     Raises ConfigurationError naming the directory.
     """
@@ -35,7 +35,7 @@ def load_tokenizer(path: Path) -> Any:
 
 
 class ChatTemplate:
-    """How prompts become tokens, and tokens text.
+    """Tokenizer with its chat template: prompts to tokens, tokens to text.
 
     >>> template = ChatTemplate(load_tokenizer(path), apply_chat_template=True)
     >>> template.encode("rev 12")  # same as [{"role": "user", "content": "rev 12"}]
@@ -54,7 +54,7 @@ class ChatTemplate:
         self._clock = {"strftime_now": datetime.now().strftime}
 
     def encode(self, content: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Token ids, ready for the engine: the turn of the assistant begins after them, <bos> occurs once."""
+        """Encode a prompt for the engine: the assistant's turn begins after it, <bos> occurs once."""
         if not self._apply_chat_template:
             if not isinstance(content, str):
                 raise ConfigurationError("messages need the chat template: leave --no-apply-chat-template out")
@@ -72,7 +72,7 @@ class ChatTemplate:
         return tuple(self._tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos))))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens and exactly as sampled otherwise."""
+        """Decode a response without special tokens, otherwise exactly as sampled."""
         text: str = self._tokenizer.decode(
             [int(token) for token in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -97,7 +97,7 @@ class ChatTemplate:
         *,
         generation_prompt: bool,
     ) -> str:
-        """The text of a conversation. Raises TrajectoryError when the template refuses it."""
+        """Render a conversation. Raises TrajectoryError when the template refuses it."""
         import jinja2
 
         try:
@@ -108,7 +108,7 @@ class ChatTemplate:
                 tokenize=False,
                 **{**self._clock, **options},
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:  # what templates fail with
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:  # errors that templates raise
             raise TrajectoryError(f"the chat template refuses this conversation: {error}") from error
         return text
 
@@ -120,7 +120,7 @@ class ChatTemplate:
 
     @cached_property
     def _writes_developer(self) -> bool:
-        """Whether the template renders that role; many silently skip roles that they don't know."""
+        """Return whether the template renders the role developer; many silently skip roles that they don't know."""
         import jinja2
 
         probe = [{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}]
@@ -131,25 +131,25 @@ class ChatTemplate:
         return _PROBE in text
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of rendered text, to which nothing is added."""
+        """Tokenize rendered text; nothing is added to it."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:  # a tokenizer in Python
             slowly: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
             return slowly
-        # Less than half the time of the tokenizer's own encode, which finds out the characters of every token, too.
+        # Less than half the time of the tokenizer's own encode, which also computes the characters of every token.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text with special tokens."""
+        """Decode with special tokens."""
         text: str = self._tokenizer.decode(
             [int(token) for token in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def without_special(self, text: str) -> str:
-        """Text that a user may see: the texts of special tokens taken out."""
+        """Remove the texts of special tokens."""
         return self._special.sub("", text)
 
     @cached_property

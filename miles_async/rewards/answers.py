@@ -1,4 +1,4 @@
-"""Where the answer is in a response."""
+"""Find the answer in a response."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from miles_async.types import Prompt
 
 
 def answer_part(response: str) -> str:
-    """What follows the last ``</think>``; the whole response if it has none."""
+    """Return the text after the last ``</think>``; the whole response if it has none."""
     return response.rpartition("</think>")[2]
 
 
 def label_of(prompt: Prompt) -> str:
-    """What the answer is compared with. Raises RewardError when the prompt has no label."""
+    """Return the label. Raises RewardError when the prompt has none."""
     if prompt.label is None:
         raise RewardError(f"prompt {prompt.prompt_id} has no label to compare with: set --label-key")
     return prompt.label

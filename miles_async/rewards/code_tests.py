@@ -33,7 +33,7 @@ class CodeReward:
     """
 
     def __init__(self, workers: WorkerPool, limits: Limits, timeout: float) -> None:
-        """``limits``: of one test. ``timeout``: seconds for all tests of a sample; what needs more is wrong."""
+        """``limits``: of one test. ``timeout``: seconds for all tests of a sample; a slower program is wrong."""
         self._workers = workers
         self._limits = (limits.seconds, limits.memory_bytes, limits.level)
         self._timeout = timeout
@@ -51,10 +51,10 @@ class CodeReward:
 def sandbox_level(wanted: SandboxMode) -> Level:
     """Confinement of programs on this machine, by ``--reward-sandbox``; logs it.
 
-    Raises ConfigurationError if it cannot be had.
+    Raises ConfigurationError if this machine cannot enforce it.
     """
     if wanted == "off":
-        log.warning("programs are not confined (--reward-sandbox off): they can do whatever the user can")
+        log.warning("programs are not confined (--reward-sandbox off): they can do anything that the user can")
         return "off"
     if (machine := os.uname().machine) not in confinement.ARCHITECTURES:
         raise ConfigurationError(
@@ -74,14 +74,14 @@ def sandbox_level(wanted: SandboxMode) -> Level:
 
 
 class Tests(msgspec.Struct, forbid_unknown_fields=True):
-    """What programs read and have to print."""
+    """Inputs of a program and the outputs it must print."""
 
     inputs: list[str]
     outputs: list[str]
 
 
 def tests_of(prompt: Prompt) -> Tests | list[str]:
-    """Raises RewardError when the row has no tests that can be run."""
+    """Read the tests of a row. Raises RewardError when it has none that can be run."""
     found: Any = prompt.metadata.get("tests")
     try:
         if found is None:
@@ -102,7 +102,7 @@ def tests_of(prompt: Prompt) -> Tests | list[str]:
 def prints(
     program: str, inputs: list[str], outputs: list[str], seconds: float, memory_bytes: int, level: Level, timeout: float
 ) -> bool:
-    """In the worker: whether every output is as expected, but for the white space between words."""
+    """Return whether every output is as expected, up to white space between words. Runs in the worker."""
     deadline = time.monotonic() + timeout
     for text, expected in zip(inputs, outputs, strict=True):
         left = min(seconds, deadline - time.monotonic())
@@ -117,7 +117,7 @@ def prints(
 def runs_through(
     program: str, statements: list[str], seconds: float, memory_bytes: int, level: Level, timeout: float
 ) -> bool:
-    """In the worker: whether no statement fails. They call the program from another process (``remote_objects.py``)."""
+    """Return whether all statements pass, calling the program from another process (``remote_objects.py``)."""
     limits = Limits(seconds=min(seconds, timeout), memory_bytes=memory_bytes, level=level)
     return run_statements(program, "\n".join(statements), limits)
 

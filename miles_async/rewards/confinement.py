@@ -1,8 +1,8 @@
-"""Confines a process before it becomes a program that nobody has read.
+"""Confine a process before it becomes an untrusted program.
 
-A seccomp filter leaves what computing takes: memory, threads, its own pipes, reading files. The process can start no
-process, signal none, connect to nothing, and open no file for writing. Landlock, where the kernel has it (5.13 and
-later), leaves it Python's own libraries to read: no /proc, no data, no keys. It has no capabilities, so that being root
+A seccomp filter allows what computing needs: memory, threads, its own pipes, reading files. The process can start no
+process, signal none, connect to nothing, and open no file for writing. Landlock, if the kernel has it (5.13 and
+later), lets it read Python's own libraries only: no /proc, no data, no keys. It has no capabilities, so that being root
 doesn't open other processes' memory to it. Not guarded against: bugs of the kernel. Standard library only, since it is
 imported for every test.
 """

@@ -1,4 +1,4 @@
-"""``format``: the response looks as ``--rm-format`` wants it."""
+"""``format``: the response matches ``--rm-format``."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class FormatReward:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """In the worker, since some patterns take for ever on some texts."""
+    """Match in the worker, since some patterns never finish on some texts."""
     return re.fullmatch(pattern, text, re.DOTALL) is not None

@@ -1,4 +1,4 @@
-"""Guard between a run and its reward, whoever wrote the reward."""
+"""Guard between a run and its reward, the user's or the project's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSE_SECONDS = 10.0
 
 
 class GuardedReward:
-    """A Reward whose errors end no run: neither a bad sample's, nor those of a short outage of a service."""
+    """A Reward whose errors do not end the run, neither a bad sample's nor those of a short outage of a service."""
 
     def __init__(self, reward: Reward, timeout: float | None, circuit: Circuit | None = None) -> None:
         """``timeout``: seconds of one try; None for a reward that keeps the time itself. ``circuit``: of the service

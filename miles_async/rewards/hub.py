@@ -32,7 +32,7 @@ class RewardHub:
     """
 
     def __init__(self, arguments: RewardArguments, services: Services) -> None:
-        """Starts nothing. Raises ConfigurationError if ``--rm-type`` is nothing that can run here."""
+        """Set up without starting anything. Raises ConfigurationError if ``--rm-type`` cannot run here."""
         self._parts = parse_rm_type(arguments.rm_type or "")
         named = {name for name, _ in self._parts}
         if "reasoning_gym" in named:
@@ -70,7 +70,7 @@ class RewardHub:
         self._circuits = {name: services.circuit(service) for name, service in {**verifying, **servers}.items()}
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        """The sum. Raises RewardError naming the part that has none: it is no 0 that others could outweigh."""
+        """Return the weighted sum. Raises RewardError naming a part without a value, which is not a 0."""
         total = 0.0
         for name, weight in self._parts_of(prompt):
             try:
@@ -100,7 +100,7 @@ class RewardHub:
 
 
 def resolve_reward(arguments: RewardArguments, services: Services) -> GuardedReward:
-    """The reward of this run, guarded: ``--custom-rm-path`` or ``--rm-type``. Raises ConfigurationError."""
+    """Make the reward of this run, guarded: ``--custom-rm-path`` or ``--rm-type``. Raises ConfigurationError."""
     if arguments.custom_rm_path is not None:
         reward: Reward = load_object(arguments.custom_rm_path, Reward, "--custom-rm-path")
         circuit = services.circuit(f"the service of --custom-rm-path {arguments.custom_rm_path}")

@@ -1,4 +1,4 @@
-"""``judge``: a chat model says what a response is worth."""
+"""``judge``: a chat model grades the response."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class JudgeReward:
     """Fill in the template, ask for a chat completion, and read its verdict (``verdict.py``).
 
     A judge that is down says nothing about the sample. One that refuses the request, or gives no verdict in several
-    tries, can't judge this sample: that is the sample's failure.
+    tries, can't judge this sample, which is the sample's failure.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class JudgeReward:
 
 
 def read_template(path: Path) -> str:
-    """Raises ConfigurationError if it shows the judge no response."""
+    """Read the template. Raises ConfigurationError if it lacks the response."""
     try:
         template = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def read_template(path: Path) -> str:
 
 
 def filled_in(template: str, prompt: Prompt, sample: Sample) -> str:
-    """All blanks at once: what stands in a response is never taken for one. Other braces stay."""
+    """Fill in all blanks at once, so that text of a response is never taken for one. Other braces stay."""
     values = {
         "prompt": prompt.text,
         "response": sample.text,

@@ -1,4 +1,4 @@
-"""``math``: math-verify says whether two mathematical answers are the same.
+"""``math``: math-verify compares two mathematical answers.
 
 It works in a worker process: its own time limit needs the main thread, and numbers like 10^(10^10) hold up an
 interpreter where no signal can interrupt it.
@@ -16,7 +16,7 @@ from miles_async.types import Prompt, Sample
 class MathReward:
     r"""1 if the last answer in the response (in ``\boxed{}``, if there is one) equals the label, 0 if it doesn't.
 
-    Whether they are equal may not be found out, in time or at all: that is a RewardError, not a 0.
+    If equality cannot be decided, or not in time, that is a RewardError and not a 0.
     """
 
     def __init__(self, workers: WorkerPool) -> None:
@@ -28,10 +28,10 @@ class MathReward:
 
 
 def is_right(response: str, label: str) -> bool:
-    """In the worker. Raises whatever math-verify raises when it cannot tell."""
+    """Compare in the worker. Raises what math-verify raises when it cannot decide."""
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that somebody else keeps the time: we do
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
     expected = parse(label if "\\boxed" in label or "$" in label else f"\\boxed{{{label}}}", parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify finds no mathematics in the label {label!r}")

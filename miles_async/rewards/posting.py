@@ -1,4 +1,4 @@
-"""Requests to the servers that rewards ask."""
+"""HTTP requests of rewards to their servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_OF_THE_SAMPLE = (401, 403, 404, 429)  # the URL, the model or the key is wr
 
 
 class Poster:
-    """POSTs JSON to one URL. Whoever asks repeats what failed (``services.Circuit``)."""
+    """POST JSON to one URL. Callers retry failures (``services.Circuit``)."""
 
     def __init__(self, url: str, timeout: float, headers: Mapping[str, str] | None = None) -> None:
         """``timeout``: seconds for one request, once it has its turn."""
@@ -26,7 +26,7 @@ class Poster:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, body: bytes) -> bytes:
-        """The body of an answer with status 200.
+        """Return the body of an answer with status 200.
 
         Raises RewardError if the server refuses the request, ServiceUnavailableError for what says nothing about it:
         connections that fail, silence, 429, 5xx, a wrong URL or key.
@@ -40,7 +40,7 @@ class Poster:
             await self._session.close()
 
     async def _post(self, body: bytes) -> bytes:
-        if self._session is None:  # only here is the event loop there that it belongs to
+        if self._session is None:  # only here does the event loop exist that it belongs to
             self._session = aiohttp.ClientSession(headers=self._headers)
         try:
             timeout = aiohttp.ClientTimeout(total=self._timeout)

@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read, in the sandbox of ``sandbox.py``. Waits for them: call it in a worker process."""
+"""Run untrusted programs in the sandbox of ``sandbox.py``. Blocks until they end: call it in a worker process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO
 from miles_async.errors import ServiceUnavailableError
 from miles_async.rewards import sandbox
 
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # and nothing of ours, which has keys in it
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # and not the run's, which has keys in it
 _ROOT = str(Path(__file__).resolve().parents[2])  # where this package is imported from; the program can't
 _START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from miles_async.rewards.sandbox import main; "
@@ -35,7 +35,7 @@ class Limits:
 
 
 def run_program(source: str, text: str, limits: Limits) -> str | None:
-    """What the program prints when it reads ``text``; None if it fails, takes too long or prints too much.
+    """Return the output of the program for input ``text``; None if it fails, takes too long or prints too much.
 
     Raises ServiceUnavailableError when the sandbox cannot be set up.
     """
@@ -46,7 +46,7 @@ def run_program(source: str, text: str, limits: Limits) -> str | None:
 
 
 def run_statements(source: str, statements: str, limits: Limits) -> bool:
-    """Whether no statement fails that is executed after the program, in another process than the program's.
+    """Return whether all statements pass, executed after the program and in another process.
 
     Raises ServiceUnavailableError when the sandbox cannot be set up.
     """
@@ -64,7 +64,7 @@ def run_statements(source: str, statements: str, limits: Limits) -> bool:
 
 
 class _Confined:
-    """A confined process. Its input and output are files: nobody has to read while it writes."""
+    """A confined process. Its input and output are files, so that writing never blocks it."""
 
     def __init__(self, process: subprocess.Popen[bytes], stdout: IO[bytes], status_end: int) -> None:
         self.process = process
@@ -124,7 +124,7 @@ def _memory_file() -> IO[bytes]:
 
 
 def _ends(confined: _Confined, seconds: float) -> bool:
-    """Whether it ends in time. Popen's own wait would look every 50 ms only."""
+    """Return whether the process ends in time. Popen's own wait would poll every 50 ms only."""
     descriptor = os.pidfd_open(confined.process.pid)
     try:
         return bool(select.select([descriptor], [], [], seconds)[0])

@@ -29,19 +29,19 @@ class ReasoningGymReward:
 
 
 def require_reasoning_gym() -> None:
-    """Raises ConfigurationError if the package is not installed."""
+    """Check that the package is installed. Raises ConfigurationError."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigurationError("--rm-type reasoning_gym: install its package first: pip install reasoning-gym")
 
 
 def final_answer(response: str) -> str:
-    """What stands in the last ``<answer>`` tags; else the answer as a whole."""
+    """Return the text of the last ``<answer>`` tags; without tags, the whole answer."""
     tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, re.DOTALL)
     return str(tagged[-1] if tagged else answer_part(response)).strip()
 
 
 def score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """In the worker: tasks run code of their own, such as solvers."""
+    """Score in the worker: tasks run code of their own, such as solvers."""
     import reasoning_gym
 
     return float(reasoning_gym.get_score_answer_fn(task)(answer, entry))

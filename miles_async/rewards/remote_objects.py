@@ -1,8 +1,8 @@
 """Statements in one process call functions of a program in another: the two halves, and what passes between them.
 
-Values are copied: numbers, texts, containers, arrays, and a few types of the standard library, each as what it is to
-Python's own types, whatever a subclass makes of it. Of other objects the judge gets a :class:`Remote`, which is never
-equal to a value: what is expected is compared in the judge alone. The program gets callables of the judge, and can do
+Values are copied: numbers, texts, containers, arrays, and a few types of the standard library, each by their builtin
+types, so that subclasses cannot interfere. Of other objects the judge gets a :class:`Remote`, which is never
+equal to a value: expected values are compared in the judge only. The program gets callables of the judge, and can do
 nothing with them but call them. Standard library only, as ``sandbox.py``.
 """
 
@@ -66,17 +66,17 @@ class Pipes:
 
 
 class Peer:
-    """One half: asks the other, and answers what it asks until its own answer is there."""
+    """One half: sends requests, and serves requests of the other until its own answer arrives."""
 
     def __init__(self, pipes: Pipes, operations: Mapping[str, Callable[..., Any]], *, judges: bool) -> None:
-        """``operations``: what the other half may ask for, by name. ``judges``: nothing that comes in is a builtin."""
+        """``operations``: what the other half may call, by name. ``judges``: no incoming value is a builtin."""
         self._pipes = pipes
         self._operations = operations
         self._judges = judges
         self._lent: list[Any] = []  # objects that the other half has a handle of
 
     def ask(self, operation: str, *arguments: Any) -> Any:
-        """The other half's answer; raises what it raised, if that is a builtin Exception, else RuntimeError."""
+        """Ask the other half. Raises its error if that is a builtin Exception, else RuntimeError."""
         self._pipes.send([operation, [self._encode(argument) for argument in arguments]])
         while True:
             operation, content = self._pipes.receive()
@@ -102,7 +102,7 @@ class Peer:
         try:
             answer = self._operations[operation](*map(self._decode, content))
             encoded = self._encode(answer)
-        except Exception as error:  # supervision point: whatever it raises is the answer
+        except Exception as error:  # supervision point: any error is the answer
             self._pipes.send(["error", [type(error).__name__, str(error)]])
         else:
             self._pipes.send(["answer", encoded])
@@ -168,7 +168,7 @@ class Peer:
 
 
 class Remote:
-    """An object of the other process. Operations on it are done there; what it is compared with stays here."""
+    """An object of the other process. Operations on it run there; values it is compared with stay here."""
 
     def __init__(self, peer: Peer, handle: int) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -261,7 +261,7 @@ def serve(source: str, pipes: Pipes) -> None:
 
 
 class _Names(dict[str, Any]):
-    """Globals of the statements: builtins are Python's, what else they don't define is the program's."""
+    """Globals of the statements: Python's builtins first, then their own names, then the program's."""
 
     def __init__(self, peer: Peer) -> None:
         super().__init__(__name__="__main__")
@@ -277,6 +277,6 @@ class _Names(dict[str, Any]):
 
 
 def judge(statements: str, pipes: Pipes) -> None:
-    """Execute the statements. Raises whatever fails."""
+    """Execute the statements. Raises the error of the first that fails."""
     peer = Peer(pipes, {"call": _call}, judges=True)
     exec(compile(statements, "<tests>", "exec"), _Names(peer))

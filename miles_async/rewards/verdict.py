@@ -1,4 +1,4 @@
-"""Reads a judge's mark. Strict: a number that is not clearly the mark would be trained on."""
+"""Read a judge's mark. Strict, since a number that is not the mark would be trained on."""
 
 from __future__ import annotations
 

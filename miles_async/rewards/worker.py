@@ -18,7 +18,7 @@ import msgspec
 from miles_async.errors import ServiceUnavailableError
 from miles_async.rewards.confinement import die_with_parent, keep_memory_private
 
-MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not take the machine along
+MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not exhaust the machine
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def _serve(request: bytes, replies: BinaryIO) -> None:
         function = getattr(importlib.import_module(module), name)
         _write(replies, b"")
         reply = ["result", function(*arguments)]
-    except Exception as error:  # supervision point: whatever it raises is the reply
+    except Exception as error:  # supervision point: any error is the reply
         reply = [
             "outage" if isinstance(error, ServiceUnavailableError) else "error",
             f"{type(error).__name__}: {error}",
@@ -49,7 +49,7 @@ def _serve(request: bytes, replies: BinaryIO) -> None:
 
 
 def _read(stream: BinaryIO) -> bytes:
-    """The next message, b"" at the end."""
+    """Read the next message; b"" at the end."""
     return stream.read(int.from_bytes(stream.read(4), "big"))
 
 

@@ -1,4 +1,4 @@
-"""Functions that may hang, die, or need a main thread of their own run in worker processes.
+"""Worker processes for functions that may hang, die, or need a main thread.
 
 A worker that is late, dies, or whose caller gives up is killed; the next call gets another one. Workers start when
 they are needed, and die with this process.
@@ -25,7 +25,7 @@ _START_SECONDS = 120.0  # to start Python and import what the function needs, fr
 
 
 class WorkerPool:
-    """To be used on one event loop."""
+    """Pool of worker processes, for use on one event loop."""
 
     def __init__(self, size: int, timeout: float) -> None:
         """``size``: processes at most. ``timeout``: seconds a call may take from when it has a worker."""
@@ -37,7 +37,7 @@ class WorkerPool:
     async def call(
         self, function: Callable[..., Any], *arguments: Any, needs: Sequence[str] = (), more_seconds: float = 0.0
     ) -> Any:
-        """What ``function(*arguments)`` returns in a worker: a function of a module, JSON in and out.
+        """Call ``function(*arguments)`` in a worker: a function of a module, JSON in and out.
 
         ``needs``: modules to import before its time runs. ``more_seconds``: beyond the timeout, for a function that
         keeps it itself. Raises RewardError if it raises or takes too long, which is its arguments' doing;
@@ -52,7 +52,7 @@ class WorkerPool:
                 raise ServiceUnavailableError(
                     f"the process that verifies died (exit status {await _end(worker)})"
                 ) from None
-            except BaseException:  # a worker in the middle of something is of no use, whoever ended it
+            except BaseException:  # a worker that was interrupted cannot be used again
                 _kill(worker)
                 raise
             self._idle.append(worker)
@@ -71,14 +71,14 @@ class WorkerPool:
     async def _take(self) -> Process:
         while self._idle:
             worker = self._idle.pop()
-            if worker.returncode is None:  # else it died while nobody used it
+            if worker.returncode is None:  # otherwise it died while idle
                 return worker
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "miles_async.rewards.worker", str(os.getpid())),
             stdin=PIPE,
             stdout=PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))},
-            start_new_session=True,  # Ctrl-C is for us, who end it
+            start_new_session=True,  # Ctrl-C is for the parent, which ends it
         )
         self._all = {known for known in self._all if known.returncode is None} | {worker}
         return worker
@@ -110,8 +110,8 @@ def _kill(worker: Process) -> None:
 
 
 async def _end(worker: Process) -> int:
-    """The exit status of a worker that is about to end. Not killed at once: ``Popen.kill`` would look whether it has
-    ended, and take the status away from asyncio.
+    """Return the exit status of a worker that is about to end. It is not killed at once: ``Popen.kill`` would poll for
+    its end, and take the status away from asyncio.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(_END_SECONDS):

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible session server and its two ends: the process that agents talk to, and who runs it."""
+"""The OpenAI-compatible session server: the process that agents talk to, and its supervision by the rollout process."""

@@ -55,7 +55,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parallel_calls(self) -> bool:
-        """Whether an answer may have several calls."""
+        """True if an answer may have several calls."""
         return self.parallel_tool_calls is not False
 
     @property
@@ -64,7 +64,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         schema, called = _schema(self.response_format), self._called_tools()
         if schema is None and not called:
             return None
-        if called:  # then an answer is nothing but calls
+        if called:  # an answer consists of calls only
             return Constraint(tools=called, parallel=self.parallel_calls)
         return Constraint(schema=schema, tools=self.offered_tools, parallel=self.parallel_calls)
 

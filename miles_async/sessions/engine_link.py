@@ -28,7 +28,7 @@ _MAX_BODY = 1 << 30
 
 
 class EngineLink:
-    """The session server's end: an EngineClient."""
+    """EngineClient of the session server, its end of the socket."""
 
     def __init__(self, socket_path: Path) -> None:
         self._session = aiohttp.ClientSession(
@@ -40,7 +40,7 @@ class EngineLink:
         return decode(await self._post("/generate", encode(request)), Generation)
 
     async def report(self, alive: Alive) -> None:
-        """Raises TransientEngineError when nobody listens any more."""
+        """Send a report. Raises TransientEngineError when the rollout process is gone."""
         await self._post("/alive", encode(alive))
 
     async def close(self) -> None:
@@ -65,7 +65,7 @@ class EngineLink:
 async def serve_engines(
     client: EngineClient, on_alive: Callable[[Alive], None], socket_path: Path
 ) -> Callable[[], Awaitable[None]]:
-    """The rollout process's end. Returns what ends it."""
+    """Serve generation to the session server, at the rollout process's end. Returns a function that stops it."""
 
     async def generate(request: web.Request) -> web.Response:
         try:

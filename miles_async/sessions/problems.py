@@ -64,8 +64,8 @@ async def as_json(request: web.Request, handler: Callable[[web.Request], Awaitab
             raise
         what = f"{request.method} {request.path}: {error.reason}"
         return web.json_response(problem(what, "invalid_request_error", error.status), status=error.status)
-    except ConnectionError:  # of writing to a client that has gone, which aiohttp expects
+    except ConnectionError:  # raised when writing to a client that has gone; aiohttp expects it
         raise
-    except Exception as error:  # supervision point: a request that nobody foresaw costs itself, not the server
+    except Exception as error:  # supervision point: an unforeseen request fails alone, not the server
         log.exception("request failed", method=request.method, path=request.path)
         return web.json_response(problem(repr(error), "internal_error", 500), status=500)

@@ -1,4 +1,4 @@
-"""What the rollout process and the session server's process tell each other: msgpack, arrays included."""
+"""Messages between the rollout process and the session server: msgpack, arrays included."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import msgspec
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
-    """Session server → rollout process, once it listens and every second from then on."""
+    """Sign of life, session server → rollout process, every second once it listens."""
 
     instance_id: str  # another one after every start
     url: str  # where agents reach it
     sessions: int
-    began: dict[str, int] = {}  # sessions whose first turns were kept since the last word, and a version of each
+    began: dict[str, int] = {}  # sessions whose first turns were kept since the last message, with a version of each
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollout process → session server: what a session samples with."""
+    """Settings of a session, rollout process → session server."""
 
     routing_key: str
     sampling: dict[str, Any]  # SGLang's parameters

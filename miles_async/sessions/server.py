@@ -3,15 +3,15 @@
 ::
 
     POST /sessions                             create (the run does; msgpack)
-    POST /sessions/{id}/v1/chat/completions    what agents use, with any client of that API
+    POST /sessions/{id}/v1/chat/completions    for agents, with any client of that API
     POST /sessions/{id}/heartbeat              an agent that thinks for long is still there
     POST /sessions/{id}/finish                 {"reward": 1.0} or {}: the agent's last word
-    POST /sessions/{id}/abort                  {"reason": "..."}: what there is is not to be trained
+    POST /sessions/{id}/abort                  {"reason": "..."}: the session is not to be trained
     POST /sessions/{id}/collect                its sample, once (the run does; msgpack)
     GET  /sessions/{id}, GET /health           where it stands
 
-A process of its own on one event loop; all that takes as long as there are tokens runs in threads. It keeps nothing:
-when it dies, its open sessions are over, and their samples are generated again.
+A process of its own with one event loop; work in proportion to the number of tokens runs in threads. It stores nothing:
+when it dies, its open sessions are lost, and their samples are generated again.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't th
 
 
 class SessionServer:
-    """All sessions, and the application that serves them."""
+    """The sessions, and the application that serves them."""
 
     def __init__(
         self, client: EngineClient, make_trajectory: MakeTrajectory, *, session_timeout: float, threads: int = 2
     ) -> None:
         """``session_timeout``: seconds without a request or heartbeat after which a session expires.
 
-        ``threads``: for what takes as long as there are tokens. More of them would only fight with each other, and with
-        the event loop, over the interpreter.
+        ``threads``: for work in proportion to the tokens. More would only compete with each other, and with the event
+        loop, for the interpreter.
         """
         self.instance_id = uuid.uuid4().hex
         self.url = ""
@@ -89,7 +89,7 @@ class SessionServer:
 
     # -------------------------------------------------------------------------------------------- life
     async def start(self, host: str) -> None:
-        """Listen on a free port. ``host``: the name or IP that agents are told."""
+        """Listen on a free port. ``host``: the name or IP given to agents."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json])
         app.add_routes(
             [
@@ -107,7 +107,7 @@ class SessionServer:
         )
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        # Other machines reach it by the name that we give them; on one node nobody else should.
+        # Other machines reach it by the name that they are given; on one node no other machine should.
         everywhere = "127.0.0.1" if host == "127.0.0.1" else "0.0.0.0"
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,7 +116,7 @@ class SessionServer:
             await web.SockSite(self._runner, listener.dup(), backlog=_BACKLOG).start()
 
     async def expire(self) -> None:
-        """Ends sessions that nobody uses, for ever."""
+        """End idle sessions, forever."""
         while True:
             await asyncio.sleep(min(1.0, self._session_timeout / 4))
             for session_id, session in list(self._sessions.items()):
@@ -124,7 +124,7 @@ class SessionServer:
                 if session.ending == "open" and idle > self._session_timeout:
                     session.end("expired", f"no request or heartbeat for {idle:.0f} s (--session-timeout)")
                     self._counts["expired"] += 1
-                elif idle > 3 * self._session_timeout:  # nobody will ask for it any more
+                elif idle > 3 * self._session_timeout:  # it will not be collected any more
                     del self._sessions[session_id]
 
     async def stop(self) -> None:
@@ -307,7 +307,7 @@ _COUNTED = (
 
 
 async def _with_comments(response: web.StreamResponse, answer: Awaitable[list[Turn]]) -> list[Turn]:
-    """Await the answer; meanwhile send comments, so that nobody on the way takes the connection for dead."""
+    """Await the answer; meanwhile send comments, so that no proxy takes the connection for dead."""
 
     async def comment() -> None:
         while True:

@@ -1,7 +1,7 @@
-"""The session server from the rollout process: starts it, keeps it alive, opens sessions and collects them.
+"""Supervision of the session server by the rollout process, which opens sessions and collects them.
 
-A server that dies or falls silent is started again, with nothing of its sessions: whoever waits for one of them gets a
-TransientEngineError, so that its sample is generated again and nothing else happens.
+A server that dies or falls silent is started again, without its sessions: callers that wait for one of them get a
+TransientEngineError, so that its sample is generated again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Launch = Callable[[Sequence[str], int], Child]
 
 
 class SessionService:
-    """Where agents' sessions come from. All of it on one event loop."""
+    """Opens and collects agents' sessions. Everything runs on one event loop."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class SessionService:
         self._max_restarts = max_restarts
         self._starts = 0
         self._child: Child | None = None
-        self._alive: Alive | None = None  # what the server said last
+        self._alive: Alive | None = None  # last report of the server
         self._heard = 0.0  # when that was
-        self._gone: set[str] = set()  # instances that are to say nothing any more
+        self._gone: set[str] = set()  # instances whose reports are ignored
         self._up = asyncio.Event()
         self._directory: Path | None = None
         self._stop_serving: Callable[[], Awaitable[None]] | None = None
@@ -86,12 +86,12 @@ class SessionService:
 
     @property
     def instance_id(self) -> str:
-        """Of the server that was heard last: another one after every start."""
+        """Instance id of the server that reported last; it changes with every start."""
         return self._alive.instance_id if self._alive else ""
 
     # -------------------------------------------------------------------------------------------- life
     async def start(self) -> None:
-        """Until the server listens. Raises EngineStartError with its last log lines."""
+        """Start the server and wait until it listens. Raises EngineStartError with its last log lines."""
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=_CALL_TIMEOUT)
         # Not in the run directory: the path of a socket has 107 characters at most.
         self._directory = Path(tempfile.mkdtemp(prefix="miles-async-"))
@@ -99,7 +99,7 @@ class SessionService:
         await self._start_server()
 
     async def supervise(self) -> None:
-        """Start the server again whenever it is gone, for ever. Raises EngineError if that is too often."""
+        """Restart the server whenever it is gone, forever. Raises EngineError if that happens too often."""
         while True:
             why = await self._until_gone()
             assert self._child is not None
@@ -154,7 +154,7 @@ class SessionService:
                     self._began(key, version)
 
     async def _until_gone(self) -> str:
-        """Why the server is to be started again."""
+        """Wait until the server needs a restart; return the reason."""
         assert self._child is not None
         while (silent := now() - self._heard) <= self._silence_timeout:
             with suppress(TimeoutError):
@@ -164,7 +164,7 @@ class SessionService:
 
     # ---------------------------------------------------------------------------------------- sessions
     async def open(self, settings: SessionSettings) -> OpenSession:
-        """A new session. Waits for a server that is being started. Raises TransientEngineError."""
+        """Open a session. Waits for a server that is being started. Raises TransientEngineError."""
         try:
             async with asyncio.timeout(self._start_timeout):
                 await self._up.wait()
@@ -176,12 +176,12 @@ class SessionService:
         return session
 
     async def collect(self, session: OpenSession) -> CollectedSession:
-        """What became of it; it is over then. Raises TransientEngineError if it is lost."""
+        """End a session and return its result. Raises TransientEngineError if it is lost."""
         self._open.pop(session.session_id, None)
         return decode(await self._call(f"{session.url}/collect", b""), CollectedSession)
 
     async def abandon(self, session: OpenSession) -> None:
-        """Nobody wants it any more. Best effort: else it expires."""
+        """Abandon a session. Best effort: otherwise it expires."""
         self._open.pop(session.session_id, None)
         with suppress(TransientEngineError, TimeoutError):
             async with asyncio.timeout(_ABANDON_SECONDS):

@@ -1,4 +1,4 @@
-"""One session: the trajectory that an agent makes, and what became of its requests."""
+"""One session: the trajectory of an agent, and the outcome of its requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Session:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Around a request for a completion: counts it, and remembers what became of it."""
+        """Context of a completion request: counts it and notes its outcome."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -54,11 +54,11 @@ class Session:
             self.last_used = now()
 
     def idle_seconds(self) -> float:
-        """Since anybody used it; 0 while a request is under way."""
+        """Seconds since the last use; 0 while a request is under way."""
         return 0.0 if self._tasks else now() - self.last_used
 
     def end(self, ending: SessionEnding, reason: str = "") -> None:
-        """No more turns; requests under way end, and nothing of theirs is kept."""
+        """End the session: no more turns; requests under way end without being kept."""
         if self.ending == "open":
             self.ending, self.reason = ending, reason
         for task in self._tasks:

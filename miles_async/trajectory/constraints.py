@@ -1,8 +1,7 @@
 """Constraints on a turn (JSON of a schema, calls of tools) as a grammar for the engine.
 
 SGLang samples among the tokens that the grammar allows, so the log-probs that it returns are those of the policy
-restricted to these tokens: of what sampled them, and not of the policy alone. docs/agents.md says what the loss makes
-of that.
+restricted to these tokens, and not those of the policy alone. docs/agents.md describes the effect on the loss.
 
 Source: XGrammar's structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html (0.2.7).
 """
@@ -25,7 +24,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
-    """Restricts a turn to any of the alternatives that are given."""
+    """Restriction of a turn to one of the given alternatives."""
 
     schema: Mapping[str, Any] | None = None  # a JSON text of this JSON Schema
     tools: Tools = ()  # calls of these functions, one at least
@@ -42,7 +41,7 @@ def grammar(constraint: Constraint, before: str, *, call_style: str | None, spli
         splits_reasoning: the turn may begin with reasoning, which is free.
 
     Raises:
-        TrajectoryError: calls are wanted, and how they are written is not known here.
+        TrajectoryError: calls are demanded in a format that is not known here.
     """
     said: list[Format] = []
     if constraint.schema is not None:
@@ -53,7 +52,7 @@ def grammar(constraint: Constraint, before: str, *, call_style: str | None, spli
     written = before.rstrip()
     if written.endswith("<think>"):
         elements.insert(0, _reasoning(begin=""))
-    elif splits_reasoning and not written.endswith("</think>"):  # else the template has closed it
+    elif splits_reasoning and not written.endswith("</think>"):  # otherwise the template has closed it
         elements.insert(0, {"type": "optional", "content": _reasoning(begin="<think>")})
     return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
 
@@ -119,4 +118,4 @@ CALL_STYLES: Mapping[str, tuple[Callable[[str, Mapping[str, Any]], Format], str]
     "llama3": (_llama3_call, "; "),
     "glm": (_glm_call, "\n"),
 }
-"""By the names of ``--tool-call-parser``: (how a call is written, what stands between two)."""
+"""Format of calls by name of ``--tool-call-parser``: (one call, separator)."""

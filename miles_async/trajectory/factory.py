@@ -1,4 +1,4 @@
-"""Makes trajectories with the chat template and parsers that the run has chosen."""
+"""Make trajectories with the chat template and parsers of the run."""
 
 from __future__ import annotations
 

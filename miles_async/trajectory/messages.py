@@ -1,4 +1,4 @@
-"""Messages in the one form in which they are compared and rendered."""
+"""The canonical form of messages, in which they are compared and rendered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def canonical(message: Any) -> Message:
-    """Role, content as text, and what else a chat template may render; all else is dropped.
+    """Return role, content as text, and other fields that a chat template may render; drop the rest.
 
     Arguments of tool calls, which clients send as JSON texts, become objects: that is what templates expect.
     Raises TrajectoryError.
@@ -37,8 +37,8 @@ def canonical(message: Any) -> Message:
 
 
 def is_echo(sent: Message, reply: Message) -> bool:
-    """Whether an agent gave back what it was told. Agents leave reasoning out, and white space around the content, and
-    put a name to whoever spoke.
+    """Return whether a message is the model's reply given back. Agents may drop reasoning and white space around the
+    content, and add a name.
     """
     return _echoed(sent, sent) == _echoed(reply, sent)
 

@@ -1,10 +1,10 @@
-"""What a chat template writes between the turns of the model, as text.
+"""Render the text that a chat template writes between the turns of the model.
 
 The whole conversation is rendered with a mark in place of each turn that the model sampled, and cut at the marks. So
-a piece is what the template makes of the messages *in their place*, whatever it looks at before or after them, and
-nothing that the model said is ever rendered. Rendering again at the next turn also shows whether the template still
+a piece is what the template makes of the messages *in their place*, with everything before and after them, and text
+of the model is never rendered. Rendering again at the next turn also shows whether the template still
 writes what it wrote before; if not, the tokens are no longer what the template would make, which is an error (M14).
-What a template does inside of a turn, such as leaving out earlier reasoning, doesn't matter: the sampled tokens stay.
+Changes that a template makes inside of a turn, such as dropping earlier reasoning, don't matter: sampled tokens stay.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class ChatFormat(Protocol):
         *,
         generation_prompt: bool,
     ) -> str:
-        """The text of a conversation. Raises TrajectoryError when the template refuses it."""
+        """Render a conversation. Raises TrajectoryError when the template refuses it."""
         ...
 
     def tokenize(self, text: str) -> Sequence[int]:
-        """Of rendered text: nothing is added to it."""
+        """Tokenize rendered text; nothing is added to it."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text without special tokens."""
+        """Decode without special tokens."""
         ...
 
     def without_special(self, text: str) -> str:
-        """Text that a user may see: the texts of special tokens taken out."""
+        """Remove the texts of special tokens."""
         ...
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text with them."""
+        """Decode with special tokens."""
         ...
 
 
@@ -85,7 +85,7 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> list[str]:
-        """What stands in front of each turn in ``messages``, and in front of the turn to come.
+        """Return the text in front of each turn in ``messages``, and in front of the next turn.
 
         Args:
             messages: the conversation so far.
@@ -116,9 +116,9 @@ class Renderer:
         return {"role": "assistant", "content": "", "tool_calls": [{**calls[-1], "function": function}]}
 
     def after_turn(self, text: str) -> tuple[str, int | None, str]:
-        r"""A piece that follows a turn → (what closes the turn, its stop token, what comes then).
+        r"""Split a piece that follows a turn into (text that closes the turn, its stop token, the rest).
 
-        The first is empty and the second None where the template writes no stop token after a turn.
+        The first is empty and the second None if the template writes no stop token after a turn.
 
         >>> renderer.after_turn("<|im_end|>\n<|im_start|>user\n ...")
         ('<|im_end|>', 151645, '\n<|im_start|>user\n ...')
@@ -137,8 +137,8 @@ class Renderer:
 
 
 def check_unchanged(before: str, now: str) -> None:
-    """Raises TrajectoryError if a piece that is in the tokens already is rendered differently ``now``."""
-    # They end with the opening of a turn, which may differ between one that is past and one to come: by a think block.
+    """Check that pieces that are in the tokens already are rendered the same ``now``. Raises TrajectoryError."""
+    # They end with the opening of a turn, which may differ between past turns and the next one by a think block.
     if now.startswith(before) or before.startswith(now):
         return
     raise TrajectoryError(
@@ -148,6 +148,6 @@ def check_unchanged(before: str, now: str) -> None:
 
 
 def text_diff(expected: str, found: str) -> str:
-    """Where two texts differ, line by line."""
+    """Return the differing lines of two texts."""
     lines = difflib.ndiff(expected.splitlines(keepends=True), found.splitlines(keepends=True))
     return "\n".join(repr(line) for line in lines if not line.startswith("  "))

@@ -1,4 +1,4 @@
-"""What a model said → reasoning, content and tool calls, as chat completions have them."""
+"""Parse replies of a model into reasoning, content and tool calls, in the form of chat completions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from miles_async.trajectory.messages import Message
 from miles_async.trajectory.rendering import ChatFormat
 
 Call = tuple[str, Any]
-"""Name and arguments; these are an object, or the model's text where it isn't one."""
+"""Name and arguments; arguments are an object, or the model's text if it is not one."""
 
 
 class ParseCalls(Protocol):
     """``--tool-call-parser``."""
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-        """(text without the calls, calls). What cannot be read as a call stays in the text."""
+        """Return (text without the calls, calls). Calls that cannot be parsed stay in the text."""
         ...
 
 
@@ -42,11 +42,11 @@ class ReplyParser:
         stops: Sequence[str] = (),
         parallel: bool = True,
     ) -> Message:
-        """The assistant's message.
+        """Build the assistant's message.
 
         Args:
-            output_ids: what was sampled, stop token included.
-            before: what the template wrote in front of it, which may begin the reasoning.
+            output_ids: sampled tokens, stop token included.
+            before: text of the template in front of it, which may begin the reasoning.
             tools: that were offered; nothing is read as a call without them.
             call_ids: what the ids of tool calls begin with.
             stops: texts that end the turn, and are not part of the message.
@@ -79,7 +79,7 @@ def _until(text: str, stops: Sequence[str]) -> str:
 
 
 def split_reasoning(text: str, *, begun: bool) -> tuple[str | None, str]:
-    """(reasoning, rest). ``begun``: the template wrote the opening tag. What never ends is all reasoning."""
+    """Split into (reasoning, rest). ``begun``: the template wrote the opening tag. Without an end all is reasoning."""
     stripped = text.lstrip()
     if not begun and not stripped.startswith("<think>"):
         return None, text
@@ -137,10 +137,10 @@ def parse_glm(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[
 
 
 PARSERS: Mapping[str, ParseCalls] = {"qwen": parse_qwen, "llama3": parse_llama3, "glm": parse_glm}
-"""By the names of ``--tool-call-parser``."""
+"""Parsers by name of ``--tool-call-parser``."""
 
 CALL_ENDS: Mapping[str, str] = {"qwen": "</tool_call>", "glm": "</tool_call>"}
-"""Where a call says that it is over: what ends a turn that may have one call."""
+"""Text that ends a call, by parser; used to end a turn that may have one call."""
 
 
 def _json_call(text: str) -> Call | None:
@@ -160,7 +160,7 @@ def _parameter_types(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _value(text: str, declared_type: Any) -> Any:
-    """A value that isn't declared as a text is JSON, if it can be read as such."""
+    """Parse a value that isn't declared as text as JSON, if possible."""
     if declared_type == "string":
         return text
     try:

@@ -1,4 +1,4 @@
-"""The next turn of a trajectory, from messages to reply: what environments and agents have in common."""
+"""Take the next turn of a trajectory, from messages to reply, for environments and agents."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from miles_async.trajectory.tree import Context, Tools, Trajectory, Turn
 from miles_async.trajectory.turn import take_turn
 
 InThread = Callable[..., Awaitable[Any]]
-"""``asyncio.to_thread`` or the like: tokenizing takes as long as there are tokens."""
+"""``asyncio.to_thread`` or the like, since tokenizing takes time in proportion to the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How long trajectories may become, in tokens."""
+    """Limits on the length of trajectories, in tokens."""
 
     response: int  # after the prompt, all turns and what is between them
     total: int  # prompt included
     turn: int | None = None  # one turn of the model
 
     def room(self, context: Context) -> int:
-        """What the model may say next. Raises NoRoomError if that is nothing."""
+        """Tokens left for the next turn. Raises NoRoomError if there are none."""
         response = context.length - context.prompt_length
         room = min(self.response - response, self.total - context.length)
         if room <= 0:
@@ -67,16 +67,16 @@ class TurnTaker:
         parallel_calls: bool = True,
         constraint: Constraint | None = None,
     ) -> Turn:
-        """The model's answer to a whole conversation, kept in the trajectory.
+        """Sample the model's answer to a conversation and keep it in the trajectory.
 
         Args:
-            messages: as chat completions have them.
+            messages: in the form of chat completions.
             tools: offered to the model.
             options: more for the chat template.
             max_tokens: of this turn, within the limits.
             stop: more strings that end the turn; the reply leaves them out, the tokens have them.
             parallel_calls: the reply may have several calls of tools.
-            constraint: what the turn is made to say.
+            constraint: restricts the turn.
 
         Raises:
             TrajectoryError: messages that have no tokens, a constraint that cannot be kept, and NoRoomError.

@@ -7,10 +7,10 @@ An agent that edits or truncates its history forks the tree at the last turn tha
                      └───── user ── turn                sampled ones 1, each with its log-prob and weight version (R3)
 
 Every sampled token carries loss in one branch. The one exception is a stop token that the template doesn't write after
-the turn, or with which it opens another message: whoever continues that turn continues it as the template has it.
+the turn, or with which it opens another message: a continuation then follows the template.
 
-The tokens of earlier turns stay, whatever the template would leave out of them. ``as_template_writes`` forks instead
-where it would: a turn then continues the conversation as the template writes it, as the first turn of a branch.
+Tokens of earlier turns stay even if the template would drop some of them. With ``as_template_writes`` the tree forks
+there instead: the turn continues the conversation as the template writes it, as the first turn of a branch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """What a turn to come stands on: the request of an agent, as tokens."""
+    """Context of the next turn: the request of an agent, as tokens."""
 
     parent: Turn | None
     messages: tuple[Message, ...]  # new after the parent's reply
@@ -48,7 +48,7 @@ class Context:
     appended_text: str  # of ``appended``
 
     def input_ids(self) -> Int32:
-        """[length] what the engine is asked to continue. Put together anew: keeping it would be quadratic."""
+        """Tokens for the engine to continue, [length]. Built on each call: storing them would take quadratic memory."""
         pieces: list[Int32] = []
         context = self
         while context.parent is not None:
@@ -59,12 +59,12 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
-    """One turn of the model, and what it was told."""
+    """One turn of the model, with its context."""
 
     context: Context
     sampled: SampledTurn
     reply: Message
-    text: str  # all that was said, without special tokens
+    text: str  # the whole turn, without special tokens
 
 
 @dataclass(eq=False)
@@ -77,10 +77,10 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)  # in order of completion
 
     def extend(self, messages: Sequence[Any], tools: Tools = (), options: Mapping[str, Any] | None = None) -> Context:
-        """The tokens of a conversation whose next turn is the model's.
+        """Turn a conversation whose next turn is the model's into tokens.
 
         Args:
-            messages: all of it, as chat completions have them.
+            messages: the whole conversation, in the form of chat completions.
             tools: offered to the model.
             options: more for the chat template, such as ``enable_thinking``.
 
@@ -107,7 +107,7 @@ class Trajectory:
     def add(
         self, context: Context, sampled: SampledTurn, *, stops: Sequence[str] = (), parallel_calls: bool = True
     ) -> Turn:
-        """The turn is over: keep it. ``stops``, ``parallel_calls``: what its reply leaves out; see ``ReplyParser``."""
+        """Keep a turn that is over. ``stops``, ``parallel_calls``: what its reply leaves out; see ``ReplyParser``."""
         ids = sampled.output_ids.tolist()
         call_ids = f"call{len(self.turns):03d}"
         reply = self.parser.reply(ids, context.text, context.tools, call_ids, stops=stops, parallel=parallel_calls)
@@ -182,7 +182,7 @@ class Trajectory:
     def _last_common_turn(
         self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any]
     ) -> tuple[Turn | None, int]:
-        """The deepest turn that ``conversation`` went through, and how many of its messages lie before the next."""
+        """Return the deepest turn that ``conversation`` went through, and the number of messages up to its reply."""
         best: tuple[Turn | None, int] = (None, 0)
         ends: dict[Turn | None, int] = {None: 0}  # turns that match so far → messages up to their reply, inclusive
         for turn in self.turns:  # parents come before their children
@@ -202,7 +202,7 @@ class Trajectory:
         return best
 
     def _after(self, parent: Turn | None, text: str) -> tuple[int, str]:
-        """(tokens of the parent's output to keep, text to append) for a piece of the template's."""
+        """Return (tokens of the parent's output to keep, text to append) for a piece of the template."""
         if parent is None:
             return 0, text
         output_ids, stop_ids = parent.sampled.output_ids, self.renderer.chat.stop_ids
@@ -215,7 +215,7 @@ class Trajectory:
 
     # -------------------------------------------------------------------------------------------- sample
     def sample(self, finish_reason: FinishReason | None = None) -> Sample | None:
-        """One branch per leaf, the one with most sampled tokens first; None before the first turn.
+        """Build the sample: one branch per leaf, the one with most sampled tokens first; None before the first turn.
 
         Turns that several leaves share carry loss in the first of them. ``text`` is the last turn's, so that the
         reward is that of the end of the episode. ``finish_reason``: None: the last turn's.
@@ -249,7 +249,7 @@ class Trajectory:
 
 
 def _branch(leaf: Turn, counted: set[Turn]) -> Branch:
-    """``counted``: turns that carry loss in other branches."""
+    """Build a branch. ``counted``: turns that carry loss in other branches."""
     path = [*_path(leaf)]
     arrays = _Arrays()
     for turn, following in zip(path, [*path[1:], None], strict=True):
@@ -275,18 +275,18 @@ class _Arrays:
         self.versions: list[Int32] = []
 
     def append(self, tokens: Int32) -> None:
-        """Tokens that no engine sampled."""
+        """Append tokens that no engine sampled."""
         count = len(tokens)
         no_versions = np.full(count, NO_VERSION, np.int32)
         self._append(tokens, np.zeros(count, np.uint8), np.zeros(count, np.float32), no_versions)
 
     def append_sampled(self, sampled: SampledTurn, count: int, *, carries_loss: bool) -> None:
-        """The first ``count`` tokens of a turn."""
+        """Append the first ``count`` tokens of a turn."""
         tokens, logprobs = sampled.output_ids[:count], sampled.logprobs[:count]
         if not carries_loss:  # they do in another branch
             self.append(tokens)
         elif sampled.constrained:
-            chosen = ~(logprobs >= 0)  # the only token that a grammar allows is nobody's choice; NaN is for the guard
+            chosen = ~(logprobs >= 0)  # the only token that a grammar allows was not chosen; the guard handles NaN
             chosen |= not chosen.any()  # but every turn has an age
             versions = np.where(chosen, sampled.weight_versions[:count], NO_VERSION).astype(np.int32)
             self._append(tokens, chosen.astype(np.uint8), logprobs, versions)
@@ -301,7 +301,7 @@ class _Arrays:
 
 
 def _path(turn: Turn | None) -> Sequence[Turn]:
-    """From the first turn to this one."""
+    """Turns from the first to this one."""
 
     def upwards(turn: Turn | None) -> Iterator[Turn]:
         while turn is not None:
@@ -312,12 +312,12 @@ def _path(turn: Turn | None) -> Sequence[Turn]:
 
 
 def _conversation(turn: Turn | None) -> list[Message]:
-    """All messages up to the reply of this turn, inclusive."""
+    """Messages up to the reply of this turn, inclusive."""
     return [message for turn in _path(turn) for message in (*turn.context.messages, turn.reply)]
 
 
 def _positions(path: Sequence[Turn]) -> list[int]:
-    """Where in the conversation the replies of the turns of a path stand."""
+    """Positions of the replies of a path's turns in the conversation."""
     return [int(end) for end in np.cumsum([len(turn.context.messages) + 1 for turn in path]) - 1]
 
 

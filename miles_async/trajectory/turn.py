@@ -1,7 +1,7 @@
-"""One turn of the model: a generation call that goes on when a publication aborts it (partial rollouts).
+"""One turn of the model: a generation call that continues when a publication aborts it (partial rollouts).
 
-What was sampled is kept and the request goes on under the new version; every chunk brings its own version spans, so
-each token still knows which weights produced it.
+Sampled tokens are kept and the request continues under the new version. Every chunk has its own version spans, so the
+weights of each token are known.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from miles_async.staleness.versions import versions_per_token
 from miles_async.trajectory.constraints import GRAMMAR
 from miles_async.types import FinishReason, Float32, GenerateRequest, Generation, Int32
 
-MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token before we say that the engine does not work
+MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token after which the engine counts as broken
 
 
 class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said in one turn."""
+    """Tokens of one turn of the model."""
 
     output_ids: Int32  # [T]
     logprobs: Float32  # [T]
     weight_versions: Int32  # [T]
     finish_reason: FinishReason  # "stop" or "length"
-    engines: tuple[str, ...]  # that took part, in the order in which they first did
+    engines: tuple[str, ...]  # in order of first use
     chunks: int  # generation calls: 1 + aborts survived
     prompt_tokens: int  # over all chunks
     cached_tokens: int  # of these, served from the prefix cache
@@ -43,10 +43,10 @@ async def take_turn(
     routing_key: str,
     kept: Callable[[int], None] = lambda version: None,
 ) -> SampledTurn:
-    """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there. ``kept`` is told the version of the
-    first token of every chunk.
+    """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there. ``kept`` receives the version of
+    the first token of every chunk.
 
-    A turn under a grammar begins again instead of going on: a grammar begins with what a request generates.
+    A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
     """
     constrained = GRAMMAR in sampling
