@@ -11,7 +11,7 @@ predict ``tokens[i]`` are those at position ``i - 1``; the trainer does that shi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -46,10 +46,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation call.
 
-    >>> GenerateRequest(input_ids=[5, 6], sampling={"max_new_tokens": 4, "temperature": 1.0}, routing_key="12.0")
+    >>> GenerateRequest(input_ids=np.array([5, 6], np.int32), sampling={"max_new_tokens": 4}, routing_key="12.0")
     """
 
-    input_ids: Sequence[int]  # everything that the model is to continue; a list or a tuple
+    input_ids: Int32  # [P] everything that the model is to continue
     sampling: Mapping[str, Any]  # the engine's sampling parameters
     routing_key: str  # requests with the same key go to the same engine, whose prefix cache has what they share
     multimodal_inputs: Mapping[str, Any] = {}  # fields that the engine's request has for them; opaque to us

@@ -59,7 +59,8 @@ class SingleTurnGenerate:
         prompt = attempt.prompt
         key = routing_key(attempt, sample_index)
         kept = partial(self._began, key)
-        turn = await take_turn(client, prompt.token_ids, self._sampling, routing_key=key, kept=kept)
+        input_ids = np.array(prompt.token_ids, np.int32)
+        turn = await take_turn(client, input_ids, self._sampling, routing_key=key, kept=kept)
         return build_sample(prompt, turn, self._decode)
 
 

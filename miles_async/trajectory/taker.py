@@ -13,6 +13,7 @@ from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
 from miles_async.trajectory.replies import CALL_ENDS
 from miles_async.trajectory.tree import Context, Tools, Trajectory, Turn
 from miles_async.trajectory.turn import take_turn
+from miles_async.types import Int32
 
 InThread = Callable[..., Awaitable[Any]]
 """``asyncio.to_thread`` or the like, since tokenizing takes time in proportion to the tokens."""
@@ -100,6 +101,8 @@ class TurnTaker:
             self.began(int(sampled.weight_versions[0]))
         return turn
 
-    def _prepare(self, messages: Sequence[Any], tools: Tools, options: Mapping[str, Any] | None) -> tuple[Context, Any]:
+    def _prepare(
+        self, messages: Sequence[Any], tools: Tools, options: Mapping[str, Any] | None
+    ) -> tuple[Context, Int32]:
         context = self.trajectory.extend(messages, tools, options)
         return context, context.input_ids()

@@ -37,7 +37,7 @@ class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 async def take_turn(
     client: EngineClient,
-    input_ids: Sequence[int],
+    input_ids: Int32,
     sampling: Mapping[str, Any],
     *,
     routing_key: str,
@@ -66,7 +66,7 @@ async def take_turn(
         budget -= keeps
         if not aborted or budget <= 0:
             return _joined(chunks, constrained)
-        input_ids = [*input_ids, *chunk.output_ids[:keeps].tolist()]
+        input_ids = np.concatenate([input_ids, chunk.output_ids[:keeps]])
         empty = 0 if keeps else empty + 1
         if empty >= MAX_EMPTY_CHUNKS:
             raise TransientEngineError(f"{chunk.engine_id} aborted {empty} times without a token that can be kept")

@@ -103,7 +103,9 @@ async def bench(engine_url: str, log_dir: Path, *, with_router: bool = True) -> 
 
     async def generate(seconds: float) -> None:
         sampling = {"temperature": seconds, "max_new_tokens": TOKENS}
-        await client.generate(GenerateRequest(input_ids=[1], sampling=sampling, routing_key=str(time.time())))
+        await client.generate(
+            GenerateRequest(input_ids=np.array([1], np.int32), sampling=sampling, routing_key=str(time.time()))
+        )
 
     ways = {"engine": to(engine_url), "router": to(router.url), "client and router": generate}
     try:

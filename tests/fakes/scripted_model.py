@@ -28,7 +28,7 @@ class ScriptedModel:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         call = len(self.requests)
-        self.requests.append(list(request.input_ids))
+        self.requests.append(request.input_ids.tolist())
         self.sampling.append(dict(request.sampling))
         self.routing_keys.append(request.routing_key)
         await asyncio.sleep(self.seconds)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
+
 from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
@@ -53,7 +55,9 @@ class Late(Overtaken):
 
 async def _until_visible(client: EngineClient, attempt: Attempt, version: int) -> None:
     """The only way to learn which version is visible is to ask for a token."""
-    request = GenerateRequest(input_ids=attempt.prompt.token_ids, sampling={"max_new_tokens": 1}, routing_key="version")
+    request = GenerateRequest(
+        input_ids=np.array(attempt.prompt.token_ids, np.int32), sampling={"max_new_tokens": 1}, routing_key="version"
+    )
     while True:
         token = await client.generate(request)
         if token.spans[-1].version >= version:

@@ -356,7 +356,7 @@ async def _in_flight(running: Running, count: int) -> None:
 async def _generate(running: Running, tokens: int, key: str = "a") -> Generation:
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
     return await running.stack.client.generate(
-        GenerateRequest(input_ids=[5, 6, 7, 8], sampling=sampling, routing_key=key)
+        GenerateRequest(input_ids=np.array([5, 6, 7, 8], np.int32), sampling=sampling, routing_key=key)
     )
 
 
@@ -417,7 +417,7 @@ async def test_log_probs_are_of_the_distribution_before_filters(
     # covers: C12
     sampling = {"max_new_tokens": 8, "temperature": temperature, "ignore_eos": True, **filters}
     found = await running.stack.client.generate(
-        GenerateRequest(input_ids=[5, 6, 7, 8], sampling=sampling, routing_key="a")
+        GenerateRequest(input_ids=np.array([5, 6, 7, 8], np.int32), sampling=sampling, routing_key="a")
     )
     tokens = [5, 6, 7, 8, *found.output_ids.tolist()]
     np.testing.assert_allclose(
@@ -429,7 +429,7 @@ async def test_log_probs_are_of_the_distribution_before_filters(
 async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None:  # covers: A5
     with pytest.raises(RequestRejectedError, match=r"400.*longer than the model's context length"):
         await running.stack.client.generate(
-            GenerateRequest(input_ids=[5] * 600, sampling={"max_new_tokens": 4}, routing_key="a")
+            GenerateRequest(input_ids=np.full(600, 5, np.int32), sampling={"max_new_tokens": 4}, routing_key="a")
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles_async.engines.client import RouterClient
@@ -37,7 +38,9 @@ class Setup:
     def generate(
         self, input_ids: Sequence[int] = (5,), key: str = "a", **sampling: float
     ) -> Coroutine[Any, Any, Generation]:
-        request = GenerateRequest(input_ids=input_ids, sampling={**SAMPLING, **sampling}, routing_key=key)
+        request = GenerateRequest(
+            input_ids=np.array(input_ids, np.int32), sampling={**SAMPLING, **sampling}, routing_key=key
+        )
         return self.client.generate(request)
 
 

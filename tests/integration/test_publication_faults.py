@@ -98,7 +98,7 @@ class Cluster:
             version = self.stack.registry.version
             sampling = {"max_new_tokens": 12, "ignore_eos": True}
             answer = await self.stack.client.generate(
-                GenerateRequest(input_ids=PROMPT, sampling=sampling, routing_key=f"{index}.{count}")
+                GenerateRequest(input_ids=np.array(PROMPT, np.int32), sampling=sampling, routing_key=f"{index}.{count}")
             )
             answers.append((version, answer))
 

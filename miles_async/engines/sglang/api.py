@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import orjson
 
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
@@ -117,7 +118,7 @@ class SGLangServer:
         body = {
             **request.multimodal_inputs,
             "rid": request_id,
-            "input_ids": list(map(int, request.input_ids)),
+            "input_ids": msgspec.Raw(orjson.dumps(request.input_ids, option=orjson.OPT_SERIALIZE_NUMPY)),
             "sampling_params": dict(request.sampling),
             "return_logprob": True,
             "extra_key": f"v{version}",

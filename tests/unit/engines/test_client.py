@@ -42,7 +42,9 @@ class Setup:
     def generate(
         self, input_ids: Sequence[int] = (5,), key: str = "a", **sampling: float
     ) -> Coroutine[Any, Any, Generation]:
-        request = GenerateRequest(input_ids=input_ids, sampling={**SAMPLING, **sampling}, routing_key=key)
+        request = GenerateRequest(
+            input_ids=np.array(input_ids, np.int32), sampling={**SAMPLING, **sampling}, routing_key=key
+        )
         return self.client.generate(request)
 
 
@@ -76,6 +78,7 @@ async def test_an_answer_becomes_arrays_and_spans(setup: Setup, packs: bool) -> 
     assert generation.output_ids.tolist() == [3, 4, 5, 6]
     assert generation.logprobs.dtype == np.float32
     assert generation.logprobs.tolist() == [-0.5] * 4
+    assert setup.engine.requests[0]["input_ids"] == [5, 6, 7]
     assert generation.spans == (VersionSpan(3, 0, 4),)
     assert (generation.engine_id, generation.finish_reason, generation.prompt_tokens) == ("engine-0", "length", 3)
     assert setup.traffic.completed == {"engine-0": 1}

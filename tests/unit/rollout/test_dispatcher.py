@@ -73,7 +73,7 @@ class Engine:
         self.script: Callable[[int], Exception | Generation | None] = lambda call: None
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        self.requests.append((list(request.input_ids), request.sampling["max_new_tokens"]))
+        self.requests.append((request.input_ids.tolist(), request.sampling["max_new_tokens"]))
         hangs = len(self.requests) > self.hangs_after
         await self.gate.wait()
         self.dispatched[request.routing_key] = self.version

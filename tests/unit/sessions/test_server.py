@@ -10,6 +10,7 @@ import json
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import openai
 import pytest
 import structlog
@@ -36,7 +37,8 @@ async def test_chat_is_token_level_generation_of_the_same_tokens() -> None:
     assert answer.choices[0].message.content == "It is 68."
     assert answer.choices[0].finish_reason == "stop"
     prompt = CHAT.encode([QUESTION])
-    direct = await take_turn(ScriptedModel(says("It is 68."), version=3), prompt, model.sampling[0], routing_key="7-1")
+    alone = ScriptedModel(says("It is 68."), version=3)
+    direct = await take_turn(alone, np.array(prompt, np.int32), model.sampling[0], routing_key="7-1")
     sample = collected.sample
     assert sample is not None
     assert model.requests == [list(prompt)]
