@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.api import Agent, Environment, GroupFilter, MakeEnvironment, Reward
+from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, Reward
 from miles_async.runtime.hooks import load_factory, load_object
 
 PAGES = Path(__file__).parents[2] / "docs" / "extending"
@@ -23,6 +23,7 @@ LOADS: dict[str, Callable[[str, str], Any]] = {
     "--custom-rm-path": lambda hook, flag: load_object(hook, Reward, flag),
     "--group-filter-path": lambda hook, flag: load_object(hook, GroupFilter, flag),
     "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),
+    "--custom-generate-function-path": lambda hook, flag: load_object(hook, Generate, flag),
     "--agent-path": lambda hook, flag: load_object(hook, Agent, flag),
 }
 
