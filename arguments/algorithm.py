@@ -1,4 +1,4 @@
-"""Advantages and loss."""
+"""Advantages and loss. Where choices end with module:attr, that is your own: see miles_async/api.py."""
 
 from __future__ import annotations
 
@@ -6,20 +6,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles_async.arguments.flag import flag
+from miles_async.arguments.flag import ModuleAttr, flag
 
-AdvantageEstimator = Literal["grpo", "rloo", "reinforce"]
+AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce"]
+TokenAdvantagesName = Literal["kl_in_reward"]
+PolicyLossName = Literal["ppo_clip"]
+LossAggregationName = Literal["token_mean", "sequence_mean"]
+TisMode = Literal["truncate"]
+KlLossType = Literal["k1", "k2", "k3", "low_var_kl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmArguments:
     """Algorithm"""
 
-    advantage_estimator: AdvantageEstimator = flag(
+    advantage_estimator: AdvantageEstimatorName | ModuleAttr = flag(
         "grpo",
-        "grpo: (r − mean) / (std + 1e-4) within the group; rloo: r − mean of the others; reinforce: r",
+        "advantage of a sample. grpo: (r − mean) / (std + 1e-4) within the group; rloo: r − mean of the others; "
+        "reinforce: r",
     )
     grpo_std_normalization: bool = flag(True, "divide by the group's standard deviation (no: Dr. GRPO)")
+    token_advantages: TokenAdvantagesName | ModuleAttr | None = flag(
+        None,
+        "advantages of tokens, computed by the trainer from those of their samples (default: each token has its "
+        "sample's). kl_in_reward: minus --kl-coef × (log π − log π_ref), summed over the token and those after it",
+    )
+    kl_coef: float = flag(0.0, "weight of the KL in the reward, with --token-advantages kl_in_reward")
+    policy_loss: PolicyLossName | ModuleAttr = flag("ppo_clip", "loss of a token. ppo_clip: PPO's clipped surrogate")
     eps_clip: float = flag(0.2, "PPO clip range below 1")
     eps_clip_high: float | None = flag(None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher")
     eps_clip_c: float | None = flag(
@@ -27,17 +40,30 @@ class AlgorithmArguments:
         "dual clip: the loss of a token with a negative advantage A is at most this × |A|, however large its ratio, "
         "which PPO's clip does not bound there; more than 1; none: no bound",
     )
+    loss_aggregation: LossAggregationName | ModuleAttr = flag(
+        "token_mean",
+        "the loss of an optimizer step is the mean over its tokens that carry loss (token_mean), or over sequences of "
+        "the mean over their tokens (sequence_mean)",
+    )
     use_rollout_logprobs: bool = flag(
         False,
         "PPO ratio against the engines' log-probs: clips around the policy that sampled; corrects for staleness",
     )
-    use_tis: bool = flag(
-        False, "truncated importance sampling: weight each token by min(π_trainer / π_rollout, --tis-clip)"
+    use_tis: bool = flag(False, "importance sampling: weight each token for having been sampled by other weights")
+    tis_mode: TisMode | ModuleAttr = flag(
+        "truncate", "the weight of --use-tis. truncate: min(π_trainer / π_rollout, --tis-clip)"
     )
     tis_clip: float = flag(2.0, "cap of the truncated importance weight")
-    use_kl_loss: bool = flag(False, "add --kl-loss-coef × KL(π ‖ reference), estimator k3")
+    use_kl_loss: bool = flag(False, "add --kl-loss-coef × KL(π ‖ reference) to the loss")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")
-    ref_hf_checkpoint: Path | None = flag(None, "reference model of the KL loss (default: --hf-checkpoint)")
+    kl_loss_type: KlLossType | ModuleAttr = flag(
+        "k3",
+        "estimator of the KL loss. k3: exp(d) − 1 − d with d = log π_ref − log π; low_var_kl: that, at most 10; k2: "
+        "d² / 2; k1: −d, whose gradient is 0 in the mean",
+    )
+    ref_hf_checkpoint: Path | None = flag(
+        None, "reference model of the KL loss and the KL in the reward (default: --hf-checkpoint)"
+    )
     log_entropy: bool = flag(False, "compute the policy's entropy, a pass over all logits, and log it as train/entropy")
     allow_uncorrected_off_policy: bool = flag(
         False,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TypeVar
+from typing import NewType, TypeVar
 
 FlagValue = bool | int | float | str | Path | tuple[str, ...] | None
 """What a flag may hold."""
+
+ModuleAttr = NewType("ModuleAttr", str)
+"""``module:attr``, which names something of the user's own."""
 
 T = TypeVar("T", bound=FlagValue)
 
@@ -17,6 +20,6 @@ def flag(default: T, help: str, *, metavar: str | None = None) -> T:
 
     The field's annotation gives the type: ``int``, ``float``, ``str``, ``Path``, ``bool`` (then ``--x`` and
     ``--no-x``), ``X | None`` (the word "none" means None), ``tuple[str, ...]`` (several values), ``Literal["a", "b"]``
-    (one of these).
+    (one of these), ``Literal["a", "b"] | ModuleAttr`` (or the user's own).
     """
     return dataclasses.field(default=default, metadata={"default": default, "help": help, "metavar": metavar})

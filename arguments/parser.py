@@ -155,7 +155,7 @@ def _add_flag(group: argparse._ArgumentGroup, specification: FlagSpecification) 
             raise argparse.ArgumentTypeError(str(error)) from None
 
     metavar = specification.metavar or (
-        "{" + ",".join(specification.choices) + "}" if specification.choices else _default_metavar(specification)
+        "{" + ",".join(specification.accepted) + "}" if specification.choices else _default_metavar(specification)
     )
     add(type=convert, metavar=metavar, nargs="*" if specification.many else None)
 

@@ -35,6 +35,7 @@ AT_LEAST: dict[str, int] = {
     "max_quarantined_prompts": 0,
     "max_weight_staleness": 0,
     "max_rollout_lead": 1,
+    "kl_coef": 0,
     "kl_loss_coef": 0,
     "global_batch_size": 1,
     "max_tokens_per_gpu": 1,
@@ -108,8 +109,8 @@ def range_problems(arguments: Arguments) -> Iterator[str]:
 def _expectation(specification: FlagSpecification, value: FlagValue) -> str | None:
     """What ``value`` should have been, or None if it may be what it is."""
     name = specification.name
-    if specification.choices and value not in specification.choices:
-        return f"one of {', '.join(specification.choices)}"
+    if specification.choices and not specification.is_choice(value):
+        return f"one of {', '.join(specification.accepted)}"
     if not isinstance(value, int | float):
         return None
     if name in AT_LEAST and not value >= AT_LEAST[name]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import sys
 import types
 import typing
@@ -17,7 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.flag import FlagValue
+from miles_async.arguments.flag import FlagValue, ModuleAttr
+
+MODULE_ATTR = r"[\w.]+:\w+"
+"""What a ModuleAttr looks like."""
 
 Kind = type[bool | int | float | str | Path]
 
@@ -42,6 +46,7 @@ class FlagSpecification:
     default: FlagValue
     help: str
     choices: tuple[str, ...]  # of a Literal; else ()
+    or_path: bool  # takes module:attr besides its choices
     metavar: str | None
 
     @property
@@ -53,6 +58,16 @@ class FlagSpecification:
     def negated_flag(self) -> str:
         """``--no-progress``, for booleans."""
         return "--no-" + self.name.replace("_", "-")
+
+    def is_choice(self, value: FlagValue) -> bool:
+        """Whether the flag takes ``value``, as far as its choices say."""
+        own = self.or_path and isinstance(value, str) and re.fullmatch(MODULE_ATTR, value)
+        return value in self.choices or bool(own)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Its choices in words, to be shown to the user."""
+        return (*self.choices, "module:attr") if self.or_path else self.choices
 
     def from_text(self, text: str) -> FlagValue:
         """One value as typed on a command line. Raises ValueError saying what was expected."""
@@ -89,8 +104,8 @@ class FlagSpecification:
             if not value:
                 raise ValueError("expected a path, found an empty text")
             return Path(value).expanduser()
-        if self.choices and value not in self.choices:
-            names = (*self.choices, "none") if self.optional else self.choices
+        if self.choices and not self.is_choice(value):
+            names = (*self.accepted, "none") if self.optional else self.accepted
             raise ValueError(f"expected one of {', '.join(names)}; found {found!r}")
         return value
 
@@ -130,7 +145,7 @@ def flag_specifications() -> Mapping[str, FlagSpecification]:
             kind, optional, many, choices = _analyse(hints[field.name])
             table[field.name] = FlagSpecification(
                 group=group, name=field.name, kind=kind, optional=optional, many=many, choices=choices,
-                **field.metadata,
+                or_path=ModuleAttr in typing.get_args(hints[field.name]), **field.metadata,
             )  # fmt: skip
     return table
 
@@ -142,6 +157,8 @@ def _analyse(annotation: object) -> tuple[Kind, bool, bool, tuple[str, ...]]:
         kind, _, many, _ = items[0]
         choices = tuple(choice for item in items for choice in item[3])
         return kind, type(None) in typing.get_args(annotation), many, choices
+    if annotation is ModuleAttr:
+        return str, False, False, ()
     if typing.get_origin(annotation) is typing.Literal:
         return str, False, False, typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:

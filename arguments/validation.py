@@ -15,6 +15,7 @@ from miles_async.arguments.ranges import range_problems
 from miles_async.arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
 from miles_async.arguments.server_groups import check_server_groups
 from miles_async.arguments.sessions import TOOL_CALL_PARSERS
+from miles_async.arguments.specification import MODULE_ATTR
 from miles_async.arguments.surroundings import (
     check_model,
     check_model_fits,
@@ -121,8 +122,17 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         yield "--use-kl-loss with --kl-loss-coef 0 has no effect: set the coefficient, or remove both"
     if not algorithm.use_kl_loss and algorithm.kl_loss_coef > 0:
         yield f"--kl-loss-coef {algorithm.kl_loss_coef} has no effect without --use-kl-loss"
-    if algorithm.ref_hf_checkpoint is not None and not algorithm.use_kl_loss:
-        yield "--ref-hf-checkpoint has no effect without --use-kl-loss"
+    if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
+        yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
+    if algorithm.token_advantages is None and algorithm.kl_coef > 0:
+        yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward"
+    if algorithm.tis_mode != "truncate" and not algorithm.use_tis:
+        yield f"--tis-mode {algorithm.tis_mode} has no effect without --use-tis"
+    if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
+        yield f"--kl-loss-type {algorithm.kl_loss_type} has no effect without --use-kl-loss"
+    own = ":" in algorithm.policy_loss or ":" in algorithm.tis_mode  # may compare with the reference model
+    if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.token_advantages or own):
+        yield "--ref-hf-checkpoint has no effect without --use-kl-loss or --token-advantages kl_in_reward"
 
 
 def check_sampling(arguments: Arguments) -> Iterator[str]:
@@ -258,7 +268,7 @@ def check_hooks(arguments: Arguments) -> Iterator[str]:
     if arguments.sessions.tool_call_parser not in TOOL_CALL_PARSERS:
         hooks["--tool-call-parser"] = arguments.sessions.tool_call_parser
     for flag, path in hooks.items():
-        if path is not None and not re.fullmatch(r"[\w.]+:\w+", path):
+        if path is not None and not re.fullmatch(MODULE_ATTR, path):
             named = f"one of {', '.join(TOOL_CALL_PARSERS)}, or " if flag == "--tool-call-parser" else ""
             yield f"{flag} {path}: expected {named}module:attr, such as my_package.my_module:my_function"
 

@@ -168,6 +168,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     [offsets[s], offsets[s + 1]).
 
     >>> batch.tokens[batch.offsets[s] : batch.offsets[s + 1]]   # the tokens of branch s
+
+    Every token that carries loss has an advantage. An estimator that gives all tokens of a sample the same is kept as
+    one number per branch, [S], which costs nothing per token; one that tells tokens apart is [N], 0 where no loss is
+    carried. Trainer ranks expand both to [N] (``train_data.batch.token_advantages``), and so do all losses see them.
     """
 
     tokens: Int32  # [N]
@@ -176,7 +180,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     rollout_logprobs: Float32  # [N]
     weight_versions: Int32  # [N] per token, NO_VERSION where no engine generated it
     oldest_versions: Int32  # [S] per branch, over the tokens that carry loss
-    advantages: Float32  # [S] of the sample; every loss token has this advantage
+    advantages: Float32  # [S] or [N], see above
     rewards: Float32  # [S]
     sample_ids: Int64  # [S] the sample's position in the batch before any split; the same for all its branches
 

@@ -147,6 +147,7 @@ def check_hooks(arguments: Arguments) -> None:
 
     The processes that call the hooks load them again; here a mistake costs no start-up.
     """
+    from miles_async.algorithms import registry
     from miles_async.api import Generate
     from miles_async.rollout.filter_hub import resolve_group_filter
     from miles_async.runtime.hooks import load_object
@@ -154,6 +155,7 @@ def check_hooks(arguments: Arguments) -> None:
 
     episode.check_hooks(arguments)
     resolve_group_filter(arguments.rewards)
+    registry.check_own(arguments.algorithm)
     if arguments.rollout.custom_generate_function_path:
         load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
 

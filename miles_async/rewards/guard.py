@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from miles_async.algorithms.advantages import check_reward
+from miles_async.algorithms.advantages.rewards import check_reward
 from miles_async.api import Reward
 from miles_async.errors import OverdueError, RewardError, ServiceOutageError, ServiceUnavailableError
 from miles_async.runtime.services import Circuit

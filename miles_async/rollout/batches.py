@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from miles_async.algorithms.advantages import compute_advantages
-from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.api import AdvantageEstimator
 from miles_async.staleness.policy import check_ages
 from miles_async.train_data.batch import BranchTable, tabulate
 from miles_async.train_data.dp_split import split
@@ -31,7 +30,7 @@ RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...], float], None]
 class BatchMaker:
     """advantages → data-parallel split → packing → flat arrays, as one pure function of the groups."""
 
-    algorithm: AlgorithmArguments
+    estimator: AdvantageEstimator
     dp_size: int
     max_tokens: int  # per micro-batch
     quadratic_work: float = 0.0  # of the model that is trained, see ``train_data.work``
@@ -65,4 +64,4 @@ class BatchMaker:
         return table.join(range(len(table.branches)))
 
     def _tabulate(self, groups: tuple[Group, ...]) -> BranchTable:
-        return tabulate(groups, compute_advantages(groups, self.algorithm))
+        return tabulate(groups, self.estimator(groups))

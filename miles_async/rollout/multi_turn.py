@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from miles_async.algorithms.advantages import check_reward
+from miles_async.algorithms.advantages.rewards import check_reward
 from miles_async.api import EngineClient, Environment, MakeEnvironment, Reward
 from miles_async.errors import NoRoomError, RewardError
 from miles_async.rollout.generate import Began, routing_key

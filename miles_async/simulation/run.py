@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import structlog
 
+from miles_async.algorithms.advantages.grpo import Grpo
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
@@ -173,7 +174,7 @@ class Simulation:
 def batch_maker(settings: SimulationSettings, *, record: RecordBatch | None = None) -> BatchMaker:
     """Make the BatchMaker for a trainer of one rank."""
     return BatchMaker(
-        algorithm=AlgorithmArguments(),
+        estimator=Grpo(AlgorithmArguments()),
         dp_size=1,
         max_tokens=MAX_TOKENS,
         samples_per_optimizer_step=settings.rollout.samples_per_rollout,

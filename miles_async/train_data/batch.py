@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from miles_async.algorithms.advantages import rewards_of
+from miles_async.algorithms.advantages.rewards import rewards_of
 from miles_async.errors import ContractViolation
 from miles_async.staleness.versions import count_versions
 from miles_async.types import Branch, Float32, Group, Int32, Int64, TrainBatch
@@ -31,7 +31,7 @@ class BranchTable:
     loss_tokens: Int64  # [S] tokens that carry loss
     version_counts: tuple[Mapping[int, int], ...]  # [S] version → tokens that carry loss, counted in the tokens
     oldest_versions: Int32  # [S] the oldest of these: what C1 is checked on
-    advantages: Float32  # [S] of the sample
+    advantages: Float32  # [S] of the sample, or per token, as in TrainBatch
     rewards: Float32  # [S] of the sample
     sample_ids: Int64  # [S] the sample's position in the batch
 
@@ -46,10 +46,16 @@ class BranchTable:
             rollout_logprobs=np.concatenate([branch.rollout_logprobs for branch in branches]),
             weight_versions=np.concatenate([branch.weight_versions for branch in branches]),
             oldest_versions=self.oldest_versions[chosen],
-            advantages=self.advantages[chosen],
+            advantages=self._advantages(chosen),
             rewards=self.rewards[chosen],
             sample_ids=self.sample_ids[chosen],
         )
+
+    def _advantages(self, chosen: Int64) -> Float32:
+        if len(self.advantages) == len(self.branches):
+            return self.advantages[chosen]
+        offsets = _offsets(self.lengths)
+        return np.concatenate([self.advantages[offsets[index] : offsets[index + 1]] for index in chosen.tolist()])
 
 
 def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
@@ -57,7 +63,7 @@ def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
 
     Args:
         groups: at least one.
-        advantages: float32, one per sample, in the same order.
+        advantages: one per sample in the same order, or one per token of all their branches.
 
     Raises:
         VersionUnknownError: a branch has no loss token, or one without a version.
@@ -65,7 +71,7 @@ def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
             rewards let none in.
     """
     samples = [sample for group in groups for sample in group.samples]
-    assert len(advantages) == len(samples) > 0, (len(advantages), len(samples))
+    assert samples, "a batch holds at least one group"
     branches = tuple(branch for sample in samples for branch in sample.branches)
     sample_ids = np.repeat(np.arange(len(samples), dtype=np.int64), [len(sample.branches) for sample in samples])
     for branch in branches:
@@ -74,7 +80,6 @@ def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
         assert len(lengths) == 1, f"per-token arrays of a sample differ in length: {lengths}"
     no_logprob = [not _has_logprobs(branch) for branch in branches]
     _refuse("log-prob for every loss token", sample_ids[np.flatnonzero(no_logprob)])
-    _refuse("advantage for every sample", np.flatnonzero(~np.isfinite(advantages)))
     version_counts = tuple(map(count_versions, branches))
     return BranchTable(
         branches=branches,
@@ -82,10 +87,27 @@ def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
         loss_tokens=np.array([sum(counts.values()) for counts in version_counts], dtype=np.int64),
         version_counts=version_counts,
         oldest_versions=np.array([min(counts) for counts in version_counts], dtype=np.int32),
-        advantages=advantages[sample_ids],
+        advantages=_checked(np.asarray(advantages, dtype=np.float32), branches, sample_ids),
         rewards=rewards_of(groups)[sample_ids],
         sample_ids=sample_ids,
     )
+
+
+def _checked(advantages: Float32, branches: Sequence[Branch], sample_ids: Int64) -> Float32:
+    """Turn advantages of samples into those of branches, [S]; zero those of tokens, [N], where no loss is carried."""
+    samples, lengths = int(sample_ids[-1]) + 1, [len(branch.tokens) for branch in branches]
+    if len(advantages) == samples:
+        _refuse("advantage for every sample", np.flatnonzero(~np.isfinite(advantages)))
+        return advantages[sample_ids]
+    if len(advantages) != sum(lengths):
+        raise ContractViolation(
+            f"--advantage-estimator: expected {samples} advantages, one per sample, or {sum(lengths)}, one per token; "
+            f"found {len(advantages)}"
+        )
+    loss_mask = np.concatenate([branch.loss_mask for branch in branches])
+    advantages = np.where(loss_mask != 0, advantages, np.float32(0.0))
+    _refuse("advantage for every loss token", np.repeat(sample_ids, lengths)[~np.isfinite(advantages)])
+    return advantages
 
 
 def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
@@ -98,10 +120,21 @@ def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
         rollout_logprobs=batch.rollout_logprobs[tokens],
         weight_versions=batch.weight_versions[tokens],
         oldest_versions=batch.oldest_versions[branches],
-        advantages=batch.advantages[branches],
+        advantages=batch.advantages[branches if _per_branch(batch) else tokens],
         rewards=batch.rewards[branches],
         sample_ids=batch.sample_ids[branches],
     )
+
+
+def token_advantages(batch: TrainBatch) -> Float32:
+    """float32 [N]: an advantage for every token, 0 where no loss is carried."""
+    per_token = np.repeat(batch.advantages, np.diff(batch.offsets)) if _per_branch(batch) else batch.advantages
+    return np.where(batch.loss_mask != 0, per_token, np.float32(0.0))
+
+
+def _per_branch(batch: TrainBatch) -> bool:
+    # If every branch has one token, both readings are the same.
+    return len(batch.advantages) == batch.num_branches
 
 
 def _offsets(lengths: Int64) -> Int64:

@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from miles_async.algorithms.advantages import rewards_of
+from miles_async.algorithms.advantages.rewards import rewards_of
 from miles_async.train_data.batch import BranchTable
 from miles_async.types import FinishReason, Group, Int64, Sample
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from miles_async.algorithms.registry import advantage_estimator
 from miles_async.arguments import Arguments, RolloutArguments, StalenessArguments
 from miles_async.ledger.schedule import Record, RecordedPool
 from miles_async.rollout.batches import BatchMaker, RecordBatch
@@ -34,7 +35,7 @@ def make_pool(
 def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: RecordBatch | None = None) -> BatchMaker:
     """For the trainer that the flags describe. ``quadratic_work``: of its model, see ``train_data.work``."""
     return BatchMaker(
-        algorithm=arguments.algorithm,
+        estimator=advantage_estimator(arguments.algorithm),
         dp_size=arguments.data_parallel_size,
         max_tokens=arguments.optimizer.max_tokens_per_gpu,
         quadratic_work=quadratic_work,

@@ -43,7 +43,7 @@ def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
 
 def make_backend(arguments: Arguments, device: Device, **rank: Any) -> TrainBackend:
     """The training backend of one rank, in its process; ``rank``: who it is among the others."""
-    from miles_async.algorithms.losses import GrpoLoss  # torch, which the driver does without
+    from miles_async.algorithms.objective import make_objective  # torch, which the driver does without
 
     steps_per_rollout = arguments.rollout.samples_per_rollout // arguments.global_batch_size
     return create_backend(
@@ -52,7 +52,7 @@ def make_backend(arguments: Arguments, device: Device, **rank: Any) -> TrainBack
         optimizer=arguments.optimizer,
         total_steps=arguments.rollout.num_rollout * steps_per_rollout,
         temperature=arguments.rollout.rollout_temperature,
-        loss=partial(GrpoLoss, arguments.algorithm),
+        objective=partial(make_objective, arguments.algorithm),
         device=device,
         ref_hf_checkpoint=arguments.algorithm.ref_hf_checkpoint,
         **rank,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from miles_async.algorithms.losses import GrpoLoss
+from miles_async.algorithms.objective import make_objective
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
@@ -27,6 +27,7 @@ LR = 1e-3
 SEQUENCES = [np.random.default_rng(1).integers(0, 64, length).tolist() for length in (5, 18, 1, 33, 7, 2, 16)]
 PLAIN = AlgorithmArguments()
 CORRECTED = AlgorithmArguments(use_tis=True, use_kl_loss=True, kl_loss_coef=0.3, log_entropy=True)
+PER_TOKEN = AlgorithmArguments(token_advantages="kl_in_reward", kl_coef=5.0, loss_aggregation="sequence_mean")
 
 Case = tuple[str, str]
 """(layout, model), by name."""
@@ -84,7 +85,7 @@ def make_backend(
         optimizer=OptimizerArguments(**({"lr": LR} | optimizer)),
         total_steps=10,
         temperature=1.0,
-        loss=partial(GrpoLoss, algorithm),
+        objective=partial(make_objective, algorithm),
         device="cpu",
         timeout_seconds=60,
     )

@@ -15,16 +15,27 @@ from tests.integration.toy_batches import ToySample
 
 
 class PlainTrainer:
-    """GRPO with clip 0.2, optionally TIS (cap 2) and KL to the initial model (k3, coefficient ``kl``)."""
+    """GRPO with clip 0.2; optionally TIS (cap 2), KL to the initial model in the loss (k3, coefficient ``kl``) or the
+    reward (k1, coefficient ``reward_kl``), and the mean over sequences of the mean over their tokens.
+    """
 
-    def __init__(self, directory: Path, *, lr: float, tis: bool = False, kl: float | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        lr: float,
+        tis: bool = False,
+        kl: float | None = None,
+        reward_kl: float | None = None,
+        sequence_mean: bool = False,
+    ) -> None:
         torch.set_num_threads(1)  # more threads spend their time waiting for each other: the models are tiny
         self.model = _load(directory)
         self.initial = _load(directory)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
         )
-        self.tis, self.kl = tis, kl
+        self.tis, self.kl, self.reward_kl, self.sequence_mean = tis, kl, reward_kl, sequence_mean
 
     def logprobs(self, tokens: Sequence[int], model: Any = None) -> torch.Tensor:
         """Of tokens[1:]."""
@@ -36,23 +47,42 @@ class PlainTrainer:
         """One rollout step of one or more optimizer steps. Loss: over all tokens; grad norm: mean over steps."""
         with torch.no_grad():
             old = {id(sample): self.logprobs(sample.tokens) for step in steps for sample in step}
-        loss_sum, token_sum, norms = 0.0, 0, []
+            advantages = {id(sample): self._advantages(sample, old[id(sample)]) for step in steps for sample in step}
+        loss_sum, count_sum, norms = 0.0, 0, []
         for step in steps:
-            tokens = sum(int(sample.loss_mask.sum()) for sample in step)
-            loss = sum(self._loss(sample, old[id(sample)]) for sample in step)
+            tokens = [int(sample.loss_mask.sum()) for sample in step]
+            losses = [self._loss(sample, old[id(sample)], advantages[id(sample)]) for sample in step]
+            if self.sequence_mean:
+                loss, count = sum(loss / n for loss, n in zip(losses, tokens, strict=True)), len(step)
+            else:
+                loss, count = sum(losses), sum(tokens)
             self.optimizer.zero_grad()
-            (loss / tokens).backward()
+            (loss / count).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
             self.optimizer.step()
-            loss_sum, token_sum = loss_sum + loss.item(), token_sum + tokens
-        return {"loss": loss_sum / token_sum, "grad_norm": sum(norms) / len(norms), "loss_tokens": token_sum}
+            loss_sum, count_sum = loss_sum + loss.item(), count_sum + count
+        return {
+            "loss": loss_sum / count_sum,
+            "grad_norm": sum(norms) / len(norms),
+            "loss_tokens": sum(int(sample.loss_mask.sum()) for step in steps for sample in step),
+        }
 
-    def _loss(self, sample: ToySample, old: torch.Tensor) -> torch.Tensor:
+    def _advantages(self, sample: ToySample, old: torch.Tensor) -> torch.Tensor:
+        """Of tokens[1:]."""
+        advantages = torch.full_like(old, sample.advantage)
+        if self.reward_kl is not None:
+            cost = self.reward_kl * (old - self.logprobs(sample.tokens, self.initial))
+            carries_loss = torch.tensor(sample.loss_mask[1:]) == 1
+            for token in range(len(advantages)):
+                advantages[token] -= cost[token:][carries_loss[token:]].sum()
+        return advantages
+
+    def _loss(self, sample: ToySample, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         mask = torch.tensor(sample.loss_mask[1:]).float()
         rollout = torch.tensor(sample.rollout_logprobs[1:])
         new = self.logprobs(sample.tokens)
         ratio = torch.exp(new - old)
-        loss = -torch.min(ratio * sample.advantage, torch.clamp(ratio, 0.8, 1.2) * sample.advantage)
+        loss = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
         if self.tis:
             loss = loss * torch.clamp(torch.exp(old - rollout), max=2.0)
         if self.kl is not None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from miles_async.errors import CheckpointError, ContractViolation, TrainerError
+from miles_async.train_data.batch import token_advantages
+from miles_async.types import TrainBatch, TrainShard
 from miles_async.weights.staging import Staging, StagingOptions
 from tests.benchmarks.publication import AnonymousMemory
 from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
@@ -108,6 +112,8 @@ def _single_rank(
     )
     filled = type(shard)(**{**_fields(shard), "optimizer_steps": ((*shard.optimizer_steps[0], to_batch([token])),)})
     seen["without filler"], seen["with filler"] = trained.train(shard), trained.train(filled)
+    seen["advantage per token"] = trained.train(_with_advantages(shard, token_advantages))
+    seen["twice the advantage per token"] = trained.train(_with_advantages(shard, lambda b: 2 * token_advantages(b)))
 
     (scratch / "occupied").mkdir()
     (scratch / "occupied" / "file").touch()
@@ -116,6 +122,14 @@ def _single_rank(
     seen["load other"] = _error(lambda: trained.load(scratch / "occupied"))
     trained.close()
     return seen
+
+
+def _with_advantages(shard: TrainShard, advantages: Callable[[TrainBatch], np.ndarray]) -> TrainShard:
+    steps = tuple(
+        tuple(msgspec.structs.replace(batch, advantages=advantages(batch)) for batch in step)
+        for step in shard.optimizer_steps
+    )
+    return msgspec.structs.replace(shard, optimizer_steps=steps)
 
 
 def _fields(shard: Any) -> dict[str, Any]:
@@ -197,6 +211,12 @@ def test_a_micro_batch_of_one_token_without_loss_changes_nothing(seen: dict[str,
     for name in ("loss", "grad_norm", "loss_tokens"):
         assert seen["with filler"][name] == pytest.approx(seen["without filler"][name], rel=1e-6)
     assert seen["with filler"]["tokens"] == seen["without filler"]["tokens"] + 1
+
+
+def test_an_advantage_per_token_is_what_one_per_sequence_stands_for(seen: dict[str, Any]) -> None:
+    for name in ("loss", "grad_norm", "loss_tokens"):
+        assert seen["advantage per token"][name] == seen["without filler"][name]
+    assert seen["twice the advantage per token"]["loss"] == pytest.approx(2 * seen["without filler"]["loss"])
 
 
 def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from tests.integration.megatron_scenario import (
     CORRECTED,
     LR,
+    PER_TOKEN,
     PLAIN,
     SEQUENCES,
     Case,
@@ -50,6 +51,7 @@ MODELS = {
     "tp2-ep2": MIXTURES,
     "tp2-ep2-etp2": MIXTURES,
 }
+ALGORITHMS = {"qwen3": CORRECTED, "qwen3-moe": CORRECTED, "qwen3-tied": PER_TOKEN}
 CASES: list[Case] = [(layout, model) for layout, models in MODELS.items() for model in models]
 
 Ranks = list[Observed]
@@ -61,8 +63,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     return {
         name: Training(
             save_tiny(name, root / name),
-            algorithm=CORRECTED if name in ("qwen3", "qwen3-moe") else PLAIN,
-            optimizer_steps=2 if name == "qwen3" else 1,
+            algorithm=ALGORITHMS.get(name, PLAIN),
+            optimizer_steps=2 if name in ("qwen3", "qwen3-tied") else 1,
         )
         for name in FAMILIES
     }
@@ -122,7 +124,9 @@ def test_export_is_bitwise_what_was_loaded(ranks: Ranks) -> None:
 
 
 def test_losses_and_gradient_norms_equal_plain_pytorch(ranks: Ranks, plain: Observed) -> None:
-    """Three rollout steps: the clip, TIS, KL, token mean over ranks, AdamW and clipping are all in these numbers."""
+    """Three rollout steps: the clip, TIS, KL in the loss and in the reward, the means over tokens and over sequences of
+    all ranks, AdamW and clipping are all in these numbers.
+    """
     for rank in ranks:
         for ours, reference in zip(rank.steps, plain.steps, strict=True):
             assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4, abs=1e-6)
@@ -138,8 +142,8 @@ def test_trained_model_equals_plain_pytorch(ranks: Ranks, plain: Observed) -> No
 def test_a_step_without_gradient_leaves_the_weights_alone(
     ranks: Ranks, case: Case, models: dict[str, Training]
 ) -> None:
-    """All advantages are 0: Adam's momentum must not move anything, on any rank. A KL loss may."""
-    regularized = models[case[1]].algorithm.use_kl_loss
+    """All advantages are 0: Adam's momentum must not move anything, on any rank. A KL in loss or reward may."""
+    regularized = models[case[1]].algorithm in (CORRECTED, PER_TOKEN)
     for rank in ranks:
         assert bool(rank.moved) is regularized
         assert rank.without_advantages["skipped_optimizer_steps"] == (0 if regularized else 1)
@@ -172,8 +176,15 @@ def test_step_metrics(seen: dict[Case, Ranks | str]) -> None:  # covers: M3, O5
 
 
 def _plain(training: Training) -> Observed:
-    corrected = training.algorithm == CORRECTED
-    trainer = PlainTrainer(training.directory, lr=LR, tis=corrected, kl=0.3 if corrected else None)
+    corrected, per_token = training.algorithm == CORRECTED, training.algorithm == PER_TOKEN
+    trainer = PlainTrainer(
+        training.directory,
+        lr=LR,
+        tis=corrected,
+        kl=0.3 if corrected else None,
+        reward_kl=5.0 if per_token else None,
+        sequence_mean=per_token,
+    )
 
     def logprobs() -> list[list[float]]:
         with torch.no_grad():

@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Factories run in the actors: the heavy imports are theirs.
 def make_backend(directory: Path, **rank: Any) -> Any:
-    from miles_async.algorithms.losses import GrpoLoss
+    from miles_async.algorithms.objective import make_objective
     from miles_async.backends.megatron.backend import MegatronBackend
 
     return MegatronBackend(
@@ -69,7 +69,7 @@ def make_backend(directory: Path, **rank: Any) -> Any:
         optimizer=OptimizerArguments(lr=1e-3),
         total_steps=10,
         temperature=0.8,
-        loss=partial(GrpoLoss, AlgorithmArguments()),
+        objective=partial(make_objective, AlgorithmArguments()),
         device="cpu",
         **rank,
     )

@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from miles_async.algorithms.losses import GrpoLoss
+from miles_async.algorithms.objective import make_objective
 from miles_async.arguments.algorithm import AlgorithmArguments
+from tests.fakes.token_batches import token_batch
 
 LOGPROBS = st.floats(-20, 0, width=32)
 ADVANTAGES = st.just(0.0) | st.floats(-4, 4, width=32)
@@ -47,12 +48,8 @@ def reference(token: Token, low: float, high: float, cap: float) -> tuple[float,
 def test_surrogate_and_gradient_equal_the_formula(tokens: list[Token], low: float, high: float, cap: float) -> None:
     arguments = AlgorithmArguments(eps_clip=low, eps_clip_high=high, eps_clip_c=cap, use_rollout_logprobs=True)
     logprobs = torch.tensor([token.logprob for token in tokens], requires_grad=True)
-    batch = {
-        "loss_mask": torch.ones(len(tokens)),
-        "rollout_logprobs": torch.tensor([token.old for token in tokens]),
-        "advantages": torch.tensor([token.advantage for token in tokens]),
-    }
-    total, _ = GrpoLoss(arguments)(logprobs, None, batch)
+    batch = token_batch(old=[token.old for token in tokens], advantages=[token.advantage for token in tokens])
+    total = make_objective(arguments)(logprobs, batch).loss
     total.backward()
     edges = (1 - low, 1 + high, cap)
     expected = [reference(token, *edges) for token in tokens]

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from miles_async.algorithms.advantages import advantages
+from miles_async.algorithms.advantages.grpo import grpo
+from miles_async.algorithms.advantages.rloo import rloo
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.batch import BranchTable, part, tabulate
+from miles_async.train_data.batch import BranchTable, part, tabulate, token_advantages
 from miles_async.train_data.dp_split import FILLER, split
 from miles_async.train_data.packing import pack, split_to
-from miles_async.types import NO_VERSION, TrainBatch, TrainShard
+from miles_async.types import NO_VERSION, Float32, TrainBatch, TrainShard
 from tests.property.builders import make_attempt, make_sample
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -22,7 +26,10 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 @st.composite
 def tables(draw: st.DrawFn) -> BranchTable:
-    """Up to five groups of one to four samples of one to three branches; every token differs from all others."""
+    """Up to five groups of one to four samples of one to three branches; every token differs from all others.
+
+    An advantage per sample, or per token.
+    """
     versions = st.lists(st.integers(NO_VERSION, 4), max_size=7).flatmap(
         lambda before: st.integers(0, 4).map(lambda last: [*before, last])
     )
@@ -41,7 +48,9 @@ def tables(draw: st.DrawFn) -> BranchTable:
             samples.append(sample)
         groups.append(group_of(make_attempt(attempt_id), samples))
     rewards = np.array([s.reward for g in groups for s in g.samples], dtype=np.float32)
-    return tabulate(groups, advantages(rewards, sizes, "grpo"))
+    if draw(st.booleans()):
+        return tabulate(groups, np.arange(1, next_token + 1, dtype=np.float32))
+    return tabulate(groups, grpo(rewards, np.array(sizes)))
 
 
 def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
@@ -49,8 +58,10 @@ def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
     result: dict[int, tuple[object, ...]] = {}
     for s in range(batch.num_branches):
         tokens = slice(batch.offsets[s], batch.offsets[s + 1])
-        per_token = (batch.tokens, batch.loss_mask, batch.rollout_logprobs, batch.weight_versions)
-        per_branch = (batch.oldest_versions, batch.advantages, batch.rewards, batch.sample_ids)
+        per_token = (
+            batch.tokens, batch.loss_mask, batch.rollout_logprobs, batch.weight_versions, token_advantages(batch)
+        )  # fmt: skip
+        per_branch = (batch.oldest_versions, batch.rewards, batch.sample_ids)
         first = int(batch.tokens[batch.offsets[s]])
         result[first] = (*(tuple(a[tokens]) for a in per_token), *(a[s].item() for a in per_branch))
     assert len(result) == batch.num_branches
@@ -155,14 +166,13 @@ def assert_in_step(shards: tuple[TrainShard, ...], max_tokens: int) -> None:
 
 @given(
     st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=6), min_size=1, max_size=5),
-    st.sampled_from(["grpo", "rloo"]),
-    st.booleans(),
+    st.sampled_from([grpo, partial(grpo, normalize_std=False), rloo]),
 )
 def test_advantages_are_centred_ordered_and_zero_without_spread(
-    rewards: list[list[float]], estimator: str, normalize_std: bool
+    rewards: list[list[float]], estimator: Callable[..., Float32]
 ) -> None:
     flat = np.array([r for group in rewards for r in group], dtype=np.float32)
-    found = advantages(flat, [len(group) for group in rewards], estimator, normalize_std=normalize_std)
+    found = estimator(flat, np.array([len(group) for group in rewards]))
     start = 0
     for group in rewards:
         mine = found[start : start + len(group)]

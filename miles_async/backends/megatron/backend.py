@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from miles_async.api import PolicyLoss
+from miles_async.algorithms.objective import Objective
 from miles_async.arguments.cluster import DeviceChoice
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
@@ -48,12 +48,12 @@ class MegatronBackend:
         optimizer: OptimizerArguments,
         total_steps: int,
         temperature: float,
-        loss: Callable[[], PolicyLoss],
+        objective: Callable[[], Objective],
         device: DeviceChoice = "auto",
         ref_hf_checkpoint: Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """``store``: rendezvous of the ranks. ``loss``: makes the policy loss, in this process.
+        """``store``: rendezvous of the ranks. ``objective``: makes what is minimised, in this process.
 
         ``total_steps``: optimizer steps of the whole run, for the learning rate. ``timeout_seconds``: of one
         collective.
@@ -83,16 +83,16 @@ class MegatronBackend:
         self._optimizer, self._scheduler = make_optimizer(
             self._model.modules, optimizer, bf16=model.bf16, total_steps=total_steps
         )
-        policy_loss = loss()
         reference = None
-        if policy_loss.needs_reference:
+        minimised = objective()
+        if "ref_logprobs" in minimised.needs:
             reference = load_model(ref_hf_checkpoint or directory, model, platform, trainable=False).modules
         self._runner = StepRunner(
             modules=self._model.modules,
             reference=reference,
             optimizer=self._optimizer,
             scheduler=self._scheduler,
-            loss=policy_loss,
+            objective=minimised,
             temperature=temperature,
             align=self._model.align,
             device=self.device,

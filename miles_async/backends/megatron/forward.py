@@ -3,56 +3,63 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from miles_async.backends.megatron.packing import PackedBatch
+from miles_async.algorithms.objective import LossSums
+from miles_async.backends.megatron.packing import PackedBatch, PackedSequences
 from miles_async.backends.megatron.scores import token_logprobs
 
-LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""(micro-batch, logits [1, T, V / TP]) → (sum of the loss, int loss tokens, metric sums)."""
+LossFunction = Callable[[PackedBatch, Tensor], LossSums]
+"""(micro-batch, logits [1, T, V / TP]) → sums over the micro-batch."""
+
+OfLogits = Callable[[Tensor], Any]
+"""What the last pipeline stage makes of the logits [1, T, V / TP] of a micro-batch."""
 
 
-def score(modules: Sequence[Any], packs: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+def score(modules: Sequence[Any], packs: Sequence[PackedSequences], temperature: float) -> list[Tensor]:
     """Log-probs float32 [N] per micro-batch, on the last pipeline stage; empty on the others. Collective."""
-
-    def logprobs_of(packed: PackedBatch, logits: Tensor) -> Tensor:
-        return token_logprobs(logits, packed, temperature)
-
+    logprobs = [partial(token_logprobs, packed=packed, temperature=temperature) for packed in packs]
     with torch.no_grad(), _evaluating(modules):
-        return _run(modules, packs, logprobs_of, forward_only=True)
+        return _run(modules, packs, logprobs, forward_only=True)
 
 
 def accumulate_gradients(
     modules: Sequence[Any], packs: Sequence[PackedBatch], loss: LossFunction
-) -> list[dict[str, Tensor]]:
-    """Forward and backward of one optimizer step; leaves gradients reduced over ranks and divided by loss tokens.
+) -> list[Mapping[str, Tensor]]:
+    """Forward and backward of one optimizer step; leaves gradients reduced over ranks, and divided by the count that
+    the losses give, over all micro-batches and ranks.
 
     Returns the metric sums per micro-batch on the last pipeline stage, nothing on the others. Collective.
     """
-    return _run(modules, packs, loss, forward_only=False)
+
+    def of_logits(packed: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        sums = loss(packed, logits)
+        return sums.loss, sums.count.int(), sums.metrics
+
+    losses = [partial(of_logits, packed) for packed in packs]
+    return _run(modules, [packed.sequences for packed in packs], losses, forward_only=False)
 
 
 def _run(
-    modules: Sequence[Any],
-    packs: Sequence[PackedBatch],
-    last_stage: Callable[[PackedBatch, Tensor], Any],
-    *,
-    forward_only: bool,
+    modules: Sequence[Any], packs: Sequence[PackedSequences], last_stage: Sequence[OfLogits], *, forward_only: bool
 ) -> list[Any]:
-    def forward_step(batches: Iterator[PackedBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
-        packed = next(batches)
+    def forward_step(
+        micro_batches: Iterator[tuple[PackedSequences, OfLogits]], module: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        packed, of_logits = next(micro_batches)
         output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
         # With forward_only the schedule passes non_loss_data=True and stores what comes back.
-        return output, lambda logits, **_: last_stage(packed, logits)
+        return output, lambda logits, **_: of_logits(logits)
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(packs),
+        data_iterator=iter(zip(packs, last_stage, strict=True)),
         model=list(modules),
         num_microbatches=len(packs),
         seq_length=max(packed.padded_length for packed in packs),

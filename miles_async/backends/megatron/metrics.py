@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from miles_async.backends.megatron.mismatch import MISMATCH_SUMS, mismatch_metrics
+from miles_async.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics
 
 TOTALS = frozenset({"tokens", "loss_tokens"})
+LOSS = frozenset({"loss", "loss_count"})
 
 
 def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
@@ -27,7 +28,8 @@ def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
 def step_metrics(
     reduced: Mapping[str, float], *, grad_norms: Sequence[float], lr: float, steps: int, seconds: float
 ) -> dict[str, float]:
-    """``reduced``: over all ranks; sums become means over loss tokens, ``_max`` and totals stay.
+    """``reduced``: over all ranks; sums become means over loss tokens, ``_max`` and totals stay. ``loss`` is the mean
+    over what its aggregation counts.
 
     ``grad_norm`` is the mean over the optimizer steps that were made (before clipping), ``lr`` that of the last.
     """
@@ -35,8 +37,10 @@ def step_metrics(
     means = {
         name: value if name.endswith("_max") else value / loss_tokens
         for name, value in reduced.items()
-        if name not in TOTALS and name not in MISMATCH_SUMS
+        if name not in TOTALS | MISMATCH_SUMS | LOSS
     }
+    if "loss" in reduced:
+        means["loss"] = reduced["loss"] / max(reduced["loss_count"], 1.0)
     totals = {name: reduced.get(name, 0.0) for name in sorted(TOTALS)}
     optimizer = {
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),

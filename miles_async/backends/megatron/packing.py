@@ -14,58 +14,65 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from miles_async.api import TokenBatch
+from miles_async.train_data.batch import token_advantages
 from miles_async.types import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedBatch:
-    """One micro-batch on the device. N tokens of samples, T >= N with the padding tail."""
+class PackedSequences:
+    """One forward pass on the device. N tokens of sequences, T >= N with the padding tail."""
 
     tokens: Tensor  # int64 [1, T]
     labels: Tensor  # int64 [1, T]: the token after each position, 0 where there is none
     position_ids: Tensor  # int64 [1, T], from 0 in every sample
     is_first: Tensor  # bool [N]: no prefix predicts these tokens
     attention: PackedSeqParams
-    fields: dict[str, Tensor]  # [N] per token: what PolicyLoss gets; empty for scoring only
     num_tokens: int  # N
-    loss_tokens: int
 
     @property
     def padded_length(self) -> int:
         return self.tokens.shape[1]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """One micro-batch to train on: for the model, and for the loss."""
+
+    sequences: PackedSequences
+    batch: TokenBatch
+    loss_tokens: int
+
+
 def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> PackedBatch:
-    """Pack a micro-batch with its loss fields. T is a positive multiple of ``align``."""
-    lengths = np.diff(batch.offsets)
-    fields = {
-        "tokens": _tensor(batch.tokens, torch.int64, device),
-        "loss_mask": _tensor(batch.loss_mask, torch.float32, device),
-        "rollout_logprobs": _tensor(batch.rollout_logprobs, torch.float32, device),
-        "weight_versions": _tensor(batch.weight_versions, torch.int64, device),
-        "oldest_versions": _tensor(np.repeat(batch.oldest_versions, lengths), torch.int64, device),
-        "advantages": _tensor(np.repeat(batch.advantages, lengths), torch.float32, device),
-    }
-    loss_tokens = int(np.count_nonzero(batch.loss_mask))
-    return _pack(batch.tokens, batch.offsets, fields, loss_tokens, align=align, device=device)
+    """Pack a micro-batch, with nothing computed yet. T is a positive multiple of ``align``."""
+    carries_loss = batch.loss_mask != 0
+    oldest_versions = np.repeat(batch.oldest_versions, np.diff(batch.offsets))
+    return PackedBatch(
+        sequences=_pack(batch.tokens, batch.offsets, align=align, device=device),
+        batch=TokenBatch(
+            tokens=_tensor(batch.tokens, torch.int64, device),
+            offsets=_tensor(batch.offsets, torch.int64, device),
+            loss_mask=_tensor(carries_loss, torch.float32, device),
+            advantages=_tensor(token_advantages(batch), torch.float32, device),
+            rewards=_tensor(batch.rewards, torch.float32, device),
+            rollout_logprobs=_tensor(np.where(carries_loss, batch.rollout_logprobs, 0.0), torch.float32, device),
+            weight_versions=_tensor(batch.weight_versions, torch.int64, device),
+            oldest_versions=_tensor(oldest_versions, torch.int64, device),
+            computed={},
+        ),
+        loss_tokens=int(np.count_nonzero(carries_loss)),
+    )
 
 
-def pack_sequences(sequences: Sequence[Sequence[int]], *, align: int, device: torch.device) -> PackedBatch:
-    """Pack token sequences to score, without loss fields."""
+def pack_sequences(sequences: Sequence[Sequence[int]], *, align: int, device: torch.device) -> PackedSequences:
+    """Pack token sequences to score."""
     offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
-    return _pack(tokens, offsets, {}, 0, align=align, device=device)
+    return _pack(tokens, offsets, align=align, device=device)
 
 
-def _pack(
-    tokens: np.ndarray,
-    offsets: np.ndarray,
-    fields: dict[str, Tensor],
-    loss_tokens: int,
-    *,
-    align: int,
-    device: torch.device,
-) -> PackedBatch:
+def _pack(tokens: np.ndarray, offsets: np.ndarray, *, align: int, device: torch.device) -> PackedSequences:
     total = len(tokens)
     padded = max(align, -(-total // align) * align)
     boundaries = np.append(offsets, padded) if padded > total else np.asarray(offsets)
@@ -79,7 +86,7 @@ def _pack(
     positions = np.arange(padded) - np.repeat(boundaries[:-1], lengths)
     cu_seqlens = _tensor(boundaries, torch.int32, device)
     longest = int(lengths.max())
-    return PackedBatch(
+    return PackedSequences(
         tokens=_tensor(all_tokens, torch.int64, device)[None],
         labels=_tensor(labels, torch.int64, device)[None],
         position_ids=_tensor(positions, torch.int64, device)[None],
@@ -91,9 +98,7 @@ def _pack(
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
-        fields=fields,
         num_tokens=total,
-        loss_tokens=loss_tokens,
     )
 
 

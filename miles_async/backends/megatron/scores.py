@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
-from miles_async.backends.megatron.packing import PackedBatch
+from miles_async.backends.megatron.packing import PackedSequences
 
 ENTROPY_ROWS = 4096  # rows of logits per pass, which bounds the temporary memory
 
 
-def token_logprobs(logits: Tensor, packed: PackedBatch, temperature: float) -> Tensor:
+def token_logprobs(logits: Tensor, packed: PackedSequences, temperature: float) -> Tensor:
     """Log-probs, float32 [N], differentiable. ``logits``: [1, T, V / TP], at temperature 1."""
     # The division makes a copy, which vocab_parallel_cross_entropy overwrites.
     scaled = logits.float() / temperature
@@ -25,13 +25,13 @@ def token_logprobs(logits: Tensor, packed: PackedBatch, temperature: float) -> T
 
 
 @torch.no_grad()
-def token_entropy(logits: Tensor, packed: PackedBatch, temperature: float) -> Tensor:
+def token_entropy(logits: Tensor, packed: PackedSequences, temperature: float) -> Tensor:
     """Entropy of the distribution that each token was drawn from, float32 [N], no gradient."""
     rows = [_entropy(chunk.float() / temperature) for chunk in logits[0].split(ENTROPY_ROWS)]
     return _of_next_token(torch.cat(rows), packed)
 
 
-def _of_next_token(values: Tensor, packed: PackedBatch) -> Tensor:
+def _of_next_token(values: Tensor, packed: PackedSequences) -> Tensor:
     """Shift values [T] of predicting positions to the tokens they predict, [N]."""
     shifted = torch.cat([values.new_zeros(1), values[:-1]])[: packed.num_tokens]
     return shifted.masked_fill(packed.is_first, 0.0)

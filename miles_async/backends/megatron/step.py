@@ -1,7 +1,7 @@
 """One rollout step of the trainer: every optimizer step of a TrainShard.
 
-The loss is a mean over all loss tokens of an optimizer step, over all micro-batches and data-parallel ranks, so
-neither packing nor the number of ranks changes it.
+The loss is a mean over an optimizer step (over its loss tokens, or its sequences: ``--loss-aggregation``), over all
+micro-batches and data-parallel ranks, so neither packing nor the number of ranks changes it.
 
 An optimizer step whose gradient is exactly 0 is skipped: no token carries loss, or all advantages are 0 and there is no
 KL loss. Adam would otherwise move the weights by the momentum of earlier steps, and weight decay would shrink them. All
@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_async.api import PolicyLoss
+from miles_async.algorithms.mismatch import mismatch_sums
+from miles_async.algorithms.objective import LossSums, Objective
+from miles_async.api import Need
 from miles_async.backends.megatron.distributed import reduce_metrics
 from miles_async.backends.megatron.forward import accumulate_gradients, score
 from miles_async.backends.megatron.metrics import accumulate, step_metrics
-from miles_async.backends.megatron.mismatch import mismatch_sums
 from miles_async.backends.megatron.packing import PackedBatch, pack_batch
 from miles_async.backends.megatron.scores import token_entropy, token_logprobs
 from miles_async.errors import ContractViolation, TrainerError
@@ -39,10 +41,10 @@ class StepRunner:
     """What one rank needs to train: built once by the backend, holds no state of its own."""
 
     modules: Sequence[Any]
-    reference: Sequence[Any] | None  # frozen model of the KL loss
+    reference: Sequence[Any] | None  # frozen model; there if the objective needs its log-probs
     optimizer: Any
     scheduler: Any
-    loss: PolicyLoss
+    objective: Objective
     temperature: float
     align: int
     device: torch.device
@@ -58,11 +60,7 @@ class StepRunner:
             [pack_batch(batch, align=self.align, device=self.device) for batch in step]
             for step in shard.optimizer_steps
         ]
-        if self.loss.needs_reference:
-            assert self.reference is not None, "the loss needs a reference model"
-            steps = self._with_scores(steps, "ref_logprobs", self.reference)
-        if self.loss.needs_old_logprobs:  # in the first step the old policy is the current one
-            steps = steps[:1] + self._with_scores(steps[1:], "old_logprobs", self.modules)
+        steps = self._with_advantages(self._with_logprobs(steps))
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
         for index, packs in enumerate(steps):
@@ -83,23 +81,45 @@ class StepRunner:
             seconds=time.perf_counter() - started,
         )
 
-    def _with_scores(self, steps: list[Packs], field: str, modules: Sequence[Any]) -> list[Packs]:
-        """Adds what ``modules`` make of the tokens now, before any optimizer step."""
+    def _with_logprobs(self, steps: list[Packs]) -> list[Packs]:
+        """Adds what the objective needs of models as they are now, before any optimizer step."""
+        objective = self.objective
+        if "ref_logprobs" in objective.needs:
+            assert self.reference is not None, "the objective needs a reference model"
+            steps = self._with_scores(steps, "ref_logprobs", self.reference)
+        if "old_logprobs" not in objective.needs:
+            return steps
+        if objective.old_policy == "rollout":
+            return [
+                [_computed(packed, "old_logprobs", packed.batch.rollout_logprobs) for packed in packs]
+                for packs in steps
+            ]
+        # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet.
+        early = objective.token_advantages is not None and "old_logprobs" in objective.token_advantages.needs
+        first = 0 if early else 1
+        return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.modules)
+
+    def _with_scores(self, steps: list[Packs], name: Need, modules: Sequence[Any]) -> list[Packs]:
         if not steps:
             return steps
-        scores = score(modules, [packed for packs in steps for packed in packs], self.temperature)
+        scores = score(modules, [packed.sequences for packs in steps for packed in packs], self.temperature)
         if not scores:  # not the last pipeline stage: no loss here
             return steps
         remaining = iter(scores)
+        return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
+
+    def _with_advantages(self, steps: list[Packs]) -> list[Packs]:
+        """Advantages of tokens from those of their samples, where the losses are: on the last pipeline stage."""
+        if self.objective.token_advantages is None or not parallel_state.is_pipeline_last_stage():
+            return steps
         return [
-            [dataclasses.replace(packed, fields=packed.fields | {field: next(remaining)}) for packed in packs]
-            for packs in steps
+            [_with_advantages(packed, self.objective.advantages(packed.batch)) for packed in packs] for packs in steps
         ]
 
     def _optimizer_step(self, packs: Packs, index: int, target_version: int) -> tuple[dict[str, Tensor], float]:
         """Metric sums, and the norm of the gradient over all ranks: 0 if the weights were left alone."""
 
-        def loss(packed: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(packed: PackedBatch, logits: Tensor) -> LossSums:
             return self._loss(packed, logits, index, target_version)
 
         for module in self.modules:
@@ -119,25 +139,35 @@ class StepRunner:
             self.optimizer.step()
         return sums, norm
 
-    def _loss(
-        self, packed: PackedBatch, logits: Tensor, index: int, target_version: int
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        entropy = token_entropy(logits, packed, self.temperature) if self.loss.needs_entropy else None
-        logprobs = token_logprobs(logits, packed, self.temperature)
-        recomputed = packed.fields.get("old_logprobs")
-        fields = packed.fields
-        if recomputed is None and self.loss.needs_old_logprobs:
-            fields = fields | {"old_logprobs": logprobs.detach()}
-        total, sums = self.loss(logprobs, entropy, fields)
-        before = recomputed if recomputed is not None else logprobs.detach() if index == 0 else None
-        if before is not None:
-            sums = sums | mismatch_sums(before, fields, target_version)
-        sums = sums | {
-            "loss": total.detach(),
-            "tokens": torch.tensor(float(packed.num_tokens), device=self.device),
+    def _loss(self, packed: PackedBatch, logits: Tensor, index: int, target_version: int) -> LossSums:
+        objective, batch = self.objective, packed.batch
+        if "entropy" in objective.needs:
+            entropy = token_entropy(logits, packed.sequences, self.temperature)
+            batch = batch.with_computed("entropy", entropy)
+        logprobs = token_logprobs(logits, packed.sequences, self.temperature)
+        before = batch.computed.get("old_logprobs") if objective.old_policy == "trainer" else None
+        if before is None and index == 0:
+            before = logprobs.detach()
+        if before is not None and objective.old_policy == "trainer":
+            batch = batch.with_computed("old_logprobs", before)
+        sums = objective(logprobs, batch)
+        metrics = {
+            **sums.metrics,
+            **({} if before is None else mismatch_sums(before, batch, target_version)),
+            "loss": sums.loss.detach(),
+            "loss_count": sums.count,
+            "tokens": torch.tensor(float(packed.sequences.num_tokens), device=self.device),
             "loss_tokens": torch.tensor(float(packed.loss_tokens), device=self.device),
         }
-        return total, torch.tensor(packed.loss_tokens, dtype=torch.int, device=self.device), sums
+        return dataclasses.replace(sums, metrics=metrics)
+
+
+def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:
+    return dataclasses.replace(packed, batch=packed.batch.with_computed(name, values))
+
+
+def _with_advantages(packed: PackedBatch, advantages: Tensor) -> PackedBatch:
+    return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, advantages=advantages))
 
 
 def _check_loss_tokens(reduced: Mapping[str, float], shard: TrainShard) -> None:

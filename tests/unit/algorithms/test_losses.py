@@ -1,42 +1,39 @@
-"""The GRPO loss against numbers worked out by hand and against a plain autograd version of each formula."""
+"""The loss of a micro-batch against numbers worked out by hand, and against plain autograd of each formula."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.losses import GrpoLoss
-from miles_async.api import PolicyLoss
+from miles_async.algorithms.objective import make_objective
+from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
+from tests.fakes.token_batches import token_batch
 
 
-def loss_of(batch: dict[str, Tensor], logprobs: Tensor, **flags: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    loss: PolicyLoss = GrpoLoss(AlgorithmArguments(**flags))
-    return loss(logprobs, torch.full_like(logprobs, 0.5) if loss.needs_entropy else None, batch)
-
-
-def batch_of(
-    *, old: list[float], rollout: list[float] | None = None, advantages: list[float], mask: list[float] | None = None
-) -> dict[str, Tensor]:
-    return {
-        "loss_mask": torch.tensor(mask or [1.0] * len(old)),
-        "old_logprobs": torch.tensor(old),
-        "rollout_logprobs": torch.tensor(rollout or old),
-        "advantages": torch.tensor(advantages),
-    }
+def loss_of(batch: TokenBatch, logprobs: Tensor, **flags: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    objective = make_objective(AlgorithmArguments(**flags))
+    if "entropy" in objective.needs:
+        batch = batch.with_computed("entropy", torch.full_like(logprobs, 0.5))
+    if objective.old_policy == "rollout":
+        batch = batch.with_computed("old_logprobs", batch.rollout_logprobs)
+    sums = objective(logprobs, batch)
+    assert sums.count == batch.loss_mask.count_nonzero()
+    return sums.loss, sums.metrics
 
 
 def test_on_policy_loss_is_minus_the_advantage() -> None:
-    batch = batch_of(old=[-1.0, -2.0, -0.5], advantages=[1.0, -2.0, 0.5])
-    logprobs = batch["old_logprobs"].clone().requires_grad_()
+    batch = token_batch(old=[-1.0, -2.0, -0.5], advantages=[1.0, -2.0, 0.5])
+    logprobs = batch.old_logprobs.clone().requires_grad_()
     total, sums = loss_of(batch, logprobs)
     total.backward()
     assert total.item() == pytest.approx(0.5)
-    assert torch.allclose(logprobs.grad, -batch["advantages"])  # the REINFORCE gradient
+    assert torch.allclose(logprobs.grad, -batch.advantages)  # the REINFORCE gradient
     assert sums["clip_fraction"] == 0
     assert sums["ratio_mean"] == 3
     assert sums["dual_clip_fraction"] == 0
@@ -44,8 +41,8 @@ def test_on_policy_loss_is_minus_the_advantage() -> None:
 
 
 def test_entropy_is_logged_if_asked_for() -> None:
-    batch = batch_of(old=[-1.0, -2.0, -0.5], advantages=[1.0, -2.0, 0.5], mask=[1.0, 0.0, 1.0])
-    _, sums = loss_of(batch, batch["old_logprobs"], log_entropy=True)
+    batch = token_batch(old=[-1.0, -2.0, -0.5], advantages=[1.0, -2.0, 0.5], mask=[1.0, 0.0, 1.0])
+    _, sums = loss_of(batch, batch.old_logprobs, log_entropy=True)
     assert sums["entropy"] == 1.0
 
 
@@ -61,7 +58,7 @@ def test_entropy_is_logged_if_asked_for() -> None:
 )
 def test_clip_is_asymmetric_and_pessimistic(ratio: float, advantage: float, expected: float, clipped: bool) -> None:
     """DAPO's clip-higher on PPO's minimum."""
-    batch = batch_of(old=[-2.0], advantages=[advantage])
+    batch = token_batch(old=[-2.0], advantages=[advantage])
     logprobs = torch.tensor([-2.0 + math.log(ratio)], requires_grad=True)
     total, sums = loss_of(batch, logprobs, eps_clip=0.2, eps_clip_high=0.28)
     total.backward()
@@ -72,7 +69,7 @@ def test_clip_is_asymmetric_and_pessimistic(ratio: float, advantage: float, expe
 
 
 def test_upper_clip_defaults_to_the_lower_one() -> None:
-    batch = batch_of(old=[0.0], advantages=[1.0])
+    batch = token_batch(old=[0.0], advantages=[1.0])
     total, _ = loss_of(batch, torch.tensor([1.0]), eps_clip=0.1)
     assert total.item() == pytest.approx(-1.1)
 
@@ -92,7 +89,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(
     ratio: float, advantage: float, cap: float | None, expected: float, capped: bool
 ) -> None:
     """Ye et al. 2020, eq. 5."""
-    batch = batch_of(old=[-2.0], advantages=[advantage])
+    batch = token_batch(old=[-2.0], advantages=[advantage])
     logprobs = torch.tensor([-2.0 + math.log(ratio)], requires_grad=True)
     total, sums = loss_of(batch, logprobs, eps_clip=0.2, eps_clip_c=cap)
     total.backward()
@@ -103,7 +100,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(
 
 
 def test_a_token_that_the_engine_found_unlikely_cannot_blow_up_the_gradient() -> None:  # covers: C12
-    batch = batch_of(old=[-1.0, -1.0], rollout=[-18.0, -1.0], advantages=[-1.0, -1.0])
+    batch = token_batch(old=[-1.0, -1.0], rollout=[-18.0, -1.0], advantages=[-1.0, -1.0])
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     total, sums = loss_of(batch, logprobs, use_rollout_logprobs=True)
     total.backward()
@@ -114,7 +111,7 @@ def test_a_token_that_the_engine_found_unlikely_cannot_blow_up_the_gradient() ->
 
 def test_truncated_importance_weight_scales_what_the_dual_clip_left() -> None:
     """Old log-probs are the trainer's, so that the ratio is large only after earlier optimizer steps on the batch."""
-    batch = batch_of(old=[-3.0], rollout=[-9.0], advantages=[-1.0])
+    batch = token_batch(old=[-3.0], rollout=[-9.0], advantages=[-1.0])
     total, sums = loss_of(batch, torch.tensor([-1.0]), use_tis=True, tis_clip=2.0)
     assert total.item() == pytest.approx(2.0 * 3.0)  # tis_clip · eps_clip_c · |A|
     assert sums["dual_clip_fraction"] == 1
@@ -122,16 +119,16 @@ def test_truncated_importance_weight_scales_what_the_dual_clip_left() -> None:
 
 def test_rollout_logprobs_are_the_old_policy_on_request() -> None:  # covers: C12
     """The clip then bounds the distance from the policy that sampled, however stale."""
-    batch = batch_of(old=[-1.0], rollout=[-3.0], advantages=[1.0])
+    batch = token_batch(old=[-1.0], rollout=[-3.0], advantages=[1.0])
     total, sums = loss_of(batch, torch.tensor([-1.0]), use_rollout_logprobs=True)
     assert total.item() == pytest.approx(-1.2)
     assert sums["ratio_mean"].item() == pytest.approx(math.exp(2.0))
-    assert not GrpoLoss(AlgorithmArguments(use_rollout_logprobs=True)).needs_old_logprobs
-    assert GrpoLoss(AlgorithmArguments()).needs_old_logprobs
+    assert make_objective(AlgorithmArguments(use_rollout_logprobs=True)).old_policy == "rollout"
+    assert make_objective(AlgorithmArguments()).old_policy == "trainer"
 
 
 def test_truncated_importance_weight_scales_the_loss_without_gradient() -> None:  # covers: C12
-    batch = batch_of(old=[-1.0, -1.0], rollout=[-1.5, -3.0], advantages=[1.0, 1.0])
+    batch = token_batch(old=[-1.0, -1.0], rollout=[-1.5, -3.0], advantages=[1.0, 1.0])
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     total, sums = loss_of(batch, logprobs, use_tis=True, tis_clip=2.0)
     total.backward()
@@ -144,7 +141,7 @@ def test_truncated_importance_weight_scales_the_loss_without_gradient() -> None:
 
 
 def test_kl_loss_is_k3_with_its_own_gradient() -> None:
-    batch = batch_of(old=[-1.0], advantages=[0.0]) | {"ref_logprobs": torch.tensor([-2.0])}
+    batch = token_batch(old=[-1.0], advantages=[0.0], ref_logprobs=[-2.0])
     logprobs = torch.tensor([-1.0], requires_grad=True)
     total, sums = loss_of(batch, logprobs, use_kl_loss=True, kl_loss_coef=0.1)
     total.backward()
@@ -152,16 +149,21 @@ def test_kl_loss_is_k3_with_its_own_gradient() -> None:
     assert total.item() == pytest.approx(0.1 * k3)
     assert logprobs.grad.item() == pytest.approx(0.1 * (1 - math.exp(-1.0)))
     assert sums["ref_kl"].item() == pytest.approx(k3)
-    assert GrpoLoss(AlgorithmArguments(use_kl_loss=True)).needs_reference
+    assert make_objective(AlgorithmArguments(use_kl_loss=True)).needs == {"old_logprobs", "ref_logprobs"}
 
 
 def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
-    batch = batch_of(old=[-1.0, -1.0], advantages=[1.0, 1.0]) | {"ref_logprobs": torch.tensor([-1.0, -1.0])}
     flags = {"use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    alone, alone_sums = loss_of({k: v[:1] for k, v in batch.items()}, torch.tensor([-1.1]), **flags)
-    batch["loss_mask"] = torch.tensor([1.0, 0.0])
-    batch["rollout_logprobs"] = torch.tensor([-1.0, -500.0])
-    batch["ref_logprobs"] = torch.tensor([-1.0, 300.0])
+    alone, alone_sums = loss_of(
+        token_batch(old=[-1.0], advantages=[1.0], ref_logprobs=[-1.0]), torch.tensor([-1.1]), **flags
+    )
+    batch = token_batch(
+        old=[-1.0, -1.0],
+        advantages=[1.0, 1.0],
+        mask=[1.0, 0.0],
+        rollout=[-1.0, -500.0],
+        ref_logprobs=[-1.0, 300.0],
+    )
     logprobs = torch.tensor([-1.1, -400.0], requires_grad=True)
     total, sums = loss_of(batch, logprobs, **flags)
     total.backward()
@@ -172,8 +174,7 @@ def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_mask_of_zeros_gives_zero_and_zero_gradient(count: int) -> None:  # covers: R10
-    batch = batch_of(old=[-1.0] * count, advantages=[1.0] * count)
-    batch["loss_mask"] = torch.zeros(count)
+    batch = token_batch(old=[-1.0] * count, advantages=[1.0] * count, mask=[0.0] * count)
     logprobs = torch.full((count,), -2.0, requires_grad=True)
     total, sums = loss_of(batch, logprobs, use_tis=True)
     total.backward()
@@ -188,13 +189,13 @@ def test_gradient_equals_plain_autograd_of_the_formula() -> None:
     old, rollout, reference = (-3 + 0.5 * torch.randn(count, generator=draw) for _ in range(3))
     advantages = torch.randn(count, generator=draw)
     mask = (torch.rand(count, generator=draw) > 0.3).float()
-    batch = {
-        "loss_mask": mask,
-        "old_logprobs": old,
-        "rollout_logprobs": rollout,
-        "advantages": advantages,
-        "ref_logprobs": reference,
-    }
+    batch = token_batch(
+        old=old.tolist(),
+        rollout=rollout.tolist(),
+        advantages=advantages.tolist(),
+        mask=mask.tolist(),
+        ref_logprobs=reference.tolist(),
+    )
     ours = (old + 0.3 * torch.randn(count, generator=draw)).requires_grad_()
     plain = ours.detach().clone().requires_grad_()
 

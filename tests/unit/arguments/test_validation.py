@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,29 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "weight without KL",
             {"kl_loss_coef": 0.1},
             "--kl-loss-coef 0.1 has no effect without --use-kl-loss",
+        ),
+        case(
+            "KL in the reward without weight",
+            {"token_advantages": "kl_in_reward"},
+            "--token-advantages kl_in_reward with --kl-coef 0",
+        ),
+        case(
+            "weight without KL in the reward",
+            {"kl_coef": 0.1},
+            "--kl-coef 0.1 has no effect without --token-advantages kl_in_reward",
+        ),
+        case(
+            "correction that is off", {"tis_mode": "mine:Mask"}, "--tis-mode mine:Mask has no effect without --use-tis"
+        ),
+        case(
+            "KL estimate that is off",
+            {"kl_loss_type": "mine:k4"},
+            "--kl-loss-type mine:k4 has no effect without --use-kl-loss",
+        ),
+        case(
+            "loss that is not there",
+            {"policy_loss": "grpo"},
+            "--policy-loss: expected one of ppo_clip, module:attr, found grpo",
         ),
         case(
             "hasty watchdog",
@@ -397,6 +421,21 @@ def test_experts_that_can_be_split(valid: dict[str, Any], change: dict[str, Any]
 def describe_model(values: dict[str, Any], more: dict[str, Any]) -> None:
     path: Path = values["hf_checkpoint"] / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({}, True),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, False),
+        ({"token_advantages": "kl_in_reward", "kl_coef": 0.1}, False),
+        ({"policy_loss": "mine:Loss"}, False),
+    ],
+)
+def test_a_reference_model_is_there_for_something(valid: dict[str, Any], flags: dict[str, Any], refused: bool):
+    arguments = assemble(valid | flags | {"ref_hf_checkpoint": valid["hf_checkpoint"]}, {})
+    with pytest.raises(ConfigurationError, match="--ref-hf-checkpoint has no") if refused else nullcontext():
+        validate(arguments)
 
 
 def test_run_directory_that_is_a_file(valid: dict[str, Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from miles_async.algorithms.advantages.grpo import Grpo
 from miles_async.arguments import AlgorithmArguments
 from miles_async.errors import ContractViolation
 from miles_async.rollout.batches import BatchMaker
@@ -12,7 +13,7 @@ from tests.property.builders import make_group
 
 def maker(bound: int | None) -> BatchMaker:
     return BatchMaker(
-        algorithm=AlgorithmArguments(), dp_size=1, max_tokens=64, samples_per_optimizer_step=2, bound=bound
+        estimator=Grpo(AlgorithmArguments()), dp_size=1, max_tokens=64, samples_per_optimizer_step=2, bound=bound
     )
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from miles_async.algorithms.advantages import compute_advantages
+from miles_async.algorithms.advantages.grpo import Grpo
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.errors import VersionUnknownError
+from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.batch import BranchTable, tabulate
+from miles_async.train_data.batch import BranchTable, tabulate, token_advantages
 from miles_async.train_data.dp_split import FILLER, split
 from miles_async.train_data.packing import pack, split_to
 from miles_async.types import NO_VERSION, TrainBatch
@@ -81,7 +81,7 @@ def test_batch_is_flat_with_offsets() -> None:
 def test_branches_of_a_sample_share_its_reward_and_advantage() -> None:
     samples = [make_sample([5], reward=1.0, more_branches=[[4], [6, 6]]), make_sample([5], reward=0.0)]
     group = group_of(make_attempt(), samples)
-    advantages = compute_advantages([group], AlgorithmArguments(grpo_std_normalization=False))
+    advantages = Grpo(AlgorithmArguments(grpo_std_normalization=False))([group])
     assert advantages.tolist() == [0.5, -0.5]  # each trajectory counts once
     batch = whole(tabulate([group], advantages))
     assert batch.sample_ids.tolist() == [0, 0, 0, 1]
@@ -89,6 +89,34 @@ def test_branches_of_a_sample_share_its_reward_and_advantage() -> None:
     assert batch.oldest_versions.tolist() == [5, 4, 6, 5]
     assert batch.rewards.tolist() == [1, 1, 1, 0]
     assert batch.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_an_estimator_may_tell_tokens_apart() -> None:
+    """Tokens without loss have none, whatever it says of them."""
+    samples = [make_sample([5], reward=1.0, more_branches=[[4]]), make_sample([5, NO_VERSION, 5], reward=0.0)]
+    group = group_of(make_attempt(), samples)
+    given = np.arange(1, 12)
+    given_anything = np.where(np.isin(given, [1, 2, 4, 5, 7, 8, 10]), np.nan, given)
+    table = tabulate([group], given_anything)
+    batch = whole(table)
+    assert batch.loss_mask.tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1]
+    assert batch.advantages.tolist() == [0, 0, 3, 0, 0, 6, 0, 0, 9, 0, 11]
+    assert batch.advantages.dtype == np.float32
+    assert table.join([2, 0]).advantages.tolist() == [0, 0, 9, 0, 11, 0, 0, 3]
+    with pytest.raises(ContractViolation, match=r"C12: .* advantage for every loss token; samples \[1\]"):
+        tabulate([group], np.where(given == 9, np.inf, given))
+
+
+def test_advantages_of_samples_are_those_of_their_loss_tokens() -> None:
+    samples = [make_sample([5], more_branches=[[4]]), make_sample([5, NO_VERSION, 5])]
+    batch = whole(tabulate([group_of(make_attempt(), samples)], np.array([0.5, -0.5], np.float32)))
+    assert token_advantages(batch).tolist() == [0, 0, 0.5, 0, 0, 0.5, 0, 0, -0.5, 0, -0.5]
+
+
+def test_advantages_of_nothing_are_refused() -> None:
+    group = group_of(make_attempt(), [make_sample([5]), make_sample([5])])
+    with pytest.raises(ContractViolation, match=r"--advantage-estimator: expected 2 .* or 6, .* found 3"):
+        tabulate([group], np.zeros(3, np.float32))
 
 
 def test_optimizer_steps_count_samples_and_keep_their_branches_together() -> None:

@@ -1,0 +1,1 @@
+"""Advantages of samples, by comparing those of a group (``--advantage-estimator``). Pure numpy."""

@@ -1,0 +1,1 @@
+"""Policy losses (``--policy-loss``), per token. Pure torch."""

@@ -1,0 +1,61 @@
+"""PPO's clipped surrogate per token, with the dual clip.
+
+For a token with advantage A and ratio r = π / π_old::
+
+    S = min(r · A, clip(r, 1 - eps_clip, 1 + eps_clip_high) · A)
+    L = -(max(S, eps_clip_c · A) if A < 0 else S)
+
+- clipped surrogate: Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), eq. 7;
+- dual clip: Ye et al., "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning" (arXiv 1912.09729),
+  eq. 5. PPO's minimum bounds r only from the side that an advantage pushes to: for A < 0 a large r, a token that the
+  old policy found unlikely, makes loss and gradient as large as r. Past eps_clip_c the loss stays at eps_clip_c · |A|
+  and has no gradient. It bounds r, whatever π_old is, before a correction weighs the loss: with ``--use-tis`` a token's
+  loss is at most tis_clip · eps_clip_c · |A|;
+- advantages shared by all tokens of a sample: Shao et al., "DeepSeekMath" (arXiv 2402.03300), GRPO;
+- a wider upper clip, and the mean over tokens instead of samples: Yu et al., "DAPO" (arXiv 2503.14476), eq. 8;
+- π_old: the trainer's policy before its first step on the batch, or, with ``--use-rollout-logprobs``, the engine's that
+  sampled the token (as stale as it may be): then the clip itself bounds how far off-policy data moves the policy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.ratio import importance_ratio
+from miles_async.api import TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments
+
+
+class PpoClip:
+    """``--policy-loss ppo_clip``."""
+
+    needs = ("old_logprobs",)
+
+    def __init__(self, arguments: AlgorithmArguments) -> None:
+        high = arguments.eps_clip_high
+        self._low, self._high = 1.0 - arguments.eps_clip, 1.0 + (arguments.eps_clip if high is None else high)
+        self._cap = arguments.eps_clip_c
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, ratio, clipped = clipped_surrogate(logprobs, batch.old_logprobs, batch.advantages, self._low, self._high)
+        metrics = {"clip_fraction": clipped, "ratio_mean": ratio, "ratio_max": ratio}
+        if self._cap is not None:
+            loss, metrics["dual_clip_fraction"] = dual_clip(loss, batch.advantages, self._cap)
+        return loss, metrics
+
+
+def clipped_surrogate(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, ratio, whether the clip took the gradient away), each [N]."""
+    ratio = importance_ratio(logprobs, old)
+    plain = ratio * advantages
+    bounded = ratio.clamp(low, high) * advantages
+    return -torch.minimum(plain, bounded), ratio.detach(), (bounded < plain).float()
+
+
+def dual_clip(loss: Tensor, advantages: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """(loss of at most cap · |A| where A < 0, whether it was more), each [N]; what was more has no gradient."""
+    most = torch.where(advantages < 0, cap * advantages.abs(), torch.inf)
+    return torch.minimum(loss, most), (loss > most).float()

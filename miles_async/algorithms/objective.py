@@ -1,0 +1,119 @@
+"""What the trainer minimises: a policy loss, weighed by a correction, plus a KL loss.
+
+For each token that carries loss, with the weight w of the correction (1 without ``--use-tis``)::
+
+    w · policy loss + kl_loss_coef · KL(π ‖ π_ref)
+
+and of that the mean that ``--loss-aggregation`` names, over the whole optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from miles_async.algorithms import registry
+from miles_async.api import (
+    Aggregation,
+    Correction,
+    KlEstimator,
+    Need,
+    PolicyLoss,
+    TokenAdvantages,
+    TokenBatch,
+)
+from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.errors import ContractViolation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSums:
+    """Of one micro-batch."""
+
+    loss: Tensor  # the sum that gradients come from
+    count: Tensor  # integer: tokens or sequences, which the loss of an optimizer step is the mean of
+    metrics: Mapping[str, Tensor]  # sums over loss tokens, or the largest for names ending in ``_max``; no gradient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """The parts of ``arguments``, ready to be called for every micro-batch."""
+
+    policy_loss: PolicyLoss
+    aggregation: Aggregation
+    correction: Correction | None = None
+    kl: KlEstimator | None = None
+    kl_coef: float = 0.0
+    token_advantages: TokenAdvantages | None = None  # comes before the first optimizer step on a batch
+    old_policy: Literal["trainer", "rollout"] = "trainer"  # whose log-probs ``old_logprobs`` are
+    log_entropy: bool = False
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the trainer computes for any of the parts."""
+        needs: set[Need] = {"entropy"} if self.log_entropy else set()
+        if self.kl is not None:
+            needs.add("ref_logprobs")
+        for part in (self.policy_loss, self.correction, self.token_advantages):
+            needs.update(part.needs if part is not None else ())
+        return frozenset(needs)
+
+    def advantages(self, batch: TokenBatch) -> Tensor:
+        """float32 [N]: what ``--token-advantages`` makes of those of the samples, 0 where no loss is carried."""
+        if self.token_advantages is None:
+            return batch.advantages
+        found = _per_token(self.token_advantages(batch), batch, "--token-advantages")
+        return found.detach().float().masked_fill(batch.loss_mask == 0, 0.0)
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> LossSums:
+        """Sums over the tokens of ``batch`` that carry loss: 0 where there are none. ``logprobs``: float32 [N]."""
+        loss, metrics = self.policy_loss(logprobs, batch)
+        loss, metrics = _per_token(loss, batch, "--policy-loss"), dict(metrics)
+        if self.log_entropy:
+            metrics["entropy"] = batch.entropy
+        if self.correction is not None:
+            weight, of_correction = self.correction(batch)
+            loss = loss * _per_token(weight, batch, "--tis-mode").detach()
+            metrics |= of_correction
+        metrics["policy_loss"] = loss
+        if self.kl is not None:
+            divergence = _per_token(self.kl(logprobs, batch.ref_logprobs), batch, "--kl-loss-type")
+            loss = loss + self.kl_coef * divergence
+            metrics["ref_kl"] = divergence
+        total, count = self.aggregation(loss, batch)
+        return LossSums(
+            loss=total,
+            count=count,
+            metrics={name: _summary(name, values.detach(), batch.loss_mask) for name, values in metrics.items()},
+        )
+
+
+def make_objective(arguments: AlgorithmArguments) -> Objective:
+    """What the flags ask for. Raises ConfigurationError."""
+    return Objective(
+        policy_loss=registry.policy_loss(arguments),
+        aggregation=registry.aggregation(arguments),
+        correction=registry.correction(arguments),
+        kl=registry.kl_estimator(arguments),
+        kl_coef=arguments.kl_loss_coef,
+        token_advantages=registry.token_advantages(arguments),
+        old_policy="rollout" if arguments.use_rollout_logprobs else "trainer",
+        log_entropy=arguments.log_entropy,
+    )
+
+
+def _per_token(values: Tensor, batch: TokenBatch, flag: str) -> Tensor:
+    """A sum or mean would broadcast, and train something else."""
+    if values.shape != batch.loss_mask.shape:
+        raise ContractViolation(
+            f"{flag}: expected one number per token, shape {list(batch.loss_mask.shape)}, found {list(values.shape)}"
+        )
+    return values
+
+
+def _summary(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    masked = values * mask
+    return masked.max() if name.endswith("_max") and masked.numel() else masked.sum()

@@ -1,0 +1,140 @@
+"""What flags can name, and where it is: one row per algorithm, one function per flag that makes what the run chose.
+
+A name stands for the ``module:attr`` of its row; another ``module:attr`` is the user's own. Modules are imported when
+they are asked for: the rollout side, which makes its estimator here, has no use for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol, get_args
+
+from miles_async.api import (
+    AdvantageEstimator,
+    Aggregation,
+    Correction,
+    KlEstimator,
+    Need,
+    PolicyLoss,
+    TokenAdvantages,
+)
+from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.hooks import load_factory, load_object
+
+HERE = "miles_async.algorithms"
+
+ADVANTAGE_ESTIMATORS = {
+    "grpo": f"{HERE}.advantages.grpo:Grpo",
+    "rloo": f"{HERE}.advantages.rloo:Rloo",
+    "reinforce": f"{HERE}.advantages.reinforce:Reinforce",
+}
+TOKEN_ADVANTAGES = {
+    "kl_in_reward": f"{HERE}.token_advantages.kl_in_reward:KlInReward",
+}
+POLICY_LOSSES = {
+    "ppo_clip": f"{HERE}.losses.ppo_clip:PpoClip",
+}
+CORRECTIONS = {
+    "truncate": f"{HERE}.corrections.truncate:Truncate",
+}
+KL_ESTIMATORS = {
+    "k1": f"{HERE}.kl:k1",
+    "k2": f"{HERE}.kl:k2",
+    "k3": f"{HERE}.kl:k3",
+    "low_var_kl": f"{HERE}.kl:low_var_kl",
+}
+AGGREGATIONS = {
+    "token_mean": f"{HERE}.aggregation:token_mean",
+    "sequence_mean": f"{HERE}.aggregation:sequence_mean",
+}
+
+UNAVAILABLE: Mapping[Need, str] = {"values": "a critic, which there is not yet"}
+"""What no trainer computes, and what it would take."""
+
+
+class Make(Protocol):
+    """What a row or the user's ``module:attr`` names, except for KL estimates and aggregations, which are the part."""
+
+    def __call__(self, arguments: AlgorithmArguments) -> object: ...
+
+
+# All raise ConfigurationError for what cannot be used.
+def advantage_estimator(arguments: AlgorithmArguments) -> AdvantageEstimator:
+    """What the rollout side computes advantages with: ``--advantage-estimator``."""
+    path, flag = _row(ADVANTAGE_ESTIMATORS, arguments.advantage_estimator), "--advantage-estimator"
+    made: AdvantageEstimator = load_factory(path, Make, AdvantageEstimator, flag)(arguments)
+    return made
+
+
+def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
+    """What the trainer makes of them: ``--token-advantages``."""
+    if arguments.token_advantages is None:
+        return None
+    path, flag = _row(TOKEN_ADVANTAGES, arguments.token_advantages), "--token-advantages"
+    made: TokenAdvantages = load_factory(path, Make, TokenAdvantages, flag)(arguments)
+    _check_needs(made, f"{flag} {arguments.token_advantages}")
+    return made
+
+
+def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
+    """``--policy-loss``."""
+    path, flag = _row(POLICY_LOSSES, arguments.policy_loss), "--policy-loss"
+    made: PolicyLoss = load_factory(path, Make, PolicyLoss, flag)(arguments)
+    _check_needs(made, f"{flag} {arguments.policy_loss}")
+    return made
+
+
+def correction(arguments: AlgorithmArguments) -> Correction | None:
+    """``--tis-mode``, with ``--use-tis``."""
+    if not arguments.use_tis:
+        return None
+    path, flag = _row(CORRECTIONS, arguments.tis_mode), "--tis-mode"
+    made: Correction = load_factory(path, Make, Correction, flag)(arguments)
+    _check_needs(made, f"{flag} {arguments.tis_mode}")
+    return made
+
+
+def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:
+    """``--kl-loss-type``, with ``--use-kl-loss``."""
+    if not arguments.use_kl_loss:
+        return None
+    found: KlEstimator = load_object(_row(KL_ESTIMATORS, arguments.kl_loss_type), KlEstimator, "--kl-loss-type")
+    return found
+
+
+def aggregation(arguments: AlgorithmArguments) -> Aggregation:
+    """``--loss-aggregation``."""
+    path = _row(AGGREGATIONS, arguments.loss_aggregation)
+    found: Aggregation = load_object(path, Aggregation, "--loss-aggregation")
+    return found
+
+
+def check_own(arguments: AlgorithmArguments) -> None:
+    """Make every part that is the user's own, to see whether it can be made; the others need no look."""
+    makers = (
+        (arguments.advantage_estimator, advantage_estimator),
+        (arguments.token_advantages, token_advantages),
+        (arguments.policy_loss, policy_loss),
+        (arguments.tis_mode, correction),
+        (arguments.kl_loss_type, kl_estimator),
+        (arguments.loss_aggregation, aggregation),
+    )
+    for name, make in makers:
+        if name is not None and ":" in name:
+            make(arguments)
+
+
+def _row(rows: Mapping[str, str], name: str) -> str:
+    return rows.get(name, name)
+
+
+def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str) -> None:
+    needs = getattr(part, "needs", None)  # of the user's own, which may have forgotten it
+    if not isinstance(needs, Collection) or isinstance(needs, str) or not set(needs) <= set(get_args(Need)):
+        raise ConfigurationError(
+            f"{named}: expected `needs`, a tuple of any of {', '.join(get_args(Need))}, or (); found {needs!r}"
+        )
+    for name, takes in UNAVAILABLE.items():
+        if name in needs:
+            raise ConfigurationError(f"{named} needs {name}, which take {takes}: choose one that does without")

@@ -1,0 +1,25 @@
+"""Sums over the sequences of a micro-batch: ``offsets`` int64 [S + 1], sequence s is [offsets[s], offsets[s + 1])."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sum_per_sequence(values: Tensor, offsets: Tensor) -> Tensor:
+    """[N] → [S]; differentiable. 0 for an empty sequence."""
+    sums = values.new_zeros(len(offsets) - 1)
+    return sums.index_add(0, sequence_of_token(offsets), values)
+
+
+def sum_to_go(values: Tensor, offsets: Tensor) -> Tensor:
+    """[N] → [N]: at each token the sum over it and the later ones of its sequence. Added up in float64."""
+    before = values.new_zeros(len(values) + 1).double()
+    before[1:] = values.double().cumsum(0)
+    ends = before[offsets[1:]][sequence_of_token(offsets)]
+    return (ends - before[:-1]).to(values.dtype)
+
+
+def sequence_of_token(offsets: Tensor) -> Tensor:
+    """int64 [N]: the number of each token's sequence."""
+    return torch.arange(len(offsets) - 1, device=offsets.device).repeat_interleave(offsets.diff())

@@ -1,0 +1,105 @@
+"""Advantages of tokens, KL estimates and means over sequences, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from miles_async.algorithms.objective import make_objective
+from miles_async.algorithms.sequences import sequence_of_token, sum_per_sequence, sum_to_go
+from miles_async.arguments.algorithm import AlgorithmArguments
+from tests.fakes.token_batches import token_batch
+
+IN_REWARD = AlgorithmArguments(token_advantages="kl_in_reward", kl_coef=0.5)
+
+
+def test_a_token_pays_for_itself_and_the_tokens_after_it() -> None:
+    """Two sequences; in the first, one token carries no loss and costs nothing."""
+    batch = token_batch(
+        old=[-1.0, -1.0, -1.0, -2.0],
+        ref_logprobs=[-3.0, -9.0, 0.0, -1.0],
+        advantages=[1.0, 0.0, 1.0, -1.0],
+        mask=[1.0, 0.0, 1.0, 1.0],
+        lengths=[3, 1],
+    )
+    # log π − log π_ref: 2, (8), −1; −1
+    assert make_objective(IN_REWARD).advantages(batch).tolist() == [1.0 - 0.5 * (2 - 1), 0.0, 1.0 + 0.5, -1.0 + 0.5]
+
+
+def test_on_the_reference_the_kl_in_the_reward_changes_nothing() -> None:
+    batch = token_batch(old=[-1.0, -2.0], ref_logprobs=[-1.0, -2.0], advantages=[1.0, 1.0])
+    assert make_objective(IN_REWARD).advantages(batch).tolist() == [1.0, 1.0]
+
+
+def test_the_kl_in_the_reward_asks_for_both_models_logprobs() -> None:
+    assert make_objective(IN_REWARD).needs == {"old_logprobs", "ref_logprobs"}
+
+
+def test_without_token_advantages_each_token_has_its_sample_s() -> None:
+    batch = token_batch(old=[0.0, 0.0], advantages=[2.0, 2.0])
+    assert make_objective(AlgorithmArguments()).advantages(batch) is batch.advantages
+
+
+def test_sums_keep_to_their_sequences() -> None:
+    offsets = torch.tensor([0, 2, 2, 5])  # the second is empty
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert sequence_of_token(offsets).tolist() == [0, 0, 2, 2, 2]
+    assert sum_per_sequence(values, offsets).tolist() == [3, 0, 12]
+    assert sum_to_go(values, offsets).tolist() == [3, 2, 12, 9, 5]
+
+
+def test_a_long_sum_to_go_is_exact_where_float32_would_not_be() -> None:
+    values = torch.full((200_000,), 0.1)
+    found = sum_to_go(values, torch.tensor([0, 100_000, 200_000]))
+    assert found[-1].item() == pytest.approx(0.1)
+    assert found[100_000].item() == pytest.approx(10_000, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected", "gradient"),
+    [
+        ("k1", 1.0, 1.0),
+        ("k2", 0.5, 1.0),
+        ("k3", math.exp(-1.0), 1.0 - math.exp(-1.0)),
+        ("low_var_kl", math.exp(-1.0), 1.0 - math.exp(-1.0)),
+    ],
+)
+def test_kl_estimators(estimator: str, expected: float, gradient: float) -> None:
+    """log π − log π_ref = 1."""
+    arguments = AlgorithmArguments(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=estimator)
+    batch = token_batch(old=[-1.0], ref_logprobs=[-2.0], advantages=[0.0])
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    loss = make_objective(arguments)(logprobs, batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(gradient)
+
+
+def test_low_var_kl_is_bounded() -> None:
+    arguments = AlgorithmArguments(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="low_var_kl")
+    batch = token_batch(old=[-9.0], ref_logprobs=[-1.0], advantages=[0.0])
+    logprobs = torch.tensor([-9.0], requires_grad=True)
+    loss = make_objective(arguments)(logprobs, batch).loss
+    loss.backward()
+    assert loss.item() == 10.0
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == 0.0
+
+
+def test_mean_over_sequences_weighs_long_and_short_ones_alike() -> None:
+    """A sequence without loss is none."""
+    arguments = AlgorithmArguments(loss_aggregation="sequence_mean")
+    batch = token_batch(
+        old=[0.0] * 5, advantages=[3.0, 1.0, 0.0, 4.0, 0.0], mask=[1.0, 1.0, 0.0, 1.0, 0.0], lengths=[3, 1, 1]
+    )
+    logprobs = torch.zeros(5, requires_grad=True)
+    sums = make_objective(arguments)(logprobs, batch)
+    sums.loss.backward()
+    assert sums.loss.item() == -((3 + 1) / 2 + 4)
+    assert sums.count == 2
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.5, -0.5, 0, -4, 0]
+    assert sums.metrics["policy_loss"] == -8  # metrics are per token, whatever the loss is a mean of
