@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
@@ -14,6 +14,7 @@ import msgspec
 
 from miles_async.arguments.cluster import Device
 from miles_async.engines.http import Http
+from miles_async.runtime.fork_server_process import ForkServerProcess
 from miles_async.seams import InferenceServer
 
 Arguments = TypeVarTuple("Arguments")
@@ -39,6 +40,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     dummy_weights: bool = False  # it starts with random weights, which a publication replaces
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
     weight_group_seconds: float | None = None  # waiting for other members of a process group; None: the server's own
+    fork_server: Path | None = None  # socket of the process that has imported what servers need, if its node has one
     extra: tuple[str, ...] = ()  # arguments of the server itself, which come last and win
 
 
@@ -78,3 +80,7 @@ class EngineKind:
     """The class of a server process: (settings, engine index, incarnation). Ray makes actors of it."""
     calls: Callable[[Http], InferenceServer]
     """What its servers understand."""
+    imports: Callable[[Path, ServerSpec, Mapping[str, str]], ForkServerProcess | None]
+    """Make the process from which servers are forked: (its socket, settings of a group, variables that the servers'
+    parents have beyond ours). None where servers must not be forked.
+    """

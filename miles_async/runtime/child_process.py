@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 import psutil
 
 from miles_async.runtime import dies_with_parent
+from miles_async.runtime.forking import CannotForkError, ForkedProcess, fork
 from miles_async.runtime.proxies import without_proxies
 
 _POLL_SECONDS = 0.1
@@ -28,33 +30,63 @@ class ChildProcess:
     starting *thread*. The thread of the event loop does; a worker of ``asyncio.to_thread`` may not.
     """
 
-    def __init__(self, name: str, command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int] = (),
+    ) -> None:
         """``command``: arguments of this interpreter, e.g. ("-m", "smg"). ``environment`` adds to ours,
-        without proxies: it talks to processes of this run.
+        without proxies: it talks to processes of this run. ``descriptors``: what it inherits of ours.
         """
         self.name = name
         self.log_path = log_path
         self._command = tuple(command)
         self._environment = dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._descriptors = tuple(descriptors)
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._segments: set[Path] = set()
 
     def start(self) -> None:
         """Start it; returns before it is useful."""
-        assert self._process is None, f"{self.name} was started before"
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         wrapper = (sys.executable, "-I", "-S", dies_with_parent.__file__, str(os.getpid()))
-        with self.log_path.open("ab") as log:
-            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(self._command)}\n".encode())
-            log.flush()
+        with self._log() as log:
             self._process = subprocess.Popen(
                 [*wrapper, sys.executable, *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**without_proxies(os.environ), **_importable_here(), **self._environment},
+                env=self._whole_environment(),
+                pass_fds=self._descriptors,
                 start_new_session=True,
             )
+
+    async def fork(self, server: Path) -> None:
+        """Have a fork server start it, which has imported what it needs; :meth:`start` it if there is none."""
+        with self._log() as log:
+            try:
+                self._process = await fork(server, self._command, self._whole_environment(), log.fileno())
+                return
+            except CannotForkError as error:
+                log.write(f"it imports everything itself: {error}\n".encode())
+        self.start()
+
+    def _whole_environment(self) -> dict[str, str]:
+        environment = {**without_proxies(os.environ), **self._environment}
+        # The child finds this package, installed or not.
+        path = [str(Path(__file__).resolve().parents[2]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+        return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path)))}
+
+    @contextmanager
+    def _log(self) -> Iterator[FileIO]:
+        assert self._process is None, f"{self.name} was started before"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab", buffering=0) as log:
+            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(self._command)}\n".encode())
+            yield log
 
     @property
     def pid(self) -> int:
@@ -108,13 +140,6 @@ class ChildProcess:
     def _signal_group(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)  # start_new_session: the group has the leader's pid
-
-
-def _importable_here() -> dict[str, str]:
-    """PYTHONPATH under which the child finds this package, installed or not."""
-    root = str(Path(__file__).resolve().parents[2])
-    known = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": os.pathsep.join([root, *filter(None, known.split(os.pathsep))])}
 
 
 def _family(pid: int) -> set[psutil.Process]:

@@ -100,6 +100,7 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
         else {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our runtime environments: unused
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has variables of its own
     where = f"--ray-address {address}" if address else "Ray cannot start on this machine"
     try:

@@ -23,14 +23,15 @@ class RankResources:
     num_gpus: float
     env: Mapping[str, str] = field(default_factory=dict)
     threads: int | None = None  # of torch; None: its default
+    interpreter: str | None = None  # command that Ray starts its process with; None: the one of this process
 
     @classmethod
-    def for_device(cls, device: Device, env: Mapping[str, str]) -> RankResources:
+    def for_device(cls, device: Device, env: Mapping[str, str], interpreter: str | None = None) -> RankResources:
         """On CPU a rank is one thread that shares cores with all others."""
         if device == "cuda":
             return cls(num_cpus=1, num_gpus=1, env=env)
         hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # megatron takes CUDA wherever it sees it
-        return cls(num_cpus=0.01, num_gpus=0, env={**env, **hidden}, threads=1)
+        return cls(num_cpus=0.01, num_gpus=0, env={**env, **hidden}, threads=1, interpreter=interpreter)
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -64,10 +65,13 @@ class Placement:
 
     def options(self, rank: int) -> dict[str, Any]:
         """For ``ray.remote(...).options``."""
+        runtime_env: dict[str, Any] = {"env_vars": dict(self._resources.env)}
+        if self._resources.interpreter is not None:
+            runtime_env["py_executable"] = self._resources.interpreter
         return {
             "num_cpus": self._resources.num_cpus,
             "num_gpus": self._resources.num_gpus,
-            "runtime_env": {"env_vars": dict(self._resources.env)},
+            "runtime_env": runtime_env,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=self._bundles[rank]
             ),

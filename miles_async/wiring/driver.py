@@ -49,6 +49,7 @@ from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.runtime.control import ControlServer, Handler
 from miles_async.runtime.device import choose_device
+from miles_async.runtime.fork_server_process import running
 from miles_async.runtime.last_resort import LastResort
 from miles_async.runtime.own_ray import OwnRay
 from miles_async.runtime.owned_directory import OwnedDirectory, sweep, sweep_temporary, temporary_parent
@@ -64,8 +65,9 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import choose_transport
 from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
+from miles_async.wiring.engines import engine_imports
 from miles_async.wiring.rollout_process import build_rollout
-from miles_async.wiring.trainer_process import staging_directory, trainer_group
+from miles_async.wiring.trainer_process import rank_imports, staging_directory, trainer_group
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +92,7 @@ def run(arguments: Arguments) -> int:
         with claimed(run_dir, temporary.path / "control"):
             configure_logging(run_dir, arguments.observability.log_level)
             write_config(arguments, run_dir)
-            return _to_the_end(Run(arguments, run_dir, temporary.path / "control"))
+            return _to_the_end(Run(arguments, run_dir, temporary.path))
     finally:
         temporary.remove()
         sweep_temporary()  # of engines that were killed
@@ -130,8 +132,8 @@ def write_config(arguments: Arguments, run_dir: Path) -> None:
 class Run:
     """One run: its parts, in the order in which they start and, reversed, stop."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path, control: Path) -> None:
-        """``control``: where its socket for commands will be."""
+    def __init__(self, arguments: Arguments, run_dir: Path, sockets: Path) -> None:
+        """``sockets``: directory for those that this process and its children listen on."""
         self._arguments = arguments
         self._run_dir = run_dir
         self._device = choose_device(arguments.cluster.device)
@@ -139,25 +141,34 @@ class Run:
         self._started = time.monotonic()
         self._stats: RolloutStats | None = None  # as last heard
         self._version = 0
-        self._control_socket = control
+        self._sockets = sockets
         self._own_ray = OwnRay() if arguments.cluster.ray_address is None else None
 
     async def main(self, all_is_up: Callable[[], None]) -> None:
         """Start everything, run the controller, stop everything."""
         arguments = self._arguments
         environment = worker_environment(arguments.cluster.forward_env, cpu=self._device == "cpu")
+        place = self._run_dir, self._device
+        of_engines = engine_imports(arguments, *place, self._sockets / "engine_imports", environment)
+        of_ranks = rank_imports(arguments, *place, self._sockets / "rank_imports", environment)
         with open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress:
             progress.phase("Ray")
-            async with ray_cluster(arguments.cluster.ray_address, environment, self._own_ray):
+            async with (
+                running(of_engines),  # importing takes longer than Ray's start
+                running(of_ranks),
+                ray_cluster(arguments.cluster.ray_address, environment, self._own_ray),
+            ):
                 progress.phase("engines, router and trainer ranks")
-                rollout = RolloutProcess(partial(build_rollout, arguments, self._run_dir, self._device))
-                trainer = trainer_group(arguments, self._run_dir, self._device, environment)
+                rollout = RolloutProcess(
+                    partial(build_rollout, arguments, *place, of_engines.path if of_engines else None)
+                )
+                trainer = trainer_group(arguments, *place, environment, of_ranks)
                 async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.start())
                         scope.create_task(trainer.start())
                     all_is_up()
-                    async with ControlServer(self._control_socket, _commands(rollout.manager)):
+                    async with ControlServer(self._sockets / "control", _commands(rollout.manager)):
                         await self._control(progress, rollout, trainer)
 
     async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:

@@ -20,6 +20,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.fork_server_process import ForkServerProcess
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats
@@ -42,10 +43,13 @@ class Service(Protocol):
 class RunEngines:
     """All engines of a run, and what else runs beside them: the manager's ``Engines``."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path, device: Device) -> None:
-        """Starts nothing. Raises ConfigurationError for a file of groups that cannot be used."""
+    def __init__(self, arguments: Arguments, run_dir: Path, device: Device, imports: Path | None) -> None:
+        """Starts nothing. Raises ConfigurationError for a file of groups that cannot be used.
+
+        ``imports``: socket of the process of :func:`engine_imports`, if this node has one.
+        """
         groups = server_groups(arguments)
-        make = _StackMaker(arguments, run_dir, device)
+        make = _StackMaker(arguments, run_dir, device, imports)
         evaluation = of_role(groups, "evaluation")
         self.train = make(EngineStack, "router", of_role(groups, "train"), arguments.engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
@@ -99,8 +103,9 @@ class RunEngines:
 class _StackMaker:
     """Stacks with what is the same for all of a run."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path, device: Device) -> None:
+    def __init__(self, arguments: Arguments, run_dir: Path, device: Device, imports: Path | None) -> None:
         self._arguments = arguments
+        self._imports = imports
         self._log_dir = run_dir / "logs"
         self._device = device
         self._kind = ENGINES["sglang"]
@@ -128,9 +133,23 @@ class _StackMaker:
             launch = ExternalServers(group.external, self._arguments.engines.engine_start_timeout, self._kind.calls)
         else:
             spec = server_spec(self._arguments, group, self._log_dir, self._device)
-            launch = RayServers(self._kind, msgspec.structs.replace(spec, random_seed=self._seed))
+            spec = msgspec.structs.replace(spec, random_seed=self._seed, fork_server=self._imports)
+            launch = RayServers(self._kind, spec)
             self._seed += SEEDS_PER_GROUP
         return EngineGroup(name=group.name, engines=group.num_engines, ranks=group.gpus_per_engine, launch=launch)
+
+
+def engine_imports(
+    arguments: Arguments, run_dir: Path, device: Device, socket: Path, environment: Mapping[str, str]
+) -> ForkServerProcess | None:
+    """Make the process that imports what engines on this node need and forks them. None if they are not forked.
+
+    ``environment``: of Ray's workers, of which engines are children otherwise.
+    """
+    groups = [group for group in server_groups(arguments) if not group.external]
+    if not groups:
+        return None
+    return ENGINES["sglang"].imports(socket, server_spec(arguments, groups[0], run_dir / "logs", device), environment)
 
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:

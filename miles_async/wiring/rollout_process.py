@@ -45,8 +45,8 @@ from miles_async.wiring.prompt_lengths import length_notes
 log = structlog.get_logger(__name__)
 
 
-async def build_rollout(arguments: Arguments, run_dir: Path, device: Device) -> RolloutParts:
-    """Start engines and router, build the manager. Returns the actor's parts by name."""
+async def build_rollout(arguments: Arguments, run_dir: Path, device: Device, imports: Path | None) -> RolloutParts:
+    """Start engines and router, build the manager. Returns the actor's parts by name. ``imports``: see RunEngines."""
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
     os.environ.update(without_proxies_for(node_host(single_node=arguments.cluster.ray_address is None), os.environ))
@@ -58,7 +58,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: Device) -> 
         log.warning("length of prompts", note=note)
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
-    engines = RunEngines(arguments, run_dir, device)
+    engines = RunEngines(arguments, run_dir, device, imports)
     beginnings = _beginnings(arguments, engines.train)
     episodes = Episodes(arguments, engines.train.client, template, run_dir, services, beginnings.note)
     if episodes.service is not None:

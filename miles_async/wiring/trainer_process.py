@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.backends import create_backend
+from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
 from miles_async.runtime.run_directory import STAGING_DIRECTORY
 from miles_async.seams import WeightSender
+from miles_async.trainer.actor import TrainerActor
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
 from miles_async.weights.transports.choice import group_backend
@@ -22,12 +25,37 @@ from miles_async.weights.transports.choice import group_backend
 SHARED_OUT = ("distributed", "object_store")  # transports for which each pipeline stage has a sender
 
 
-def trainer_group(arguments: Arguments, run_dir: Path, device: Device, environment: dict[str, str]) -> TrainerGroup:
-    """The trainer of this run, not started."""
+def rank_imports(
+    arguments: Arguments, run_dir: Path, device: Device, socket: Path, environment: Mapping[str, str]
+) -> ForkServerProcess | None:
+    """Make the process that imports what ranks need and forks them. None if they are not forked.
+
+    They are not where CUDA may have been used before the fork, and not in a cluster, whose nodes are no copies of ours.
+    """
+    if device != "cpu" or arguments.cluster.ray_address is not None or arguments.model.train_backend != "megatron":
+        return None
+    return ForkServerProcess(
+        socket,
+        ["miles_async.backends.megatron.imports", "miles_async.weights.staging"],
+        late=READ_LATE,
+        log_path=run_dir / "logs" / "rank_imports.log",
+        environment=RankResources.for_device(device, environment).env,
+    )
+
+
+def trainer_group(
+    arguments: Arguments,
+    run_dir: Path,
+    device: Device,
+    environment: Mapping[str, str],
+    imports: ForkServerProcess | None,
+) -> TrainerGroup:
+    """The trainer of this run, not started. ``imports``: what its ranks are forked from."""
     weights = arguments.weights
+    interpreter = imports.interpreter(f"ray::{TrainerActor.__name__}") if imports is not None else None
     return TrainerGroup(
         world_size=arguments.cluster.trainer_world_size,
-        resources=RankResources.for_device(device, environment),
+        resources=RankResources.for_device(device, environment, interpreter),
         backend=partial(make_backend, arguments, device),
         sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device),
         senders=arguments.model.pipeline_model_parallel_size if weights.weight_transport in SHARED_OUT else 1,

@@ -19,6 +19,7 @@ from tests.benchmarks import (
     requests,
     sessions,
     simulated_scale,
+    start,
 )
 from tests.benchmarks.report import report
 
@@ -34,6 +35,7 @@ PARTS = {
     "publication": publication.rows,
     "sessions": sessions.rows,
     "requests": requests.rows,
+    "start": start.rows,
     "request_rates": requests.rates,
 }
 

@@ -53,7 +53,14 @@ MADE_LATER = {
     *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt"),
     *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/", "runs/bench/NAME.json"),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
-    *("logs/router.0.log", "logs/trainer-0.log", "logs/sessions.0.log", "logs/agents.log"),
+    *(
+        "logs/router.0.log",
+        "logs/engine_imports.log",
+        "logs/rank_imports.log",
+        "logs/trainer-0.log",
+        "logs/sessions.0.log",
+        "logs/agents.log",
+    ),
     *("docs/staleness_study.md", "docs/staleness_study.png"),  # by `make study`
     "my_hooks.py",  # by the reader
 }

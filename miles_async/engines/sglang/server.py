@@ -67,7 +67,6 @@ class EngineServer:
             self._temporary = await asyncio.to_thread(OwnedDirectory, temporary_parent(), mode=0o700)
             environment = server_environment(self._spec) | {"TMPDIR": str(self._temporary.path)}
             self._process = ChildProcess(self._name, command, log_path=self._log_path, environment=environment)
-            self._process.start()
             url = f"http://{host}:{port.number}"
             await self._until_up_or_stopped(url)
         return url
@@ -123,6 +122,10 @@ class EngineServer:
         assert self._process is not None
         assert self._temporary is not None
         started = time.monotonic()
+        if self._spec.fork_server is not None:
+            await self._process.fork(self._spec.fork_server)
+        else:
+            self._process.start()
         async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
             while self._process.returncode is None:
                 is_up = await _answers(session, url)

@@ -178,7 +178,9 @@ def test_an_implementation_has_the_methods_of_the_protocol(implementation: type)
 
 async def test_weights_reach_another_kind_of_server_and_it_generates_with_them() -> None:  # covers: C8
     network, registry, traffic = Network(), EngineRegistry(), Traffic()
-    kind = EngineKind(process=partial(EchoProcess, network), calls=lambda http: EchoServer(network))
+    kind = EngineKind(
+        process=partial(EchoProcess, network), calls=lambda http: EchoServer(network), imports=lambda *_: None
+    )
     http = SimulatedHttp(network)
     server = kind.calls(http)
     router = cast(Router, SimulatedRouter(registry, network, "consistent_hashing", random.Random(0)))

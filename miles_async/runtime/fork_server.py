@@ -1,0 +1,193 @@
+"""Import modules once, then fork a process that has them for every request: what importing costs is paid once.
+
+    python -m miles_async.runtime.fork_server DESCRIPTOR LATE MODULE... PADDING
+
+DESCRIPTOR is a listening socket, LATE a pattern of environment variables that no import reads, PADDING room for the
+titles of children. A connection is one child: a request comes in with descriptors for the child's stdout and stderr,
+its pid goes out, then its exit status. When the connection closes first, whoever asked is gone, and the child's
+process group is killed. The child itself dies with the server (PR_SET_PDEATHSIG). ``forking.py`` and
+``forked_worker.py`` have the other side.
+
+A child runs ``python -m module`` or ``python script.py`` in a session, an environment and a working directory of its
+own. What it cannot change is what an import has read from the environment, so a request whose environment differs in
+anything but LATE is refused; and since a fork copies one thread only, so is every request if importing has left others
+running. Whoever is refused starts an interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import setproctitle
+
+from miles_async.runtime.dies_with_parent import die_with
+
+MAX_REQUEST = 1 << 20  # bytes: arguments and an environment
+TITLE_VARIABLE = "SPT_NOENV"  # setproctitle writes over arguments only: the environment marks processes of a run
+
+
+class ForkServer:
+    """The loop of the server. Single-threaded, or forking would not be safe."""
+
+    def __init__(self, listener: socket.socket, late: str, environment: Mapping[str, str]) -> None:
+        """``environment``: what this process was started with, and imports have seen."""
+        self._listener = listener
+        self._late = re.compile(late)
+        self._environment = dict(environment)
+        self._set_by_imports = dict(os.environ.items() - self._environment.items())
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._children: dict[socket.socket, int] = {}  # connection → pid
+        self._exits: dict[int, socket.socket] = {}  # pidfd → connection
+
+    def run(self) -> list[str]:
+        """Serve requests. Returns in each child only: the arguments of the interpreter that it is to be."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._selector.register(connection, selectors.EVENT_READ)
+                elif isinstance(key.fileobj, int):
+                    self._ended(key.fileobj)
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0:  # not closed just now
+                    if (arguments := self._heard(key.fileobj)) is not None:
+                        return arguments
+
+    def _heard(self, connection: socket.socket) -> list[str] | None:
+        """A request, or the end of who made it; the arguments of the new process, in that process."""
+        message, output = b"", list[int]()
+        with suppress(ConnectionError):
+            message, output, _, _ = socket.recv_fds(connection, MAX_REQUEST, 2)
+        if len(output) < 2:
+            if (pid := self._children.get(connection)) is not None:
+                for kill in (os.killpg, os.kill):  # it may not lead its group yet; its end closes the connection
+                    with suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
+                self._selector.unregister(connection)
+            else:
+                self._close(connection)
+            return None
+        try:
+            return self._fork(connection, json.loads(message), output)
+        finally:
+            for descriptor in output:
+                os.close(descriptor)
+
+    def _fork(self, connection: socket.socket, request: Mapping[str, Any], output: Sequence[int]) -> list[str] | None:
+        arguments: list[str] = request["arguments"]
+        environment: dict[str, str] = request["environment"]
+        if reason := self._refusal(arguments, environment):
+            _tell(connection, refused=reason)
+            return None
+        server = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, too many processes
+            _tell(connection, refused=str(error))
+            return None
+        if pid == 0:
+            self._forget()
+            _become_leader(server, output)
+            os.chdir(request["directory"])
+            os.environ.clear()
+            os.environ.update(environment | self._set_by_imports)
+            tempfile.tempdir = None  # as the environment has it now
+            setproctitle.setproctitle(request["title"])
+            return arguments
+        self._children[connection] = pid
+        exited = os.pidfd_open(pid)
+        self._exits[exited] = connection
+        self._selector.register(exited, selectors.EVENT_READ)
+        _tell(connection, pid=pid)
+        return None
+
+    def _refusal(self, arguments: list[str], environment: Mapping[str, str]) -> str:
+        """Why no process with this environment can be forked; empty if it can."""
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        if threads > 1:
+            return f"importing has started {threads - 1} threads"
+        if arguments[0].startswith("-") and arguments[0] != "-m":
+            return f"expected a script or -m and a module, found {arguments[0]}"
+        names = {name for name, _ in environment.items() ^ self._environment.items()} - {TITLE_VARIABLE}
+        if early := sorted(name for name in names if not self._late.fullmatch(name)):
+            return f"imports have seen other values of {', '.join(early)}"
+        return ""
+
+    def _ended(self, exited: int) -> None:
+        self._selector.unregister(exited)
+        connection = self._exits.pop(exited)
+        os.close(exited)
+        _, status = os.waitpid(self._children.pop(connection), 0)
+        _tell(connection, status=os.waitstatus_to_exitcode(status))
+        self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        with suppress(KeyError):  # who asked is gone already
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _forget(self) -> None:
+        """In a child: let go of what is the server's."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            else:
+                os.close(key.fd)
+        for connection in self._children:  # not in the selector if who asked is gone
+            connection.close()
+        self._selector.close()
+
+
+def _become_leader(server: int, output: Sequence[int]) -> None:
+    """Lead a session whose stdout and stderr are ``output`` and which ends with ``server``."""
+    os.setsid()
+    die_with(server)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in zip((nothing, *output), (0, 1, 2), strict=True):
+        os.dup2(source, target)
+    os.close(nothing)
+
+
+def _tell(connection: socket.socket, **message: object) -> None:
+    with suppress(OSError):  # who asked is gone
+        connection.send(json.dumps(message).encode())
+
+
+def main() -> None:
+    """Import, serve, and in a child run what was asked for."""
+    descriptor, late, *modules, _ = sys.argv[1:]
+    environment = dict(os.environ)
+    setproctitle.getproctitle()  # it takes note of where arguments are, once
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # pages that a collection in a child would write to stay shared
+    arguments = ForkServer(socket.socket(fileno=int(descriptor)), late, environment).run()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.modules.pop(sys.argv[0], None)  # it runs again, as __main__
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
