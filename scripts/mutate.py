@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import multiprocessing
 import os
 import queue
 import random
@@ -52,6 +53,8 @@ FAST_TESTS = ("tests/unit", "tests/property", "tests/simulation")
 TESTS_OF_TEXT = ("tests/property/test_mutants.py",)  # finds its own places by their text, so any change would fail it
 AT_ONCE = 2
 MEMORY = 8 << 30  # bytes of data of one pytest process: a loop that never ends may collect something
+PRELOADED = ("hypothesis", "numpy", "msgspec", "aiohttp", "torch", "transformers", "pytest", "xdist", "pytest_asyncio")
+OUTPUT = "pytest.out"
 SLACK = 60.0  # seconds for the start of pytest on a busy machine
 
 
@@ -147,25 +150,42 @@ class Tree:
     def pytest(self, *arguments: str, seed: int, limit: float) -> tuple[int | None, str]:
         """Exit status, or None after ``limit`` seconds, and what pytest wrote."""
         settings = ("-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *settings, f"--basetemp={self.root}-tmp", *arguments],
-            cwd=self.root,
-            env={**os.environ, "PYTHONPATH": str(self.root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        resource.prlimit(process.pid, resource.RLIMIT_DATA, (MEMORY, MEMORY))
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            return None, ""
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with whatever the tests started
-            process.wait()
-        return process.returncode, output
+        command = [*settings, f"--basetemp={self.root}-tmp", *arguments]
+        # Forked from a process that has imported what takes longest: imports would be most of a mutant's time.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        process = context.Process(target=run_pytest, args=(self.root, command))
+        process.start()
+        process.join(limit)
+        status = process.exitcode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with whatever the tests started
+        process.kill()
+        process.join()
+        return status, self.output.read_text(errors="replace")
+
+    @property
+    def output(self) -> Path:
+        """Where pytest writes."""
+        return self.root / OUTPUT
+
+
+def run_pytest(root: Path, arguments: list[str]) -> None:
+    """In a process and a process group of its own: pytest on the tree in ``root``, and nothing of ours in its way."""
+    os.setsid()
+    os.chdir(root)
+    with open(OUTPUT, "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    ours = {ROOT, ROOT / "scripts"}
+    sys.path[:] = [str(root), *(path for path in sys.path if Path(path).resolve() not in ours)]
+    os.environ["PYTHONPATH"] = str(root)
+    import pytest
+
+    status = int(pytest.main(arguments))
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def time_tests(tree: Tree, tests: list[str], seed: int) -> dict[str, float]:
@@ -191,10 +211,10 @@ def try_mutant(tree: Tree, path: str, mutant: Mutant, tests: list[str], seconds:
         return "time"
     if status == 0:
         return ""
-    if status not in (1, 2):  # 2: not even imported
+    if status in (4, 5):  # pytest's for a wrong call and for no tests
         sys.exit(f"error: pytest must pass or fail, found exit status {status}:\n{output}")
     failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0] if failed else "collection"
+    return failed[0] if failed else f"exit status {status}"
 
 
 # --------------------------------------------------------------------------------------------- choosing, reporting

@@ -256,7 +256,7 @@ class Dispatcher:
         snapshot: PoolSnapshot,
         *,
         step: int,
-        version: int = 0,
+        version: int,
         readmissions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """The pool as it was after ``step`` trained steps, to go on from ``version``; before :meth:`run`."""

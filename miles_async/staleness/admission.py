@@ -72,15 +72,14 @@ class Admission:
         """Free the slots of attempts that ended untrained (failed, filtered, stale, ...)."""
         self._take_untrained(count)
 
-    def trained(self, count: int, *, leads_to: int | None = None) -> None:
+    def trained(self, count: int, *, leads_to: int) -> None:
         """Note that the optimizer stepped with ``count`` groups; ``leads_to`` is the version that this leads to.
 
-        The default is the version after the visible one. Pass it wherever training can be ahead of publication (the
-        batch's target version + 1), or the commit in between frees these slots too early.
+        That is the batch's target version + 1. Training can be ahead of publication, so it need not be the version
+        after the visible one.
         """
         self._take_untrained(count)
-        version = self._visible_version + 1 if leads_to is None else leads_to
-        self._trained[version] = self._trained.get(version, 0) + count
+        self._trained[leads_to] = self._trained.get(leads_to, 0) + count
 
     def commit(self, version: int) -> None:
         """Make ``version`` visible and free the slots of all groups whose training led up to it.

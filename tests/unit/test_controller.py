@@ -34,7 +34,8 @@ class NoCheckpoints:
     async def save(self, position: Position) -> None:
         self.events.append(f"save {position.step}/{position.version}")
 
-    async def finish(self) -> None: ...
+    async def finish(self) -> None:
+        self.events.append("finish")
 
     async def load(self) -> Position | None:
         return self.position
@@ -275,6 +276,14 @@ async def test_failing_evaluation_does_not_stop_training() -> None:
     b.rollout.evaluation_error = EngineError("no engine answers")
     await b.controller.run()
     assert len(b.records.steps) == 2
+
+
+async def test_a_checkpoint_is_made_whole_while_training_goes_on_and_at_the_end() -> None:
+    # covers: C9
+    b = bench(steps=3, save_interval=2)
+    await b.controller.run()
+    order = only(b.events, "save", "finish", "trained")
+    assert order == ["trained", "trained", "save 2/2", "finish", "trained", "save 3/2", "finish", "finish"]
 
 
 async def test_batch_older_than_the_bound_stops_the_run_before_the_optimizer_steps() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,13 @@ def test_quarantined_prompts_with_every_reason(store: LedgerStore, reader: Ledge
     )
     prompt_id = attempt.prompt.prompt_id
     assert reader.dead_letters() == (DeadLetter(prompt_id=prompt_id, epoch=0, reasons=("data: first", "data: second")),)
+
+
+def test_nothing_is_held_open_after_the_block(store: LedgerStore, tmp_path: Path) -> None:
+    with open_ledger(tmp_path / "ledger.sqlite") as reader:
+        pass
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        reader.started_at()
 
 
 def test_a_ledger_of_another_format_is_refused(store: LedgerStore, tmp_path: Path) -> None:

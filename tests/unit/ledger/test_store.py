@@ -110,6 +110,25 @@ def test_what_does_not_follow_is_refused_and_nothing_of_its_batch_is_written(
         assert reader.balance().issued == 2
 
 
+@pytest.mark.parametrize(
+    ("issued", "live", "difference"),
+    [
+        (1, {}, "0: in_flight, None"),
+        (1, {0: Stage.BUFFERED}, "0: in_flight, buffered"),
+        (1, {0: Stage.IN_FLIGHT, 5: Stage.CUT}, "5: None, cut"),
+        (3, {0: Stage.IN_FLIGHT}, "3 attempts were issued, and the ledger on disk knows 1 and 0 of earlier processes"),
+    ],
+)
+def test_a_pool_that_disagrees_is_told_in_what(
+    store: LedgerStore, issued: int, live: dict[int, Stage], difference: str
+) -> None:
+    store.write(
+        [IssuedEvent(at=0.0, attempt=make_attempt(0)), CheckedEvent(at=0.0, issued=1, live={0: Stage.IN_FLIGHT})]
+    )
+    with pytest.raises(ContractViolation, match=difference):
+        store.write([CheckedEvent(at=1.0, issued=issued, live=live)])
+
+
 def test_the_balance_on_disk_is_compared_with_the_pools(store: LedgerStore) -> None:
     ledger = Ledger()
     ledger.issue(make_attempt(0))

@@ -28,7 +28,7 @@ from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
+from miles_async.types import EngineStats, GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
 from tests.fakes.fake_sides import FakeEngineLoads
 from tests.property.builders import make_attempt
 
@@ -79,8 +79,17 @@ class Engines:
     async def supervise(self) -> None:
         await asyncio.Event().wait()
 
-    def stats(self) -> dict[str, Any]:
-        return {"in_flight": 0, "busy_seconds": 0.0, "router": {"workers": 2.0}}
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            in_flight=0,
+            oldest_request_seconds=0.0,
+            busy_seconds=0.0,
+            answers={},
+            failed_tries=0,
+            engines="",
+            router={"workers": 2.0},
+            restarts={},
+        )
 
     async def stop(self) -> None: ...
 

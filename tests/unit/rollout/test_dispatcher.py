@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -30,6 +31,7 @@ from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.runtime import services
 from miles_async.runtime.services import Services
+from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.policy import StalenessPolicy
@@ -250,7 +252,7 @@ async def test_resume_has_finished_groups_and_owes_every_prompt_that_was_in_flig
         (finished,) = snapshot.pool.groups
     resumed = Bench(num_rollout=2, rollout_batch_size=BATCH)
     resumed.source.taken = bench.source.taken
-    resumed.dispatcher.restore(read_snapshot(tmp_path).pool, step=1)
+    resumed.dispatcher.restore(read_snapshot(tmp_path).pool, step=1, version=0)
     async with running(resumed):
         await until(lambda: resumed.balance()["buffered"] == BATCH)
         first, second = await resumed.dispatcher.cut(0)
@@ -743,6 +745,21 @@ async def test_commit_starts_the_stall_timer_anew() -> None:
         await asyncio.sleep(0.25)  # of 0.3 until a stall
         await bench.publish(1)
         assert len(await waiting) == BATCH
+
+
+def test_an_outage_is_no_stall_whose_time_begins_when_the_service_is_back() -> None:
+    # covers: C6, C10
+    async def stall() -> tuple[float, int]:
+        bench, looks = Bench(stall_timeout=10.0), itertools.count()
+        bench.engine.hangs_after = 0
+        bench.services.paused_until = lambda: next(looks) * 0.0 + 9.5  # when the service came back
+        with pytest.raises(ExceptionGroup) as caught:
+            async with running(bench):
+                await bench.dispatcher.cut(0)
+        assert isinstance(first_error(caught.value), StalledError)
+        return asyncio.get_running_loop().time(), next(looks)
+
+    assert run_in_virtual_time(stall()) == (19.5, 2)  # it looked when the time was over, and when it was really over
 
 
 async def test_filter_that_rejects_everything_stalls() -> None:

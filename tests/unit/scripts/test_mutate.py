@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)  # pytest is started several times
+
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = '''\
 def first(values: list[int | None], limit: int = 3) -> int:

@@ -53,7 +53,7 @@ def test_publication_frees_only_what_led_to_it() -> None:
 def test_step_without_publication_frees_its_slots() -> None:
     """--update-weights-interval above 1 would stop the run otherwise."""
     admission = admitted(4)
-    admission.trained(4)
+    admission.trained(4, leads_to=1)
     admission.release()
     assert admission.room() == 4
 
@@ -66,6 +66,8 @@ def test_capacity_changes_at_run_time() -> None:
     assert admission.room() == 1
     admission.resize(6)
     assert admission.room() == 5
+    admission.resize(1)
+    assert admission.capacity == 1
     with pytest.raises(ConfigurationError, match="--max-rollout-lead"):
         admission.resize(0)
 

@@ -133,6 +133,18 @@ def test_waiting_retry_of_a_prompt_that_another_epoch_quarantined_is_dropped() -
     assert attempts.waiting_retries == 0
 
 
+def test_a_prompt_after_the_quarantined_ones_of_two_epochs_is_found() -> None:
+    """The end of one epoch and the start of the next may hold all of them; one more means that nothing else is left."""
+    attempts = book(attempts=1)
+    for number in range(3):
+        fresh = iter([(0, make_prompt(f"p{number}"))])
+        attempts.ended(attempts.issue(fresh.__next__, 0), Cause.DATA, "rejected")
+    row = iter([(0, make_prompt(f"p{number}")) for number in (0, 1, 2, 2, 1, 0, 3, 0, 1, 2, 2, 1, 0, 1, 4)])
+    assert attempts.issue(row.__next__, 0).prompt.prompt_id == "p3"
+    with pytest.raises(DataError, match="only the 3 that are"):
+        attempts.issue(row.__next__, 0)
+
+
 def test_source_of_quarantined_prompts_only_is_an_error() -> None:
     attempts, source = book(attempts=1), Source(size=2)
     for _ in range(2):

@@ -104,6 +104,8 @@ def test_cutting_what_is_in_flight_names_it() -> None:
 def test_attempt_ids_are_never_reused() -> None:
     with pytest.raises(ContractViolation, match="expected an attempt id above 1, found 1"):
         issued(2).issue(make_attempt(1))
+    with pytest.raises(ContractViolation, match="expected an attempt id above -1, found -1"):
+        issued(0).issue(make_attempt(-1))
 
 
 def test_check_names_what_the_ledger_and_the_parts_disagree_about() -> None:
@@ -123,6 +125,29 @@ def test_check_finds_a_lost_row() -> None:
         ledger.check()
 
 
+def test_the_balance_of_a_saved_ledger_is_read_without_restoring_it() -> None:
+    ledger = issued(4)
+    for attempt_id in (0, 1):
+        ledger.buffered(attempt_id)
+    ledger.cut([1], 2)
+    ledger.end(3, Outcome.FAILED, "boom")
+    assert Ledger.saved_balance(json.loads(json.dumps(ledger.state()))) == ledger.balance()
+
+
+def test_what_ended_since_an_earlier_balance() -> None:
+    ledger = issued(9)
+    for attempt_id, outcome in enumerate((Outcome.STALE_RECYCLED, Outcome.FAILED)):
+        ledger.end(attempt_id, outcome)
+    earlier = ledger.balance()
+    ends = (Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED, Outcome.STALE_DROPPED, Outcome.FILTERED, Outcome.FAILED)
+    ledger.buffered(3)
+    for attempt_id, outcome in enumerate((*ends, Outcome.QUARANTINED), start=2):
+        ledger.end(attempt_id, outcome)
+    assert ledger.balance().ended_since(earlier) == {
+        "stale": 3, "aborted": 2, "recycled": 1, "dropped": 2, "filtered": 1, "failed": 1, "quarantined": 1,
+    }  # fmt: skip
+
+
 def test_resume_goes_on_counting_and_cancels_what_the_old_process_had_in_flight() -> None:
     ledger = issued(3)
     ledger.buffered(0)
@@ -132,6 +157,7 @@ def test_resume_goes_on_counting_and_cancels_what_the_old_process_had_in_flight(
     lost = resumed.restore(state)
     assert [row.prompt_id for row in lost] == ["prompts.jsonl:0", "prompts.jsonl:2"]
     assert resumed.balance().ended == ledger.balance().ended | {Outcome.CANCELLED: 2}
+    assert resumed.balance().reasons == {"failed: boom": 1, "cancelled: restart": 2}
     resumed.issue(make_attempt(3))
     resumed.check(in_flight=[3], buffered=[])
     assert resumed.balance().issued == 4

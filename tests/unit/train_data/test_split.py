@@ -154,6 +154,12 @@ def test_a_sample_longer_than_a_micro_batch_has_one_of_its_own() -> None:
 
 def test_splitting_halves_the_largest_bin() -> None:
     assert sorted(map(sorted, split_to([[0, 1, 2], [3]], [4, 3, 2, 5], 3))) == [[0], [1, 2], [3]]
+    assert sorted(map(sorted, split_to([[3, 4], [0, 1, 2]], [4, 3, 2, 1, 1], 3))) == [[0], [1, 2], [3, 4]]
+
+
+def test_a_batch_needs_a_branch_and_a_rank() -> None:
+    with pytest.raises(AssertionError):
+        split(table_of([9]), dp_size=0, max_tokens=10, samples_per_optimizer_step=None, target_version=7)
 
 
 def test_ranks_get_equal_numbers_of_micro_batches() -> None:

@@ -18,8 +18,14 @@ from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, ids
 
 
-def make(fleet: FakeFleet, engines_timeout: float = 10.0, senders: int = 1, **flags: object) -> WeightPublisher:
-    trainer, arguments = FakeTrainer(fleet.events, senders=senders), WeightsArguments(**flags)
+def make(
+    fleet: FakeFleet,
+    engines_timeout: float = 10.0,
+    senders: int = 1,
+    trainer: FakeTrainer | None = None,
+    **flags: object,
+) -> WeightPublisher:
+    trainer, arguments = trainer or FakeTrainer(fleet.events, senders=senders), WeightsArguments(**flags)
 
     def updater(name: str, *, repair: bool = False) -> FleetUpdater:
         return FleetUpdater(
@@ -239,6 +245,30 @@ async def test_repair_touches_joining_engines_only_and_uses_the_served_version()
     assert fleet.events[0] != "stage 7"
     assert fleet.versions == {"engine-0": 7, "engine-1": 7}
     assert fleet.serving == ["engine-0", "engine-1"]
+
+
+async def test_a_repair_never_waits_for_a_delivery_in_the_senders() -> None:
+    """They carry out what is for a repair in another thread; so that all of it is there, it is said at every call."""
+    fleet = FakeFleet([])
+    trainer = FakeTrainer(fleet.events, senders=2)
+    calls: list[tuple[str, bool]] = []
+    plain = trainer.call_sender
+
+    async def noting(method: str, values: Any = (), *, sender: int = 0, repair: bool = False) -> Any:
+        calls.append((method, repair))
+        return await plain(method, values, sender=sender, repair=repair)
+
+    trainer.call_sender = noting  # type: ignore[method-assign]
+    publisher = make(fleet, trainer=trainer)
+    await publisher.publish(7)
+    assert {repair for _, repair in calls} == {False}
+    calls.clear()
+    fleet.joining = ["engine-1"]
+    assert await publisher.repair() == ("engine-1",)
+    assert {repair for _, repair in calls} == {True}
+    kept = [method for method, _ in calls]
+    assert kept[:2] == ["keep"] * 2
+    assert kept[-2:] == ["keep_no_longer"] * 2
 
 
 async def test_an_engine_that_was_lost_in_a_repair_is_named_when_none_is_left() -> None:

@@ -1,0 +1,60 @@
+"""What the pool does with the prompts that it is offered, and how it says where everything stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.errors import DataError
+from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.policy import StalenessPolicy
+from miles_async.staleness.pool import Pool
+from tests.property.builders import make_group, make_prompt
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """Two groups per batch, two batches ahead at most, and version 0 is visible."""
+    pool = Pool(
+        StalenessPolicy(bound=1, lead_batches=2, batch_size=2, action="recycle"),
+        RetryPolicy(max_prompt_attempts=1, max_quarantined_prompts=9, recycle_stale=True),
+    )
+    pool.commit(0)
+    return pool
+
+
+def quarantine(pool: Pool, *prompt_ids: str) -> None:
+    for prompt_id in prompt_ids:
+        pool.offer(0, make_prompt(prompt_id))
+        pool.failed(pool.issue(0), "no reward", infrastructure=False)
+
+
+def test_quarantined_prompts_are_passed_over_for_two_epochs_and_no_longer(pool: Pool) -> None:
+    # covers: C3, C6
+    quarantine(pool, "p0", "p1", "p2")
+    for _ in range(2):
+        for prompt_id in ("p0", "p1", "p2") * 2:  # the end of one epoch and the start of the next
+            pool.offer(0, make_prompt(prompt_id))
+            assert pool.needs_prompt()
+        pool.offer(0, make_prompt("p3"))  # and the count begins again
+        assert not pool.needs_prompt()
+        pool.finished(make_group(pool.issue(0), [[0]]))
+    for prompt_id in ("p0", "p1", "p2") * 2:
+        pool.offer(0, make_prompt(prompt_id))
+    with pytest.raises(DataError, match="found only the 3 that are"):
+        pool.offer(0, make_prompt("p0"))
+
+
+def test_one_line_says_where_everything_stands(pool: Pool) -> None:
+    # covers: C10
+    for number in range(4):
+        pool.offer(0, make_prompt(f"p{number}"))
+    attempts = [pool.issue(0) for _ in range(4)]
+    for attempt in attempts[:3]:
+        pool.finished(make_group(attempt, [[0]]))
+    assert pool.cut(0) is not None
+    pool.failed(attempts[3], "no reward", infrastructure=False)
+    assert pool.describe() == (
+        "0 attempts in flight, 1 groups buffered, 2 cut, room for 1 more of 4, visible version 0"
+    )
+    assert pool.can_move()
+    assert pool.lead() == 3
