@@ -49,11 +49,11 @@ class EngineLoads(Protocol):
     """How many engines there are to generate and how loaded they are: what the dispatcher's concurrency follows."""
 
     async def serving(self, other_than: int) -> int:
-        """How many engines serve, as soon as it is not ``other_than``."""
+        """Wait until the number of serving engines is not ``other_than``, and return it."""
         ...
 
     async def loads(self) -> Mapping[str, EngineLoad]:
-        """Of each engine that takes requests, by its id. One that doesn't answer within seconds is left out."""
+        """Load of each engine that takes requests, by id. Engines that do not answer within seconds are left out."""
         ...
 
 
@@ -302,15 +302,15 @@ class EngineFleet(Protocol):
     async def members(self) -> FleetMembers: ...
 
     async def probe(self, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Who does not answer soon, down to its schedulers, is dead or hangs."""
+        """Ask each engine down to its schedulers; those that do not answer soon are dead or hang."""
         ...
 
     async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str | Exception]:
-        """What each says that it holds: a version's number, or "default" before its first publication."""
+        """Version that each engine claims to hold: a number, or "default" before its first publication."""
         ...
 
     async def pause(self, engines: Sequence[Incarnation], mode: PauseMode) -> EngineErrors:
-        """Stops new requests at our side too, until :meth:`resume`."""
+        """Pause the engines and hold new requests back on the client, until :meth:`resume`."""
         ...
 
     async def flush_cache(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
@@ -328,21 +328,21 @@ class EngineFleet(Protocol):
         ...
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
-        """These engines hold ``version``, verified: make (or keep) them routable, unless they claim another."""
+        """Make (or keep) engines routable that hold ``version``, verified, unless they claim another version."""
         ...
 
     async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
-        """Take out of the router, end their requests, restart them; they come back as joining. No-op for those that
-        have been restarted already.
+        """Take engines out of the router, end their requests and restart them; they come back as joining. No-op for
+        engines that have been restarted already.
         """
         ...
 
-    # Ways for weights to reach a paused engine; from the first of these calls until ``admit`` its weights count as
-    # unverified. What was received between begin and end is post-processed at the end, what was loaded at once.
+    # Ways for weights to reach a paused engine, whose weights count as unverified from the first of these calls until
+    # ``admit``. Weights received between begin and end are post-processed at the end, loaded files at once.
     async def connect(
         self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
     ) -> EngineErrors:
-        """Engines join as ranks 1.. in the order given (tensor-parallel engines take several ranks)."""
+        """Join a process group as ranks 1.. in the order given; tensor-parallel engines take several ranks."""
         ...
 
     async def disconnect(self, engines: Sequence[Incarnation], group_name: str) -> EngineErrors: ...
@@ -357,21 +357,21 @@ class EngineFleet(Protocol):
         version: int,
         flush_cache: bool,
     ) -> EngineErrors:
-        """One broadcast: the bytes of ``tensors``, one after another."""
+        """Receive one broadcast: the bytes of ``tensors``, one after another."""
         ...
 
     async def receive_handles(
         self, engines: Sequence[Incarnation], handles: str, version: int, flush_cache: bool
     ) -> EngineErrors:
-        """One bucket in device memory that the engine shares; ``handles`` as ``senders/ipc.py`` makes them."""
+        """Load one bucket from device memory that the engine shares with its sender, who makes ``handles``."""
         ...
 
     async def end_update(self, engines: Sequence[Incarnation], *, abandon: bool = False) -> EngineErrors:
-        """``abandon``: after a failure; who has no answer soon is left alone."""
+        """Post-process what was received. ``abandon``: after a failure; do not wait for engines that hang."""
         ...
 
     async def load_files(self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool) -> EngineErrors:
-        """Engine → directory on its host; all tensors of all safetensors files in it, no others, are replaced."""
+        """Replace the tensors of all safetensors files in each engine's directory, which is on its host."""
         ...
 
     async def on_host(
@@ -382,10 +382,10 @@ class EngineFleet(Protocol):
         *,
         room: int = 0,
     ) -> Mapping[Incarnation, Any | Exception]:
-        """``function(directory, *arguments)`` in a thread on each engine's host.
+        """Call ``function(directory, *arguments)`` in a thread on each engine's host.
 
-        ``directory``: of this start of the engine, gone with it; where there is ``room`` for that many bytes, in memory
-        rather than on disk. References to objects in ``arguments`` are resolved there.
+        ``directory`` belongs to this start of the engine and is removed with it; it is in memory if there is ``room``
+        for that many bytes, else on disk. References to objects in ``arguments`` are resolved on the host.
         """
         ...
 

@@ -1,9 +1,9 @@
-"""The engines as the publisher sees them: every step of a publication, for those that it names, concurrently.
+"""The engines as the publisher sees them: each step of a publication, on the named engines concurrently.
 
-It names them by their incarnations, and a step counts for those only that are still the same when everybody has
-answered: an engine that is restarted in the middle of an update has got nothing of it.
+Engines are named by their incarnations, and a step counts only for those that are the same when all have answered: an
+engine that is restarted in the middle of an update has received nothing of it.
 
-``supervisor.py`` keeps them alive. The states are those of ``registry.py``.
+``supervisor.py`` keeps engines alive. The states are those of ``registry.py``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Answer = TypeVar("Answer")
 
 _ABORT_DRAIN_SECONDS = 5.0  # for aborted requests to come back before the engine is paused all the same
 _ABORT_POLL_SECONDS = 0.05
-_PROBE_SECONDS = 10.0  # for what takes a healthy engine no time, and to clean up
-_STEPS_TO_LOAD = 3  # deadlines of a step: it is all weights at once, and is not tried again
+_PROBE_SECONDS = 10.0  # for calls that take a healthy engine no time, and for cleaning up
+_STEPS_TO_LOAD = 3  # deadlines of a step for load_files: all weights at once, and no second try
 
 
 class Fleet:
@@ -46,7 +46,7 @@ class Fleet:
         *,
         step_timeout: float = 60.0,
     ) -> None:
-        """``step_timeout``: seconds for one call, or one bucket."""
+        """``step_timeout``: seconds for one call or one bucket."""
         self._registry = registry
         self._supervisor = supervisor
         self._server = server
@@ -78,7 +78,7 @@ class Fleet:
         return await self._ask(engines, ask)
 
     async def pause(self, engines: Sequence[Incarnation], mode: PauseMode) -> EngineErrors:
-        """Stop requests at our side, then the engines; both until ``resume`` and ``admit``."""
+        """Hold requests back on the client, then pause the engines; both until ``resume`` and ``admit``."""
         for record in self._records(engines):
             record.paused = True
         self._registry.notify()
@@ -92,7 +92,7 @@ class Fleet:
     async def connect(
         self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
     ) -> EngineErrors:
-        """Ranks 1.. in the order of ``engines``, each taking as many as its tensor-parallel size."""
+        """Assign ranks from 1 on in the order of ``engines``, as many to each as its tensor-parallel size."""
         ranks = {record.current: record.ranks for record in self._records(engines)}
         first_ranks = dict(zip(engines, accumulate((ranks.get(e, 1) for e in engines), initial=1), strict=False))
 
@@ -174,7 +174,7 @@ class Fleet:
         return await self._ask(engines, run)
 
     async def resume(self, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Let the engines go on. New requests still wait for ``admit`` if weights were received meanwhile."""
+        """Let the engines go on. New requests still wait for ``admit`` if weights were received in the pause."""
         errors = await self._each(engines, lambda url: self._server.resume(url, self._step_timeout))
         for record in self._records(engine for engine, error in errors.items() if error is None):
             record.paused = False
@@ -192,20 +192,20 @@ class Fleet:
         return await self._ask(engines, lambda _, url: self._server.held_weights(url, share, self._step_timeout))
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
-        """Requests may go out to these engines, under ``version``."""
+        """Let requests go out to these engines, under ``version``."""
         errors = await self._each_record(engines, partial(self._check_claim, version))
         present = self._records(engine for engine, error in errors.items() if error is None)
         for record in present:
             record.verified, record.version = True, version
-        self._registry.notify()  # who served before goes on now; the router takes seconds to learn of others
+        self._registry.notify()  # engines that served before go on now; the router takes seconds to learn of others
         joining = [record.current for record in present if record.state is EngineState.JOINING]
-        return {**errors, **await self._each_record(joining, self._supervisor.make_routable)}
+        return {**errors, **await self._each_record(joining, self._supervisor.routing.admit)}
 
     async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
         """See ``seams.EngineFleet``."""
         for engine in engines:
             for record in self._records([engine]):
-                await self._supervisor.fence(record, reason)
+                await self._supervisor.routing.fence(record, reason)
 
     async def _check_claim(self, version: int, _: EngineRecord, url: str) -> None:
         claimed = await self._server.weight_version(url, self._step_timeout)
@@ -213,10 +213,10 @@ class Fleet:
             raise EngineError(f"{url}: expected weight version {version}, found {claimed!r}")
 
     async def _drain_by_abort(self, engines: Sequence[Incarnation]) -> None:
-        """End requests in flight before pausing: SGLang's own abort-pause looks again only after a second."""
+        """End requests in flight before pausing: a server's own pause may notice their end a second late."""
         serving = {record.current for record in self._registry.in_state(EngineState.SERVING)}
         if not serving <= set(engines):
-            return  # others keep working, so the count of requests in flight says nothing about these
+            return  # others keep working, so the number of requests in flight says nothing about these
         try:
             async with asyncio.timeout(_ABORT_DRAIN_SECONDS):
                 while self._traffic.in_flight:
@@ -226,18 +226,18 @@ class Fleet:
             log.warning("requests did not end by abort", in_flight=self._traffic.in_flight)
 
     def _doubt(self, engines: Sequence[Incarnation]) -> None:
-        """Their weights change: no answer counts until they are verified."""
+        """Mark weights as unverified: they are about to change, and no answer counts until they are verified."""
         for record in self._records(engines):
             record.verified = False
         self._registry.notify()
 
     # ---------------------------------------------------------------------------------------- fan-out
     def _records(self, engines: Iterable[Incarnation]) -> list[EngineRecord]:
-        """Records of those that are up, and have not been restarted or scaled away meanwhile."""
+        """Records of the engines that are up and have been neither restarted nor removed."""
         return [self._registry.engines[engine.engine] for engine in engines if self._end_of(engine) is None]
 
     def _end_of(self, engine: Incarnation) -> EngineError | None:
-        """How that start of the engine ended; None while it is up."""
+        """Why that start of the engine has ended; None while it is up."""
         record = self._registry.engines.get(engine.engine)
         if record is None:
             return EngineError(f"{engine} is gone")
@@ -256,8 +256,8 @@ class Fleet:
     async def _ask(
         self, engines: Sequence[Incarnation], call: Callable[[EngineRecord, str], Awaitable[Answer]]
     ) -> Mapping[Incarnation, Answer | Exception]:
-        """``call`` on all concurrently; an EngineError is that engine's result, also if it has been lost by the time
-        that all others have answered.
+        """Make ``call`` on all engines concurrently. An engine's result is what it returns, the EngineError that it
+        raises, or the engine's loss before all others have answered.
         """
         results: dict[Incarnation, Answer | Exception] = {}
 

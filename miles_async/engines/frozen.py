@@ -15,10 +15,10 @@ log = structlog.get_logger(__name__)
 
 
 class FrozenEngines(EngineStack):
-    """A stack of its own, with a router of its own; an engine that is up serves."""
+    """A stack with a router of its own, in which every engine that is up serves."""
 
     async def supervise(self) -> None:
-        """As ``EngineStack.supervise``; also routes requests to engines that came up."""
+        """Supervise the stack and admit engines as they come up."""
         await gathered(super().supervise(), self._admit())
 
     async def _admit(self) -> NoReturn:
@@ -31,6 +31,6 @@ class FrozenEngines(EngineStack):
         assert record.url is not None
         record.verified = True
         try:
-            await self.supervisor.make_routable(record, record.url)
+            await self.supervisor.routing.admit(record, record.url)
         except EngineError as error:
-            await self.supervisor.fence(record, str(error))
+            await self.supervisor.routing.fence(record, str(error))

@@ -1,4 +1,4 @@
-"""How loaded the engines are, and how many there are: what the rollout side's concurrency follows."""
+"""Number and load of the serving engines, which the rollout side's concurrency follows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from miles_async.errors import EngineError
 from miles_async.seams import InferenceServer
 from miles_async.types import EngineLoad
 
-LOAD_SECONDS = 2.0  # the answer is in the server's shared memory; later than that it is no longer the load of now
+LOAD_SECONDS = 2.0  # a server has the answer at hand; a later one would be out of date
 
 
 class Loads:
@@ -27,11 +27,11 @@ class Loads:
         return self._serving()
 
     async def loads(self) -> Mapping[str, EngineLoad]:
-        """See ``seams.EngineLoads``. A paused engine is left out: what it says is from before the pause."""
+        """See ``seams.EngineLoads``. Paused engines are left out: what they report is from before the pause."""
         loads: dict[str, EngineLoad] = {}
 
         async def ask(engine: str, url: str) -> None:
-            with suppress(EngineError):  # one that stays silent is the fleet's business
+            with suppress(EngineError):  # the supervisor takes care of engines that do not answer
                 loads[engine] = await self._server.load(url, LOAD_SECONDS)
 
         async with asyncio.TaskGroup() as scope:

@@ -1,4 +1,4 @@
-"""Which engines there are, in what state, and whether requests may go out. The truth; the router mirrors it.
+"""All engines, their states, and whether requests may go out. The router mirrors what is decided here.
 
 ::
 
@@ -9,32 +9,31 @@
         │                       ▼
         └──── restarted ◄──── fenced ──► gone (restarts used up)
 
-Requests go out while some serving engine runs, with verified weights: from the pause of a publication to all
-engines until its commit they wait at our side, as they do while no engine is left. Under a rolling publication some
-engine always runs; what is sent to one that is paused waits in its queue, and its answers wait for its verification.
+Requests go out while at least one serving engine runs with verified weights. During a publication to all engines, from
+its pause to its commit, they wait on the client, as they do while no engine is left. Under a rolling publication at
+least one engine keeps running; requests sent to a paused one wait in its queue, and its answers for its verification.
 
-``version`` is the oldest that a serving engine holds: nothing older than at its dispatch serves a request.
-Only ``Fleet`` and ``Router`` write here; the client reads. One event loop: no locks.
+``version`` is the oldest that a serving engine holds: no request is served by weights older than those of its dispatch.
+The supervisor, the fleet and the router write here; the client reads. One event loop: no locks.
 
-The client asks at every request, engines change rarely: what it asks is worked out in ``notify``, once per change.
-Until then it sees what was, so a change that must stop requests is notified before the next ``await``.
+The client reads at every request and engines change rarely, so ``notify`` computes what it reads, once per change.
+Until then it sees the state before, so a change that must stop requests is notified before the next ``await``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from miles_async.runtime.turns import Turns
 from miles_async.types import Incarnation
 
-WOKEN_AT_ONCE = 3  # requests, of about half a millisecond each
+WOKEN_AT_ONCE = 3  # requests per turn of the event loop, half a millisecond each
 
 
 class EngineState(Enum):
-    """Where an engine is in its life."""
+    """State of an engine."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -46,7 +45,7 @@ class EngineState(Enum):
 
 @dataclass(slots=True)
 class EngineRecord:
-    """What is known of one engine. ``incarnation`` changes whenever what we knew of it became void."""
+    """What is known about one engine. ``incarnation`` changes whenever that became void."""
 
     engine_id: str
     ranks: int = 1
@@ -56,14 +55,23 @@ class EngineRecord:
     url: str | None = None
     paused: bool = False
     verified: bool = False  # its weights are those of ``version``
-    version: int | None = None  # that it was last admitted with
-    tokens_in_flight: int = 1  # one forward pass yields so many per request, as it said when it was last probed
+    version: int | None = None  # with which it was last admitted
+    tokens_in_flight: int = 1  # tokens per request that one forward pass may yield, as of its last probe
     reason: str = ""  # why it was last fenced
 
     @property
     def current(self) -> Incarnation:
-        """This start of the engine."""
+        """Identity of the engine's current start."""
         return Incarnation(self.engine_id, self.incarnation)
+
+    def forget(self, state: EngineState) -> None:
+        """Void everything known about this start of the engine, which is now in ``state``."""
+        self.state = state
+        self.incarnation += 1
+        self.url = None
+        self.paused = False
+        self.verified = False
+        self.version = None
 
 
 @dataclass(slots=True)
@@ -77,14 +85,13 @@ class EngineRegistry:
     _open: bool = field(init=False)
     _taking: tuple[str, ...] = field(init=False)  # URLs of those that take new requests
     _answering: dict[str, EngineRecord] = field(init=False)  # by URL
-    _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
-    _waking: bool = field(init=False, default=False)
+    _turns: Turns = field(init=False, default_factory=lambda: Turns(WOKEN_AT_ONCE))
 
     def __post_init__(self) -> None:
         self.notify()
 
     def in_state(self, state: EngineState) -> tuple[EngineRecord, ...]:
-        """Engines in ``state``, in the order of their ids."""
+        """Engines in ``state``, in the order in which they were added."""
         return tuple(record for record in self.engines.values() if record.state is state)
 
     def may_dispatch(self) -> bool:
@@ -96,50 +103,29 @@ class EngineRegistry:
         return self._taking[number % len(self._taking)]
 
     def answering_at(self, url: str) -> EngineRecord | None:
-        """The engine behind ``url`` if its answers count: it serves, or is being drained. O(1)."""
+        """Engine at ``url`` if its answers count, that is, if it serves or is being drained. O(1)."""
         return self._answering.get(url)
 
     def urls(self) -> tuple[str, ...]:
-        """Of all engines that are up."""
+        """URLs of all engines that are up."""
         return tuple(record.url for record in self.engines.values() if record.url is not None)
 
     def notify(self) -> None:
-        """To be called after every change: works out what requests ask, and sees to it that who waits asks again."""
+        """Compute what requests read and wake those whose condition holds now. Call it after every change."""
         serving = self.in_state(EngineState.SERVING)
         answering = (*serving, *self.in_state(EngineState.DRAINING))
         self._answering = {record.url: record for record in answering if record.url is not None}
         self._taking = tuple(r.url for r in serving if r.url is not None and r.verified and not r.paused)
         self._open = self.router_up and bool(self._taking)
         self.version = min((r.version for r in serving if r.version is not None), default=self.version)
-        self._wake_soon()
+        self._turns.notify()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until ``condition()`` holds. It is asked again after changes, on the waker's turn: it must not raise."""
-        while not condition():
-            waiting = asyncio.get_running_loop().create_future()
-            self._waiting[waiting] = condition
-            try:
-                await waiting
-            finally:
-                del self._waiting[waiting]
-
-    def _wake_soon(self) -> None:
-        if self._waiting and not self._waking:  # once per turn of the loop, however much changes in it
-            self._waking = True
-            asyncio.get_running_loop().call_soon(self._wake)
-
-    def _wake(self) -> None:
-        """Not all at once: a thousand requests that go on in one turn of the loop block it for half a second."""
-        self._waking = False
-        ready = (waiting for waiting, condition in self._waiting.items() if not waiting.done() and condition())
-        woken = list(itertools.islice(ready, WOKEN_AT_ONCE))
-        for waiting in woken:
-            waiting.set_result(None)
-        if len(woken) == WOKEN_AT_ONCE:
-            self._wake_soon()
+        """Wait until ``condition()`` holds. It is evaluated again after changes and must not raise."""
+        await self._turns.until(condition)
 
     def describe(self) -> str:
-        """One line for messages: what keeps requests from going out."""
+        """One line for messages: the state of every engine and of the router."""
         states = [
             f"{r.engine_id} {r.state.value}"
             + (" paused" if r.paused else "")

@@ -1,4 +1,4 @@
-"""How often an engine may be restarted: a budget per time, since a long run outlives any fixed number of failures."""
+"""Budget of restarts per engine and time: a long run outlives any fixed number of failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RestartBudget:
         self._times: deque[float] = deque()
 
     def take(self) -> bool:
-        """Count a restart at this moment; False, and none counted, if the budget is used up."""
+        """Count a restart now and return True; return False, counting nothing, if the budget is used up."""
         while self._times and self._times[0] <= now() - self.window:
             self._times.popleft()
         if len(self._times) >= self.count:

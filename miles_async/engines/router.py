@@ -1,8 +1,7 @@
-"""The router (smg, a subprocess): spreads requests over the engines that we register, and nothing else.
+"""The router (smg, a subprocess) spreads requests over the engines registered with it, and does nothing else.
 
-Its own health checks, retries, overload protection and circuit breakers are off: which engines serve is
-decided in ``registry.py`` alone, retries happen in our client with a fresh request id, and a paused engine
-is not an ill one.
+Its health checks, retries, overload protection and circuit breakers are off: ``registry.py`` alone decides which
+engines serve, the client retries with a fresh request id, and a paused engine is healthy.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Router:
         max_restarts: int = 10,
         extra: Sequence[str] = (),
     ) -> None:
-        """``port``: None for a free one. ``extra``: smg's own arguments; they win."""
+        """``port``: None for a free one. ``extra``: arguments of smg, which override ours."""
         self._registry = registry
         self._http = http
         self._log_dir = log_dir
@@ -71,11 +70,11 @@ class Router:
         self._extra = tuple(extra)
         self._process: ChildProcess | None = None
         self._starts = 0
-        self.url = ""  # known after start(), kept over restarts
-        self.metrics_url = ""  # another one after every start
+        self.url = ""  # set by start(), the same after restarts
+        self.metrics_url = ""  # differs after every start
 
     async def start(self) -> None:
-        """Start smg and register who serves. Raises EngineStartError; ConfigurationError for a taken port."""
+        """Start smg and register the engines that serve. Raises EngineStartError; ConfigurationError (port taken)."""
         log_path = self._log_dir / f"{self._name}.{self._starts}.log"
         self._starts += 1
         # The ports stay held until smg listens: Linux lets it, since it binds with SO_REUSEADDR like us.
@@ -102,14 +101,14 @@ class Router:
     async def _register_again(self, record: EngineRecord, url: str) -> None:
         try:
             await self.add(url)
-        except EngineError as error:  # it died, too, and is about to be fenced: no reason to end the run
+        except EngineError as error:  # the engine died, too, and is about to be fenced: no reason to end the run
             log.warning("engine was not registered with the new router", url=url, error=str(error))
         else:
             if record.state is not EngineState.SERVING or record.url != url:  # fenced meanwhile
                 await self.remove(url)
 
     async def supervise(self) -> None:
-        """Restart smg when it dies, with the engines that serve. Raises EngineError if it dies too often."""
+        """Restart smg whenever it dies. Raises EngineError if it dies too often."""
         while True:
             assert self._process is not None
             status = await self._process.wait()
@@ -122,41 +121,42 @@ class Router:
             await self.start()
 
     async def stop(self) -> None:
-        """End smg at once; it keeps nothing."""
+        """End smg at once; it has no state to save."""
         self._registry.router_up = False
         self._registry.notify()
         if self._process is not None:
             await self._process.stop(grace_seconds=0)
 
     async def pid(self) -> int:
-        """Of smg."""
+        """PID of the router process."""
         assert self._process is not None
         return self._process.pid
 
     async def add(self, url: str, timeout: float = 30.0) -> None:
-        """Register an engine and wait until requests can reach it. No-op if it is registered.
-
-        Waits for a router that is being restarted, too. Raises EngineError past ``timeout`` seconds.
+        """Register an engine and wait until requests can reach it, also through a restart of the router. No-op if it
+        is registered. Raises EngineError after ``timeout`` seconds.
         """
         try:
             async with asyncio.timeout(timeout):
-                while not await self._is_routable(url):  # noqa: ASYNC110  (smg tells nobody)
+                while not await self._is_routable(url):  # noqa: ASYNC110  (smg has no event for it)
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             raise EngineError(f"router did not accept {url} within {timeout:g} s") from None
 
     async def remove(self, url: str) -> None:
-        """No new requests to this engine. No-op if it is not registered."""
+        """Send no new requests to this engine. No-op if it is not registered."""
         for worker in await self.workers():
             if worker.url == url:
                 await self._call("DELETE", f"/workers/{worker.id}", None, accept=(200, 202, 404))
 
     async def workers(self) -> list[Worker]:
-        """What the router knows."""
+        """Engines that the router has registered."""
         return decode_json(await self._call("GET", "/workers", None, accept=(200,)), _Workers, "router").workers
 
     async def _is_routable(self, url: str) -> bool:
-        """Ask for it if nobody did yet: smg registers in the background, and forgets all when it restarts."""
+        """Whether requests reach an engine. Registers it if need be: smg does so in the background, and forgets it when
+        it restarts.
+        """
         try:
             known = [worker for worker in await self.workers() if worker.url == url]
             if not known:
@@ -191,7 +191,7 @@ class Router:
 
 
 def router_command(host: str, port: int, metrics_port: int, policy: str, extra: Sequence[str]) -> list[str]:
-    """Arguments of the interpreter that start smg; later ones win, the user's come last."""
+    """Interpreter arguments that start smg. Later ones win, and the user's come last."""
     return [
         "-m",
         "smg",

@@ -1,4 +1,4 @@
-"""What smg measures of itself, among our metrics: scraped every few seconds, beside everything else."""
+"""The router's own metrics, scraped from smg every few seconds."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _READ = (
     "smg_tokio_event_loop_stalls_total",
     "smg_allocator_resident_bytes",
 )
-"""Of smg 1.13.0. Most of what it writes are histograms and counters of what we don't use."""
+"""Names in smg 1.13.0. Most others are histograms, and counters of features that runs don't use."""
 
 
 class RouterMetrics:
-    """Keeps the last values. A router that doesn't answer leaves them as they are: telemetry ends no run (M12)."""
+    """The latest values. They stay as they are while the router does not answer: telemetry ends no run (M12)."""
 
     def __init__(self, http: Http, url: Callable[[], str]) -> None:
-        """``url``: of smg's metrics, at the moment."""
+        """``url``: current URL of smg's metrics."""
         self.latest: dict[str, float] = {}
         self._http = http
         self._url = url
 
     async def run(self) -> None:
-        """Scrape, for ever."""
+        """Scrape forever."""
         while True:
             try:
                 async with self._http.session.get(self._url(), timeout=_TIMEOUT, raise_for_status=True) as response:
@@ -52,13 +52,13 @@ class RouterMetrics:
 
 
 def router_metrics(text: str) -> dict[str, float]:
-    """Name → value, of what is in an answer of smg. Counts are since it started.
+    """Parse an answer of smg into name → value. Counts are since its start.
 
-    - ``workers``: engines that it knows; ``connections``: open ones of clients;
-    - ``requests``, ``failed_requests``: routed; answered by engines with another status than 200;
-    - ``request_seconds/mean``: of a request, the engine's part included;
+    - ``workers``: registered engines; ``connections``: open connections of clients;
+    - ``requests``: routed requests; ``failed_requests``: those that engines answered with a status other than 200;
+    - ``request_seconds/mean``: mean time of a request, including the engine's part;
     - ``affinity``: share of requests that consistent hashing sent where their key belongs;
-    - ``stalls``: times that its event loop was late by more than 5 ms; ``resident_bytes``: of its memory.
+    - ``stalls``: how often its event loop was late by more than 5 ms; ``resident_bytes``: its resident memory.
     """
     sums: defaultdict[str, float] = defaultdict(float)
     lines = (line for line in text.splitlines() if line.startswith(_READ))

@@ -1,9 +1,10 @@
-"""Router, engines and client put together: what the rollout manager is given.
+"""Router, engines and client put together for the rollout manager.
 
->>> group = EngineGroup(engines=2, launch=RayServers(spec))
->>> stack = EngineStack([group], engines, weights, log_dir=logs, single_node=True, parse_versions=parse)
+>>> group = EngineGroup(engines=2, launch=RayServers(SGLANG, spec))
+>>> options = {"log_dir": logs, "single_node": True, "parse_versions": parse_spans, "calls": SGLANG.calls}
+>>> stack = EngineStack([group], engines_arguments, weights_arguments, **options)
 >>> await stack.start()  # engines are joining: publish weights to them, through stack.fleet
->>> await stack.client.generate(...)  # beside a running stack.supervise()
+>>> await stack.client.generate(request)  # beside a running stack.supervise()
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from miles_async.types import EngineStats
 
 
 class EngineStack:
-    """The parts, sharing one registry and one HTTP session. All of it belongs on one event loop."""
+    """All parts, with one registry and one HTTP session, on one event loop."""
 
     def __init__(
         self,
@@ -44,8 +45,10 @@ class EngineStack:
         name: str = "router",
         port: int | None = None,
     ) -> None:
-        """Nothing runs and no socket is open before :meth:`start`. ``name``: of the router and its log; ``port``: where
-        it listens, None for a free one.
+        """Nothing runs and no socket is open before :meth:`start`.
+
+        ``calls``: makes the calls that the engines understand. ``name``: name of the router and its log. ``port``: the
+        router's, None for a free one.
         """
         self.http = Http()
         self.registry = EngineRegistry()
@@ -93,7 +96,7 @@ class EngineStack:
         )
 
     async def start(self) -> None:
-        """Router and engines up; engines ``joining``. Raises EngineStartError, having stopped everything."""
+        """Start router and engines, which are ``joining`` then. Raises EngineStartError, having stopped everything."""
         try:
             await gathered(self.router.start(), self.supervisor.start())
         except BaseException:
@@ -101,15 +104,15 @@ class EngineStack:
             raise
 
     async def supervise(self) -> None:
-        """Keeps router and engines alive until cancelled; see ``EngineSupervisor.supervise``."""
+        """Keep router and engines alive until cancelled; see ``EngineSupervisor.supervise``."""
         await gathered(self.supervisor.supervise(), self._router_metrics.run())
 
     async def wait_for_joining(self) -> None:
-        """Until at least one engine waits for weights."""
+        """Wait until at least one engine waits for weights."""
         await self.supervisor.wait_for_joining()
 
     async def stop(self) -> None:
-        """End all processes. Cancel :meth:`supervise` first, or it restarts them."""
+        """End all processes. Cancel :meth:`supervise` first, which would restart them."""
         async with afterwards(self.http.close), afterwards(self.router.stop):
             await self.supervisor.stop()
 

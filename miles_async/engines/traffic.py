@@ -1,4 +1,4 @@
-"""How many requests are in flight, and for how long there was any: the rollout side's idle fraction."""
+"""Requests in flight, and the time with at least one: the rollout side's idle fraction."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 
 class Traffic:
-    """Requests that are at an engine (or the router) right now; those that wait at our side don't count."""
+    """Requests that are at an engine or the router; those that wait on the client don't count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.completed: Counter[str] = Counter()  # answers per engine id
-        self.failed = 0  # tries that ended in an error
+        self.completed: Counter[str] = Counter()  # engine id → answers
+        self.failed = 0  # tries that ended with an error
         self._clock = clock
-        self._started: dict[str, float] = {}  # request id → when; insertion order is age order
-        self._dispatched: dict[str, int] = {}  # routing key → version, of the request that went out last
+        self._started: dict[str, float] = {}  # request id → start; oldest first
+        self._dispatched: dict[str, int] = {}  # routing key → version of its last request
         self._busy_seconds = 0.0
         self._busy_since = 0.0
 
@@ -26,7 +26,7 @@ class Traffic:
 
     @contextmanager
     def request(self, request_id: str, routing_key: str = "", version: int = 0) -> Iterator[None]:
-        """Count one request while inside; it was dispatched under ``version``."""
+        """Count one request, dispatched under ``version``, while inside."""
         now = self._clock()
         if not self._started:
             self._busy_since = now
@@ -41,11 +41,11 @@ class Traffic:
                 self._busy_seconds += self._clock() - self._busy_since
 
     def dispatched(self, routing_key: str) -> int | None:
-        """The version under which the request in flight of this key was dispatched, where it has one at a time."""
+        """Version under which the key's request in flight was dispatched; for keys with one request at a time."""
         return self._dispatched.get(routing_key)
 
     def busy_seconds(self) -> float:
-        """Seconds so far with at least one request in flight."""
+        """Seconds with at least one request in flight so far."""
         running = self._clock() - self._busy_since if self._started else 0.0
         return self._busy_seconds + running
 

@@ -28,11 +28,11 @@ from miles_async.types import (
 )
 
 UNKNOWN_TOKENS_IN_FLIGHT = 1 << 31
-"""More than a response has: all its tokens count as old as the oldest. An engine that doesn't tell, or verifies more
-tokens than it was started with (``--speculative-adaptive``).
+"""More than any response has, so that all its tokens count as old as the oldest. For servers that don't tell the
+number, or verify more tokens than they were started with (``--speculative-adaptive``).
 """
 
-# Servers close connections that were idle for some seconds, maybe as the next call goes out: to that one it looks like
+# Servers close connections that were idle for some seconds, maybe just as the next call goes out, which would look like
 # an engine that died.
 _HEADERS = {"Content-Type": "application/json", "Connection": "close"}
 
@@ -44,7 +44,7 @@ class _ModelInfo(msgspec.Struct):
 
 
 class _ServerInfo(msgspec.Struct):
-    """The part of GET /server_info that we read: SGLang's arguments as it resolved them."""
+    """The part of GET /server_info that we read: SGLang's arguments, as resolved."""
 
     speculative_algorithm: str | msgspec.UnsetType | None = msgspec.UNSET
     speculative_num_draft_tokens: int | None = None
@@ -63,7 +63,7 @@ class _ServerInfo(msgspec.Struct):
 class _SchedulerLoad(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
-    token_usage: float  # without what the prefix cache could give up
+    token_usage: float  # excluding what the prefix cache could release
 
 
 class _Loads(msgspec.Struct):

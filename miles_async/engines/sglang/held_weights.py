@@ -1,14 +1,14 @@
-"""In the server's process: what a model holds of each tensor that its loader was given, as digests.
+"""In the server's process: digests of what a model holds of each tensor that its loader was given.
 
-Where the elements of each tensor went is noted while a loader runs (``loader_watch.py``). A digest is then taken of
-that memory, whatever has happened to it since, with each element's place in the tensor as it was sent
-(``tensor_digest``). Of what the model has beyond that:
+While a loader runs, ``loader_watch.py`` records where the elements of each tensor went. Later a digest is taken of that
+memory, whatever has happened to it since, with each element's place in the tensor as it was sent (``tensor_digest``).
+Memory that the digests don't cover is reported as follows:
 
-- A parameter that was there when the model was made has to be filled by what is sent: each of its elements was copied
-  from a tensor, or is zero (the padding of a vocabulary). Two kinds of memory are exempt, since no checkpoint has them:
-  buffers, and parameters that come later. They are computed, from the configuration or from what was loaded.
-- A tensor whose memory was replaced after it was loaded (quantized, reordered for a kernel) can't be compared, and
-  neither can one of those that SGLang's loaders compute with (COMPUTED). They are reported as such.
+- A parameter that the model had when it was made must be filled by what is sent: each of its elements was copied from a
+  tensor, or is zero (the padding of a vocabulary). Buffers and parameters that come later are exempt: no checkpoint has
+  them, since they are computed from the configuration or from loaded tensors.
+- A tensor whose memory was replaced after loading (quantized, reordered for a kernel) cannot be compared; neither can
+  the tensors that SGLang's loaders compute with (COMPUTED). They are reported as such.
 
 For SGLang 0.5.23, through its own hooks. A tensor that a loader casts or moves before it copies it counts as not held.
 """
@@ -30,18 +30,18 @@ from miles_async.engines.sglang.region_digest import region_digest
 from miles_async.runtime.tensor_digest import to_text
 from miles_async.types import HeldPart, HeldWeights, TensorShare
 
-# Class of SGLang's → parts of names of tensors that its loader computes with: (1 + weight) is what Gemma multiplies by.
+# SGLang's class → parts of the names of tensors that its loader computes with: Gemma multiplies by (1 + weight).
 COMPUTED: dict[str, tuple[str, ...]] = {"GemmaForCausalLM": ("norm.weight",)}
 
 
 class WatchedModel:
-    """A model of which every load is watched."""
+    """A model whose loads are all watched."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._watch = LoaderWatch()
         self._to_fill = {name for name, _ in model.named_parameters()}
-        self._filled: set[str] = set()  # parameters that some tensor was ever copied to
+        self._filled: set[str] = set()  # parameters to which a tensor was ever copied
         model.load_weights = partial(self._load, model.load_weights)  # type: ignore[assignment,arg-type]
 
     def held(self, share: TensorShare) -> HeldWeights:
@@ -72,7 +72,7 @@ class WatchedModel:
         return result
 
     def _unfilled(self, live: Mapping[int, UntypedStorage]) -> dict[str, int]:
-        """Parameters with elements other than zero that no tensor was copied to, and how many."""
+        """Parameters with nonzero elements that no tensor was copied to, and the number of these elements."""
         copies: defaultdict[int, dict[Any, Copied]] = defaultdict(dict)
         for copied in (copied for some in self._watch.copies.values() for copied in some):
             copies[copied.storage.cdata][copied.layout] = copied
@@ -94,7 +94,7 @@ class WatchedModel:
 
 
 def register() -> None:
-    """Adds the action HELD_WEIGHTS_ACTION to the weights checker of every model that is made from now on."""
+    """Add the action HELD_WEIGHTS_ACTION to the weights checker of every model made from now on."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _follow, HookType.AFTER)
@@ -102,7 +102,7 @@ def register() -> None:
 
 
 def _digests(memories: Iterable[tuple[Copied, Tensor]]) -> list[str]:
-    """All are computed on the device before the first is waited for."""
+    """Digests of all regions, launched on the device before the first result is waited for."""
     sums = [
         region_digest(memory, copied.origin.offset, copied.origin.strides, copied.origin.row_length)
         for copied, memory in memories

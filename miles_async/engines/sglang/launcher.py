@@ -24,7 +24,7 @@ from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP
 
 
 def _runs_on_cpu(arguments: list[str]) -> bool:
-    """The last ``--device`` counts, as in argparse."""
+    """Whether ``--device`` is cpu. The last one counts, as in argparse."""
     device = ""
     for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
         if name == "--device":
@@ -74,7 +74,7 @@ def _allow_triton() -> None:
 
 
 def _fork_always() -> None:
-    """SGLang asks for new interpreters, which CUDA needs."""
+    """Override SGLang's choice of spawning, which only CUDA needs."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment]
 

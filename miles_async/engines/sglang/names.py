@@ -1,5 +1,5 @@
-"""What our code outside of a server's process and inside of it agree on."""
+"""Names that our code outside of a server's process shares with our code inside of it."""
 
-HELD_WEIGHTS_VARIABLE = "MILES_ASYNC_HELD_WEIGHTS"  # in the environment: the server can say what its model holds
-WEIGHT_GROUP_SECONDS_VARIABLE = "MILES_ASYNC_WEIGHT_GROUP_SECONDS"  # members of a process group wait so long
-HELD_WEIGHTS_ACTION = "held_weights"  # how its /weights_checker is asked
+HELD_WEIGHTS_VARIABLE = "MILES_ASYNC_HELD_WEIGHTS"  # set: the server can report the weights that it holds
+WEIGHT_GROUP_SECONDS_VARIABLE = "MILES_ASYNC_WEIGHT_GROUP_SECONDS"  # deadline of weights' process groups
+HELD_WEIGHTS_ACTION = "held_weights"  # action of /weights_checker

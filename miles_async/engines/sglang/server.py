@@ -29,9 +29,9 @@ from miles_async.runtime.tasks import quietly
 
 _POLL_SECONDS = 0.2
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
-_KEEP_ALIVE_SECONDS = "86400"  # a connection of the router's that SGLang closes as a request comes fails that request
+_KEEP_ALIVE_SECONDS = "86400"  # closing a connection of the router's just as a request comes fails the request
 
-# What lets SGLang run without a GPU; measured in docs of the project, not tuned per machine.
+# Flags without which SGLang does not run on a CPU.
 _CPU_FLAGS = (
     "--attention-backend=torch_native",
     "--sampling-backend=pytorch",
@@ -44,14 +44,14 @@ class EngineServer:
     """One start of one SGLang server: a ``ServerHandle``."""
 
     def __init__(self, spec: ServerSpec, engine_index: int, incarnation: int) -> None:
-        """``incarnation``: which start of this engine; every one has its own log file."""
+        """``incarnation``: number of this start of the engine; each has its own log file."""
         self._spec = spec
         self._seed = spec.random_seed + engine_index
         self._name = f"{spec.group}-{engine_index}"
         self._log_path = Path(spec.log_dir) / f"{self._name}.{incarnation}.log"
         self._process: ChildProcess | None = None
-        self._temporary: OwnedDirectory | None = None  # of the server
-        self._directory: OwnedDirectory | None = None  # for what others put on its host
+        self._temporary: OwnedDirectory | None = None  # the server's TMPDIR
+        self._directory: OwnedDirectory | None = None  # for on_host()
         self._choosing_directory = asyncio.Lock()
 
     async def start(self) -> str:
@@ -99,7 +99,7 @@ class EngineServer:
             raise EngineError(f"{function.__name__} on its host: {type(error).__name__}: {error}") from error
 
     async def stop(self) -> None:
-        """End it and all its children, at once: it holds nothing worth a SIGTERM, to which it takes 6 s."""
+        """End it and all its children at once: it has no state to save, and would take 6 s to react to a SIGTERM."""
         if self._process is not None:
             await self._process.stop(grace_seconds=0)
         for directory in (self._temporary, self._directory):
@@ -129,7 +129,7 @@ class EngineServer:
         async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
             while self._process.returncode is None:
                 is_up = await _answers(session, url)
-                self._temporary.owns(self._process.note_shared_memory())  # should this process be killed, too
+                self._temporary.owns(self._process.note_shared_memory())  # removed even if this process is killed, too
                 if is_up:
                     await _freeze_garbage_collector(session, url)
                     return
@@ -146,7 +146,7 @@ class EngineServer:
 
 
 def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:
-    """Arguments of the interpreter that start the server; later ones win, the user's come last."""
+    """Interpreter arguments that start the server. Later ones win, and the user's come last."""
     command = [
         "-m",
         "miles_async.engines.sglang.launcher",
@@ -180,7 +180,7 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
 
 
 def server_environment(spec: ServerSpec) -> dict[str, str]:
-    """Added to the environment of the server."""
+    """Variables to add to the environment of the server."""
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "SGLANG_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE_SECONDS,
@@ -210,9 +210,9 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def _freeze_garbage_collector(session: aiohttp.ClientSession, url: str) -> None:
-    """Take what was loaded out of garbage collection, as SGLang does after the warm-up that we skip.
+    """Exempt everything loaded so far from garbage collection, as SGLang does after the warm-up that we skip.
 
-    Every flush of its cache collects garbage: with all of torch in the heap that is most of a publication's pause.
+    Every flush of its cache collects garbage, which with all of torch in the heap is most of a publication's pause.
     """
     with suppress(aiohttp.ClientError, TimeoutError):  # only speed is lost
         async with session.post(f"{url}/freeze_gc"):

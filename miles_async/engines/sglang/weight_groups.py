@@ -1,8 +1,8 @@
 """In the server's process: the engine's end of the process groups that weights come by.
 
-SGLang (0.5.23) makes them with torch's own deadlines, 10 or 30 minutes, and errors of NCCL end the process. So a member
-that hangs would keep all others waiting, and one that dies would take them along. Here they have a deadline, and what
-breaks is an error of the request that was being served (``group_errors.py``).
+SGLang (0.5.23) makes them with torch's own deadlines, 10 or 30 minutes, and errors of NCCL end the process. A member
+that hangs would keep all others waiting, and one that dies would end them. With this they have a deadline, and a broken
+group is an error of the request that was being served (``runtime/group_errors.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAKER = "sglang.srt.model_executor.model_runner_components.weight_updater.init_
 
 
 def register() -> None:
-    """For groups that are made from now on; the deadline is in the environment."""
+    """Give a deadline, read from the environment, to all groups made from now on."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_MAKER, _with_deadline, HookType.AROUND)

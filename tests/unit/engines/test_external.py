@@ -58,7 +58,7 @@ async def test_frozen_engines_serve_when_they_are_up_and_again_when_they_are_bac
         parse_versions=parse_spans,
     )
     router: Any = FakeRouter(frozen.registry)
-    frozen.router = frozen.supervisor._router = router
+    frozen.router = frozen.supervisor._router = frozen.supervisor.routing._router = router
     await frozen.start()
     supervision = asyncio.ensure_future(frozen.supervise())
     record = frozen.registry.engines["judge-0"]

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
@@ -55,6 +56,8 @@ class Setup:
         self.servers[index].append(server)
         return server
 
+    supervision: asyncio.Future[None]
+
     async def publish(self, engines: tuple[Incarnation, ...], version: int, mode: str = "retract") -> None:
         """As weights.publisher does, everything going well."""
         fleet = self.fleet
@@ -79,7 +82,7 @@ async def started(num_engines: int, **options: object) -> AsyncIterator[Setup]:
     setup = Setup(num_engines, **options)  # type: ignore[arg-type]
     await setup.router.start()
     await setup.supervisor.start()
-    supervision = asyncio.ensure_future(setup.supervisor.supervise())
+    supervision = setup.supervision = asyncio.ensure_future(setup.supervisor.supervise())
     try:
         yield setup
     finally:
@@ -412,15 +415,58 @@ async def test_restarts_are_bounded_and_the_last_engine_ends_the_run() -> None: 
     await setup.http.close()
 
 
-async def test_start_raises_the_first_error_and_stops_the_others() -> None:
+async def test_an_engine_that_never_comes_up_is_given_up_and_the_run_goes_on() -> None:  # covers: C10
     def make(index: int, incarnation: int) -> FakeServer:
-        error = EngineStartError("engine-1 ended with status 1: no such model") if index == 1 else None
+        error = EngineStartError("its GPU is broken") if index == 1 else None
         return FakeServer(FakeEngine(), start_error=error)
 
+    with capture_logs() as logs:
+        async with started(2, make=make, max_restarts=2) as setup:
+            record = setup.registry.engines["engine-1"]
+            await setup.until(lambda: record.state is EngineState.GONE)
+            assert len(setup.servers[1]) == 3
+            assert all(server.stopped for server in setup.servers[1])
+            await setup.publish((E0,), 0)
+            assert setup.registry.may_dispatch()
+            async with asyncio.timeout(5):
+                while not setup.supervision.done():
+                    await setup.servers[0][-1].crash()
+                    await asyncio.sleep(0.01)
+            with pytest.raises(EngineError, match=r"no engine is left.*engine-0.*ended with status -9"):
+                setup.supervision.result()
+    [given_up] = [entry for entry in logs if entry["event"] == "engine given up" and entry["engine"] == "engine-1"]
+    assert (given_up["restarts"], given_up["reason"]) == (2, "its GPU is broken")
+
+
+async def test_an_engine_that_fails_while_the_others_are_up_holds_up_no_start() -> None:
+    class Late(FakeServer):
+        async def start(self) -> str:
+            await setup.until(lambda: bool(setup.registry.urls()))
+            return await super().start()
+
+    def make(index: int, incarnation: int) -> FakeServer:
+        if index == 0:
+            return FakeServer(FakeEngine())
+        return Late(FakeEngine(), start_error=EngineStartError("late") if incarnation == 0 else None)
+
     setup = Setup(2, make=make)
-    with pytest.raises(EngineStartError, match="no such model"):
+    await setup.supervisor.start()
+    record = setup.registry.engines["engine-1"]
+    assert (record.state, record.reason) == (EngineState.FENCED, "late")
+    supervision = asyncio.ensure_future(setup.supervisor.supervise())
+    await setup.until(lambda: record.state is EngineState.JOINING)
+    assert record.restarts == 1
+    supervision.cancel()
+    await asyncio.gather(supervision, return_exceptions=True)
+    await setup.supervisor.stop()
+    await setup.http.close()
+
+
+async def test_without_restarts_the_first_start_of_the_last_engine_ends_the_run() -> None:
+    setup = Setup(2, make=lambda *_: FakeServer(FakeEngine(), start_error=EngineStartError("no model")), max_restarts=0)
+    with pytest.raises(EngineStartError, match="no model"):
         await setup.supervisor.start()
-    assert all(server.stopped for servers in setup.servers for server in servers)
+    assert [len(servers) for servers in setup.servers] == [1, 1]
     await setup.http.close()
 
 
@@ -441,7 +487,7 @@ async def test_a_first_start_that_fails_is_tried_again() -> None:
         return FakeServer(FakeEngine(), start_error=error)
 
     async with started(2, make=make, max_restarts=2) as setup:
-        assert [record.state for record in setup.registry.engines.values()] == [EngineState.JOINING] * 2
+        await setup.until(lambda: len(setup.registry.in_state(EngineState.JOINING)) == 2)
         assert [len(servers) for servers in setup.servers] == [1, 3]
         assert setup.servers[1][0].stopped
 
@@ -530,7 +576,7 @@ async def test_what_cannot_be_scaled(group: str, engines: int, message: str) -> 
 
 async def test_an_engine_that_comes_to_hold_another_version_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C8
-    monkeypatch.setattr("miles_async.engines.supervisor._PROBE_INTERVAL", 0.02)
+    monkeypatch.setattr("miles_async.engines.health._PROBE_INTERVAL", 0.02)
     async with started(2) as setup:
         await setup.publish((E0, E1), 3)
         await asyncio.sleep(0.1)
@@ -543,7 +589,7 @@ async def test_an_engine_that_comes_to_hold_another_version_is_fenced(monkeypatc
 
 async def test_an_engine_that_lives_and_does_not_answer_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C10
-    monkeypatch.setattr("miles_async.engines.supervisor._PROBE_INTERVAL", 0.01)
+    monkeypatch.setattr("miles_async.engines.health._PROBE_INTERVAL", 0.01)
     async with started(1) as setup:
         await setup.publish((E0,), 3)
         await setup.fleet.pause((E0,), "retract")
@@ -557,8 +603,8 @@ async def test_an_engine_that_lives_and_does_not_answer_is_restarted(monkeypatch
 
 async def test_an_engine_that_answers_and_generates_nothing_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C10
-    monkeypatch.setattr("miles_async.engines.supervisor._PROGRESS_INTERVAL", 0.01)
-    monkeypatch.setattr("miles_async.engines.supervisor._PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr("miles_async.engines.health._PROGRESS_INTERVAL", 0.01)
+    monkeypatch.setattr("miles_async.engines.health._PROGRESS_SECONDS", 0.05)
     async with started(2) as setup:
         await setup.publish((E0, E1), 3)
         await setup.fleet.pause((E0, E1), "retract")

@@ -117,7 +117,7 @@ async def test_who_stops_waiting_is_forgotten_and_the_rest_is_woken() -> None:  
     async with asyncio.timeout(1):
         await waiting
     assert cancelled.cancelled()
-    assert registry._waiting == {}
+    assert registry._turns._waiting == {}
 
 
 async def test_a_gate_that_closes_again_before_their_turn_lets_nobody_through() -> None:  # covers: C8
