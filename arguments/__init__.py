@@ -50,7 +50,7 @@ class Arguments:
 
     @property
     def layout(self) -> dict[str, int]:
-        """How the trainer's ranks share the model, by the usual names."""
+        """Layout of the trainer's ranks, by the usual names."""
         model = self.model
         return {
             "DP": self.data_parallel_size,

@@ -18,7 +18,7 @@ class CheckpointArguments:
         None, "keep only the newest N checkpoints (default: all; 1 with --save-retain-interval)", metavar="N"
     )
     save_retain_interval: int | None = flag(
-        None, "keep the checkpoint of every Nth rollout step for good (default: none in particular)", metavar="N"
+        None, "keep the checkpoint of every Nth rollout step permanently (default: none in particular)", metavar="N"
     )
     save_overwrite: bool = flag(False, "replace the checkpoints of another run in --save by this run's first")
     save_hf: Path | None = flag(None, "directory for a Hugging Face export of the final weights")

@@ -1,4 +1,4 @@
-"""Where the run goes: devices, placement, Ray."""
+"""Devices, placement, Ray."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _read_key(table: str, key: str, value: object, values: dict[str, FlagValue],
 
 
 def to_toml(arguments: Arguments) -> str:
-    """All arguments, defaults too, as TOML that ``--config`` reads back to an equal object."""
+    """Write all arguments, defaults included, as TOML that ``--config`` reads back to an equal object."""
     lines: list[str] = []
     for group in argument_groups():
         lines.append(f"[{group}]")

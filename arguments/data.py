@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Prompt data."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class EnginesArguments:
         metavar="FILE",
     )
     rollout_external: tuple[str, ...] = flag(
-        (), "generate with SGLang servers that are up already, and are left so", metavar="HOST:PORT"
+        (), "generate with SGLang servers that are running already; they are left running", metavar="HOST:PORT"
     )
     engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS")
     engine_max_restarts: int = flag(

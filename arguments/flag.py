@@ -1,4 +1,4 @@
-"""How a dataclass field becomes a flag: ``flag(default, "help")`` instead of ``dataclasses.field``."""
+"""Declare a dataclass field as a flag: ``flag(default, "help")`` instead of ``dataclasses.field``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NewType, TypeVar
 
 FlagValue = bool | int | float | str | Path | tuple[str, ...] | None
-"""What a flag may hold."""
+"""Types that a flag may have."""
 
 ModuleAttr = NewType("ModuleAttr", str)
 """``module:attr``, which names something of the user's own."""

@@ -1,4 +1,4 @@
-"""What is trained and how it is split over ranks."""
+"""The model, and its split over ranks."""
 
 from __future__ import annotations
 

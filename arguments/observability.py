@@ -1,4 +1,4 @@
-"""What is recorded and shown."""
+"""Logs, metrics and trackers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class ObservabilityArguments:
     run_dir: Path = flag(Path("runs/latest"), "logs, metrics.jsonl, summary.json and plots go here")
     record: bool = flag(
         False,
-        "write what the run is told and what it decides, tokens included, into the run directory, for `miles-async "
-        "replay`",
+        "write every event and decision of the run, tokens included, into the run directory, for `miles-async replay`",
     )
     use_wandb: bool = flag(False, "log to Weights & Biases")
     wandb_mode: WandbMode = flag("offline", "offline writes to the run directory and needs no network")

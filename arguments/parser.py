@@ -47,7 +47,7 @@ Examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedCommandLine:
-    """What the user asked for. The arguments are typed and complete, but not validated yet."""
+    """Parsed command line. The arguments are typed and complete, but not validated yet."""
 
     arguments: Arguments
     print_config: bool

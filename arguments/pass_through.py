@@ -14,7 +14,7 @@ PassThrough = dict[str, tuple[str, ...]]
 
 
 def is_pass_through(flag: str, ours: Collection[str]) -> bool:
-    """Whether ``flag`` is for SGLang or smg. ``--sglang-router-*`` is never: those are ours or a mistake."""
+    """Return whether ``flag`` is for SGLang or smg. ``--sglang-router-*`` never is: those are ours or a mistake."""
     return (
         flag.startswith(tuple(PREFIXES))
         and flag not in PREFIXES

@@ -1,4 +1,4 @@
-"""How long prompts may be, so that their samples can be generated and trained."""
+"""Limits on prompt lengths, so that samples can be generated and trained."""
 
 from __future__ import annotations
 

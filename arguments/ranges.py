@@ -98,7 +98,7 @@ GREEDY_BELOW = 1e-6  # SGLang (0.5) samples greedily below this temperature, and
 
 
 def range_problems(arguments: Arguments) -> Iterator[str]:
-    """One line per flag whose value cannot work whatever the others are."""
+    """Yield one line per flag whose value cannot work with any other flags."""
     for name, specification in flag_specifications().items():
         value = getattr(getattr(arguments, specification.group), name)
         expected = None if value is None else _expectation(specification, value)
@@ -107,7 +107,7 @@ def range_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def _expectation(specification: FlagSpecification, value: FlagValue) -> str | None:
-    """What ``value`` should have been, or None if it may be what it is."""
+    """Return what was expected instead of ``value``, or None if it is allowed."""
     name = specification.name
     if specification.choices and not specification.is_choice(value):
         return f"one of {', '.join(specification.accepted)}"

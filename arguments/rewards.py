@@ -1,4 +1,4 @@
-"""How samples are rewarded, and which groups are not trained on. docs/rewards.md says what each name does."""
+"""Rewards and group filters. docs/rewards.md describes each name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPARING_REWARDS = ("exact_match", "math", "f1", "multiple_choice")
 """Rewards that compare with the label and work without anything else."""
 
 REWARD_NAMES = (*COMPARING_REWARDS, "code", "format", "reasoning_gym", "remote_rm", "judge")
-"""What ``--rm-type`` and the rows' ``rm_type`` may name."""
+"""Names for ``--rm-type`` and the rows' ``rm_type``."""
 
 FILTER_NAMES = ("zero_variance", "aborted", "max_length", "truncated")
 
@@ -50,24 +50,24 @@ class RewardArguments:
     )
     judge_model: str = flag("default", "name of the model that judges", metavar="NAME")
     judge_template: Path | None = flag(
-        None, "file with what the judge is asked; {prompt}, {response}, {answer} and {label} are filled in"
+        None, "file with the question for the judge; {prompt}, {response}, {answer} and {label} are filled in"
     )
     judge_scale: str | None = flag(
         None,
-        "marks that the judge is asked for: 0-10, say. Its last line has to be one; the reward is 0 for the lowest and "
+        "marks that the judge may give, such as 0-10; its last line must be one; the reward is 0 for the lowest and "
         "1 for the highest",
         metavar="LOW-HIGH",
     )
     rm_format: str = flag(
         r"(?:<think>)?+\s*+(?!</think>).*?</think>\s*+\S.*",
-        "what format wants: a regular expression for the whole response (default: thoughts, </think>, an answer)",
+        "regular expression that format matches with the whole response (default: thoughts, </think>, an answer)",
         metavar="REGEX",
     )
     rm_code_timeout: float = flag(10.0, "seconds a program may take for one test", metavar="SECONDS")
     rm_code_memory: int = flag(1024, "MiB of address space a program may have", metavar="MIB")
     reward_sandbox: SandboxMode = flag(
         "auto",
-        "what confines programs that code runs: auto (seccomp, and Landlock where the kernel has it), strict (both, or "
+        "confinement of programs that code runs: auto (seccomp, and Landlock if the kernel has it), strict (both, or "
         "the run doesn't start), off (nothing but limits of time and memory)",
     )
     group_filter: tuple[str, ...] = flag(

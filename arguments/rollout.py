@@ -1,4 +1,4 @@
-"""What is generated, and how much of it."""
+"""Rollouts: what is generated, and how much."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RolloutArguments:
     n_samples_per_prompt: int = flag(8, "samples of each prompt, compared with each other")
     extra_samples_per_prompt: int = flag(
         0,
-        "samples begun beyond --n-samples-per-prompt: a group is whole when enough of them are finished, and the "
+        "samples begun beyond --n-samples-per-prompt: a group is complete when enough of them are finished, and the "
         "slowest are stopped; saves the wait for stragglers, and favours short responses (rollout/length_bias says how "
         "much)",
     )
@@ -30,7 +30,7 @@ class RolloutArguments:
     )
     rollout_stop: tuple[str, ...] = flag((), "strings that end a response")
     rollout_concurrency_per_engine: int = flag(
-        256, "samples in flight at once, for every engine that serves; with --adaptive-rollout-concurrency at most"
+        256, "samples in flight at once per serving engine; with --adaptive-rollout-concurrency an upper limit"
     )
     adaptive_rollout_concurrency: bool = flag(
         False,

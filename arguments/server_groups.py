@@ -1,4 +1,4 @@
-"""Which engines a run has: one group of them by flags, or several by the file of ``--server-groups``.
+"""Groups of engines: one from flags, or several from the file of ``--server-groups``.
 
 >>> # fleet.toml
 >>> # [groups.train]
@@ -50,7 +50,7 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def sglang_extra(self) -> tuple[str, ...]:
-        """As SGLang reads them."""
+        """Extra arguments in SGLang's form."""
         return tuple(
             f"--{name}" if value is True else f"--{name}={value}"
             for name, value in self.sglang.items()
@@ -59,7 +59,7 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def server_groups(arguments: Arguments) -> tuple[ServerGroup, ...]:
-    """All groups of a run. Raises ConfigurationError naming file and key."""
+    """Return all groups of a run. Raises ConfigurationError naming file and key."""
     if arguments.engines.server_groups is not None:
         return read_server_groups(arguments.engines.server_groups)
     cluster = arguments.cluster

@@ -36,7 +36,7 @@ class SessionsArguments:
     max_turns: int = flag(16, "turns of the model in one trajectory")
     max_tokens_per_turn: int | None = flag(
         None,
-        "tokens the model may say in one turn (default: what --rollout-max-response-len, which counts all turns and "
+        "tokens of one turn of the model (default: what --rollout-max-response-len, which counts all turns and "
         "what is between them, leaves)",
     )
     tool_call_parser: str | None = flag(
@@ -54,10 +54,10 @@ class SessionsArguments:
 
     @property
     def runs_agent(self) -> bool:
-        """Whether trajectories come from an agent, through the session server."""
+        """True if trajectories come from an agent, through the session server."""
         return self.agent_path is not None or self.agent_command is not None
 
     @property
     def is_multi_turn(self) -> bool:
-        """Whether trajectories may have several turns."""
+        """True if trajectories may have several turns."""
         return self.environment_path is not None or self.runs_agent

@@ -1,4 +1,4 @@
-"""How old what is trained on may be (C1), and how far rollouts may run ahead (C4)."""
+"""Staleness: the age bound (C1) and the lead of rollouts (C4)."""
 
 from __future__ import annotations
 
@@ -21,24 +21,21 @@ class StalenessArguments:
 
     max_weight_staleness: int | None = flag(
         None,
-        "oldest age, in weight versions, that is trained: version the optimizer steps from − oldest "
-        "version among "
-        "the sample's tokens that carry loss. Equal to the bound is fresh. none: ages are measured, not "
-        "bounded",
+        "oldest age, in weight versions, that is trained: version the optimizer steps from − oldest version among "
+        "the sample's tokens that carry loss. Equal to the bound is fresh. none: ages are measured, not bounded",
         metavar="K",
     )
     max_rollout_lead: int | None = flag(
         None,
-        "batches that may be admitted and not yet trained. Default and maximum: K + 1 (when K is none, 3 "
-        "by default "
+        "batches that may be admitted and not yet trained. Default and maximum: K + 1 (when K is none, 3 by default "
         "and no maximum)",
         metavar="BATCHES",
     )
     stale_group_action: StaleGroupAction = flag(
         "recycle",
         "what to do with a group that is too old at the cut: give its prompt another attempt, replace it by a "
-        "fresh prompt, or (wait) let it not come to that: publications wait until groups that they would make too "
-        "old are trained",
+        "fresh prompt, or (wait) prevent that: publications wait until groups that they would make too old "
+        "are trained",
     )
     min_group_fraction: float = flag(
         1.0,
@@ -54,21 +51,21 @@ class StalenessArguments:
     on_policy: bool = flag(
         False,
         "debug, slow: generate with the current weights, train, publish, strictly in turn "
-        "(--max-weight-staleness 0 --max-rollout-lead 1, in place of what these say)",
+        "(--max-weight-staleness 0 --max-rollout-lead 1, regardless of these flags)",
     )
 
     @property
     def bound(self) -> int | None:
-        """K in force: oldest age that is trained. 0 with ``--on-policy``, None: not bounded."""
+        """Oldest age that is trained: 0 with ``--on-policy``, None if not bounded."""
         return 0 if self.on_policy else self.max_weight_staleness
 
     def min_samples(self, group_size: int) -> int:
-        """Samples that a group of ``group_size`` is trained with at the least."""
+        """Fewest samples that a group of ``group_size`` is trained with."""
         return max(1, math.ceil(round(self.min_group_fraction * group_size, 9)))
 
     @property
     def lead(self) -> int:
-        """Batches that may be admitted and not yet trained, in force. 1: strictly in turn."""
+        """Batches that may be admitted and not yet trained; 1: strictly in turn."""
         if self.on_policy:
             return 1
         if self.max_rollout_lead is not None:

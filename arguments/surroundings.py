@@ -1,4 +1,4 @@
-"""What flags point to outside of them: model directories, prompt files, output directories, a port.
+"""Check what flags point to: model directories, prompt files, output directories, a port.
 
 Each check yields one line per problem, naming the flag and what was found.
 """
@@ -152,7 +152,6 @@ def check_router_port(arguments: Arguments) -> Iterator[str]:
             listener.bind(("", port))
         except OSError as error:
             yield (
-                f"--sglang-router-port {port} cannot be used ({error.strerror}): stop what listens there, "
-                "choose "
+                f"--sglang-router-port {port} cannot be used ({error.strerror}): stop what listens there, choose "
                 "another port, or leave the flag out for a free one"
             )

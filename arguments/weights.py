@@ -82,12 +82,12 @@ class WeightsArguments:
 
     @property
     def delta_encoding(self) -> DeltaEncoding | None:
-        """How changes are encoded; None if whole tensors are sent."""
+        """Encoding of changes; None if whole tensors are sent."""
         return None if self.weight_delta == "off" else self.weight_delta
 
     @property
     def compares_digests(self) -> bool:
-        """Whether engines are asked what they hold."""
+        """True if engines report what they hold."""
         return self.verify_weights in ("full", "sample")
 
     @property

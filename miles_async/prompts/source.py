@@ -45,8 +45,7 @@ def open_prompts(arguments: DataArguments) -> RowFile:
         if row_id is not None and first_with.setdefault(row_id, index) != index:
             earlier = rows.number(first_with[row_id])
             raise DataError(
-                f"{rows.location(index)}: duplicate id {row_id!r} in {arguments.prompt_id_key!r} "
-                "(--prompt-id-key): "
+                f"{rows.location(index)}: duplicate id {row_id!r} in {arguments.prompt_id_key!r} (--prompt-id-key): "
                 f"line {earlier} has it too"
             )
     return rows

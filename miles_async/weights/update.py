@@ -151,8 +151,7 @@ class FleetUpdater:
         except TimeoutError as error:
             raise PublicationError(
                 f"version {version} was not published within {self._arguments.publication_timeout:g} s "
-                "(--publication-timeout); "
-                f"last state: {self.state.value}; {self.last_loss or 'no engine was lost'}"
+                f"(--publication-timeout); last state: {self.state.value}; {self.last_loss or 'no engine was lost'}"
             ) from error
 
     async def _members(self, apart: Callable[[], Collection[Incarnation]]) -> FleetMembers:
