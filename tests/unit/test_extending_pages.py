@@ -12,12 +12,26 @@ from typing import Any
 
 import pytest
 
+from miles_async.algorithms.registry import advantage_estimator, policy_loss, token_advantages
 from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, Reward
+from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.runtime.hooks import load_factory, load_object
 
 PAGES = Path(__file__).parents[2] / "docs" / "extending"
 FILE = re.compile(r"```python\n# (?P<name>\w+)\.py\n(?P<source>.*?)```", re.DOTALL)
-FLAG = re.compile(r"(?P<flag>--[\w-]+) (?P<hook>\w+:\w+)")
+FLAG = re.compile(r"^    (?:.*\s)?(?P<flag>--[\w-]+) (?P<hook>\w+:\w+)", re.MULTILINE)
+
+CHOOSE: dict[str, Callable[[AlgorithmArguments], Any]] = {
+    "--policy-loss": policy_loss,
+    "--advantage-estimator": advantage_estimator,
+    "--token-advantages": token_advantages,
+}
+
+
+def choose(hook: str, flag: str) -> Any:
+    """What the registry makes of an algorithm's flag."""
+    return CHOOSE[flag](AlgorithmArguments(**{flag.removeprefix("--").replace("-", "_"): hook}))
+
 
 LOADS: dict[str, Callable[[str, str], Any]] = {
     "--custom-rm-path": lambda hook, flag: load_object(hook, Reward, flag),
@@ -25,6 +39,7 @@ LOADS: dict[str, Callable[[str, str], Any]] = {
     "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),
     "--custom-generate-function-path": lambda hook, flag: load_object(hook, Generate, flag),
     "--agent-path": lambda hook, flag: load_object(hook, Agent, flag),
+    **dict.fromkeys(CHOOSE, choose),
 }
 
 
