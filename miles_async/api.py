@@ -135,7 +135,7 @@ Need = Literal["old_logprobs", "ref_logprobs", "entropy", "values"]
 class TokenBatch:
     """One micro-batch on the trainer's device: S sequences of N tokens in all, one behind another.
 
-    Entry i of an array [N] describes ``tokens[i]`` given its prefix. Arrays are only read.
+    Entry i of an array [N] describes ``tokens[i]`` given its prefix. Arrays are only read, and have no gradient.
     """
 
     tokens: Tensor  # int64 [N]
@@ -262,7 +262,7 @@ class Correction(Protocol):
     def needs(self) -> Collection[Need]: ...
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return weights and metrics by name, each [N] as in PolicyLoss. Weights get no gradient."""
+        """Return weights and metrics by name, each [N] as in PolicyLoss."""
         ...
 
 

@@ -66,7 +66,7 @@ class Objective:
         if self.token_advantages is None:
             return batch.advantages
         found = _per_token(self.token_advantages(batch), batch, "--token-advantages")
-        return found.detach().float().masked_fill(batch.loss_mask == 0, 0.0)
+        return found.float().masked_fill(batch.loss_mask == 0, 0.0)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> LossSums:
         """Sums over the tokens of ``batch`` that carry loss: 0 where there are none. ``logprobs``: float32 [N]."""
@@ -76,7 +76,7 @@ class Objective:
             metrics["entropy"] = batch.entropy
         if self.correction is not None:
             weight, of_correction = self.correction(batch)
-            loss = loss * _per_token(weight, batch, "--tis-mode").detach()
+            loss = loss * _per_token(weight, batch, "--tis-mode")
             metrics |= of_correction
         metrics["policy_loss"] = loss
         if self.kl is not None:

@@ -53,9 +53,7 @@ def centered(rewards: Float32, sizes: Int64) -> Float64:
         return np.zeros(0)
     starts = np.cumsum(sizes) - sizes
     exact = rewards.astype(np.float64)
+    # The sum of equal float32 numbers is exact in float64, and so their mean is what they are.
     means = np.add.reduceat(exact, starts) / sizes
-    has_spread = np.maximum.reduceat(rewards, starts) > np.minimum.reduceat(rewards, starts)
-    # A mean of equal numbers may differ from them in the last digit. The product keeps the sign of these zeros, which
-    # digests of recorded batches hold.
-    result: Float64 = (exact - np.repeat(means, sizes)) * np.repeat(has_spread, sizes)
+    result: Float64 = exact - np.repeat(means, sizes)
     return result
