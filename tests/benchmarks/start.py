@@ -71,9 +71,9 @@ async def _start(what: str, server: EngineServer, *, importing: int | None = Non
 def _first_step() -> Row:
     """The quick start until its first step is trained."""
     command = [sys.executable, "-m", "miles_async", "train", "@examples/quickstart/reverse.args", "--no-use-wandb"]
-    command += ["--run-dir", str(RESULTS / "start"), "--save-hf", "none", "--num-rollout", "2"]
+    command += ["--run-dir", str(RESULTS / "start"), "--save-hf", "none"]
     started, seconds, seen = time.perf_counter(), None, dict[int, float]()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as run:
         process = psutil.Process(run.pid)
         while seconds is None and run.poll() is None:
             time.sleep(_POLL_SECONDS)
@@ -81,8 +81,9 @@ def _first_step() -> Row:
                 seen[each.pid] = _own_cpu_seconds(each)
             if '"reward/mean"' in _text(RESULTS / "start" / "metrics.jsonl"):
                 seconds = time.perf_counter() - started
-    if seconds is None or run.returncode:
-        raise SystemExit(f"the quick start failed: see {RESULTS / 'start'}")
+                run.send_signal(signal.SIGINT)
+    if seconds is None:
+        raise SystemExit(f"{' '.join(command)} ended with status {run.returncode} before its first step")
     return {
         "start": "the quick start, up to its first step",
         "seconds": round(seconds, 1),
