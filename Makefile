@@ -41,7 +41,7 @@ mutate: setup ## do the fast tests notice small mistakes in the core? 100 random
 lock: setup ## resolve requirements/*.in again (UPGRADE=all or UPGRADE=name,name lets pins move)
 	$(BIN)/python scripts/make_lock.py --upgrade "$(UPGRADE)"
 
-bench: setup ## what asynchrony buys and what the control plane costs, a quarter of an hour (PARTS="loop_lag cpu": only those)
+bench: setup ## what asynchrony buys and what the control plane costs, 20 minutes (PARTS="loop_lag cpu": only those)
 	$(BIN)/python -m tests.benchmarks $(PARTS)
 
 study: setup ## the staleness study on the sort task: 70 steps per cell

@@ -12,6 +12,7 @@ import time
 from tests.benchmarks import (
     buffer_cost,
     digests,
+    hot_path,
     ledger_store,
     loop_lag,
     publication,
@@ -30,6 +31,8 @@ PARTS = {
     "cpu": simulated_scale.cpu,
     "buffer_cost": buffer_cost.rows,
     "digests": digests.rows,
+    "answers": hot_path.answers,
+    "batches": hot_path.batches,
     "ledger_store": ledger_store.rows,
     "loop_lag": loop_lag.rows,
     "publication": publication.rows,

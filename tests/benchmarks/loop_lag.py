@@ -1,10 +1,11 @@
 """How late the rollout side's event loop is with 1,024 requests in flight.
 
-The real dispatcher, pool, client, fleet and publisher over real HTTP, on a real event loop; the engines are fakes in
-another process that answer with hundreds of tokens and their log-probs, the trainer only takes time. A timer is due
-every 5 ms, and its delay is measured, also of those that fell into one long delay: 200 ms of blocking count as 40 late
-timers. On a busy machine that says more about the machine. So there is also what the CPU time of the loop's turns would
-make of timers that nothing else delays (``turns``).
+The real dispatcher, pool, client, fleet, publisher and batches over real HTTP, on a real event loop; the engines are
+fakes in another process, the trainer only takes time. Answers have hundreds of tokens or 8,192, and are packed as those
+of engines that a run starts, or plain JSON as those of external ones. A timer is due every 5 ms, and its delay is
+measured, also of those that fell into one long delay: 200 ms of blocking count as 40 late timers. On a busy machine
+that says more about the machine. So there is also what the CPU time of the loop's turns would make of timers that
+nothing else delays (``turns``, which uvloop does not tell).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+import uvloop
 from aiohttp import web
 
 from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
@@ -47,24 +49,53 @@ GOAL_MS = 20.0  # at the 99th percentile
 IN_FLIGHT = 1024
 ENGINES = 8
 GROUPS, SAMPLES = 128, 8  # per step: as many samples as run at once
-TOKEN_SECONDS = 0.01
-MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 400, 0.5, 2048
 PERIOD = 0.005
 WARM_UP_SECONDS = 10.0  # all requests at once; then they spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What the engines answer."""
+
+    median_tokens: int
+    sigma: float  # lengths are lognormal
+    most_tokens: int
+    token_seconds: float
+    packed: bool = True
+
+
+WORKLOADS = {
+    "450 tokens": Workload(median_tokens=400, sigma=0.5, most_tokens=2048, token_seconds=0.01),
+    "8k tokens": Workload(median_tokens=8192, sigma=0.02, most_tokens=8192, token_seconds=0.001),
+    "8k tokens, JSON": Workload(median_tokens=8192, sigma=0.02, most_tokens=8192, token_seconds=0.001, packed=False),
+}
+CASES = (  # workload, --pause-generation-mode, event loop; Ray's actors run on uvloop
+    ("450 tokens", "retract", "asyncio"),
+    ("450 tokens", "abort", "asyncio"),
+    ("8k tokens", "retract", "asyncio"),
+    ("8k tokens", "abort", "asyncio"),
+    ("8k tokens", "retract", "uvloop"),
+    ("8k tokens", "abort", "uvloop"),
+    ("8k tokens, JSON", "retract", "asyncio"),
+)
 
 # ------------------------------------------------------------------------------------------------ engines' process
 
 
 @dataclass
 class LeanEngine(FakeEngine):
-    """Answers after a drawn time, with an answer made beforehand: tokens cost it next to nothing."""
+    """Answers after a drawn time, with the first of the same tokens."""
 
-    answers: Sequence[Mapping[str, Any]] = ()  # by tokens; without what depends on the request
+    workload: Workload = WORKLOADS["450 tokens"]
     chance: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.packs = self.workload.packed
         self._abort_all = asyncio.Event()
+        same = random.Random(0)
+        self._ids = [same.randrange(150_000) for _ in range(self.workload.most_tokens)]
+        self._logprobs = [(float(np.float32(-same.expovariate(1.0))), token, None) for token in self._ids]
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read())
@@ -73,15 +104,15 @@ class LeanEngine(FakeEngine):
             return await super()._generate(request)
         await self._resumed.wait()
         first_version, started = self.weight_version, time.monotonic()
-        wanted = min(MOST_TOKENS, round(self.chance.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA)))
+        load, room = self.workload, body["sampling_params"]["max_new_tokens"]
+        wanted = min(room, round(self.chance.lognormvariate(np.log(load.median_tokens), load.sigma)))
         reason = "stop"
         try:
-            async with asyncio.timeout(wanted * TOKEN_SECONDS):
+            async with asyncio.timeout(wanted * load.token_seconds):
                 await self._abort_all.wait()
-            reason, wanted = "abort", min(wanted, int((time.monotonic() - started) / TOKEN_SECONDS))
+            reason, wanted = "abort", min(wanted, int((time.monotonic() - started) / load.token_seconds))
         except TimeoutError:
             pass
-        answer = self.answers[wanted]
         spans = [{"version": first_version, "start": 0, "end": wanted}]
         if self.weight_version != first_version:
             spans = [{"version": first_version, "start": 0, "end": wanted // 2}]
@@ -92,10 +123,9 @@ class LeanEngine(FakeEngine):
             "prompt_tokens": len(body["input_ids"]),
             "weight_version": self.weight_version,
             "weight_versions": spans,
-            "output_token_logprobs": answer["logprobs"],
+            "output_token_logprobs": self._logprobs[:wanted],
         }
-        content = {"text": answer["text"], "output_ids": answer["ids"], "meta_info": meta}
-        return web.Response(body=msgspec.json.encode(content), headers={"x-smg-routed-worker-id": self.url})
+        return self._response({"text": "word" * wanted, "output_ids": self._ids[:wanted], "meta_info": meta}, body)
 
     async def _abort(self, request: web.Request) -> web.Response:
         if (await request.json()).get("abort_all"):
@@ -104,27 +134,12 @@ class LeanEngine(FakeEngine):
         return await super()._abort(request)
 
 
-def answers() -> list[Mapping[str, Any]]:
-    """The long parts of answers of 0, 1, 2, ... tokens, encoded."""
-    chance = random.Random(0)
-    ids = [chance.randrange(150_000) for _ in range(MOST_TOKENS)]
-    logprobs = [[-chance.expovariate(1.0), token, None] for token in ids]
-
-    def raw(value: Any) -> msgspec.Raw:
-        return msgspec.Raw(msgspec.json.encode(value))
-
-    return [
-        {"ids": raw(ids[:length]), "logprobs": raw(logprobs[:length]), "text": raw("word" * length)}
-        for length in range(MOST_TOKENS + 1)
-    ]
-
-
-async def serve() -> None:
+async def serve(workload: Workload) -> None:
     """Engines that say their URLs on stdout and answer until stdin is closed."""
-    ready, chance = answers(), random.Random(0)
+    chance = random.Random(0)
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(LeanEngine(answers=ready, chance=chance)) for _ in range(ENGINES)]
-        print(json.dumps([engine.url for engine in engines]), flush=True)
+        engines = [LeanEngine(workload=workload, chance=chance) for _ in range(ENGINES)]
+        print(json.dumps([(await stack.enter_async_context(engine)).url for engine in engines]), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
@@ -190,13 +205,13 @@ async def lag(seconds: float) -> list[float]:
     return delays
 
 
-async def measure(mode: str, seconds: float, urls: Sequence[str], turns: Turns) -> Row:
+async def measure(workload: Workload, mode: str, seconds: float, urls: Sequence[str], turns: Turns) -> Row:
     settings = SimulationSettings(
         rollout=RolloutArguments(
             num_rollout=10**6,
             rollout_batch_size=GROUPS,
             n_samples_per_prompt=SAMPLES,
-            rollout_max_response_len=MOST_TOKENS,
+            rollout_max_response_len=workload.most_tokens,
             rollout_concurrency_per_engine=IN_FLIGHT // ENGINES,
         ),
         staleness=StalenessArguments(max_weight_staleness=4, max_rollout_lead=3),
@@ -215,12 +230,14 @@ async def measure(mode: str, seconds: float, urls: Sequence[str], turns: Turns) 
         started, cpu, before, first = time.perf_counter(), time.process_time(), generated.total(), len(turns.cpu)
         delays = await lag(seconds)
         wall, cpu, samples = time.perf_counter() - started, time.process_time() - cpu, generated.total() - before
-        turns_p99, turns_max = 1e3 * turns.delay(first, wall, 0.01), 1e3 * max(turns.cpu[first:])
+        of_turns: Row = {}
+        if len(turns.cpu) > first:
+            of_turns["turns_ms_p99"] = round(1e3 * turns.delay(first, wall, 0.01), 1)
+            of_turns["turns_ms_max"] = round(1e3 * max(turns.cpu[first:]), 1)
         in_flight = client.in_flight
         run.cancel()
     p50, p99, most = (1e3 * float(np.percentile(delays, q)) for q in (50, 99, 100))
     return {
-        "pause_mode": mode,
         "in_flight": in_flight,
         "publications": len(simulation.recording.publications),
         "samples": samples,
@@ -229,28 +246,32 @@ async def measure(mode: str, seconds: float, urls: Sequence[str], turns: Turns) 
         "lag_ms_p50": round(p50, 1),
         "lag_ms_p99": round(p99, 1),
         "lag_ms_max": round(most, 1),
-        "turns_ms_p99": round(turns_p99, 1),
-        "turns_ms_max": round(turns_max, 1),
+        **of_turns,
         "meets_goal": p99 < GOAL_MS,
     }
 
 
-def rows(seconds: float = 40.0) -> Iterator[Row]:
-    """One row per pause mode."""
+def rows(seconds: float = 30.0) -> Iterator[Row]:
+    """One row per case."""
     garbage.settle()  # as the rollout process does
-    command = [sys.executable, "-m", "tests.benchmarks.loop_lag"]
+    for name, mode, loop in CASES:
+        yield {"answers": name, "pause_mode": mode, "loop": loop, **_row(name, mode, loop, seconds)}
+
+
+def _row(name: str, mode: str, loop: str, seconds: float) -> Row:
+    turns = Turns()
+    factories = {"asyncio": partial(asyncio.SelectorEventLoop, turns), "uvloop": uvloop.new_event_loop}
+    command = [sys.executable, "-m", "tests.benchmarks.loop_lag", name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engines, quiet_logs():
         assert engines.stdin is not None
         assert engines.stdout is not None
         try:
             urls = json.loads(engines.stdout.readline())
-            for mode in ("retract", "abort"):
-                turns = Turns()
-                with asyncio.Runner(loop_factory=partial(asyncio.SelectorEventLoop, turns)) as runner:
-                    yield runner.run(measure(mode, seconds, urls, turns))
+            with asyncio.Runner(loop_factory=factories[loop]) as runner:
+                return runner.run(measure(WORKLOADS[name], mode, seconds, urls, turns))
         finally:
             engines.stdin.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    asyncio.run(serve(WORKLOADS[sys.argv[1]]))

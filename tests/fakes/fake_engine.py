@@ -176,8 +176,10 @@ class FakeEngine:
             await self._run(running, body["sampling_params"].get("max_new_tokens", 128))
         finally:
             del self._running[request_id]
+        return self._response(self.transform(self._reply(request_id, running, body)), body)
+
+    def _response(self, reply: dict[str, Any], body: dict[str, Any]) -> web.Response:
         headers = {"x-smg-routed-worker-id": self.url} if self.name_worker else {}
-        reply = self.transform(self._reply(request_id, running, body))
         if self.packs and body.get(PACK) and (packed := pack(reply)) is not None:
             return web.Response(body=packed, content_type=MEDIA_TYPE, headers=headers)
         return web.json_response(reply, headers=headers)
