@@ -316,6 +316,23 @@ async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> No
     assert setup.traffic.in_flight == 0
 
 
+class CutConnection(web.Response):
+    """Ends the connection in place of an answer."""
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        assert request.transport is not None
+        request.transport.abort()
+        return await super().prepare(request)
+
+
+async def test_a_request_whose_connection_broke_is_aborted_at_the_engine(setup: Setup) -> None:
+    """The engine may know nothing of it, and go on for nobody."""
+    setup.engine.respond = lambda body: CutConnection() if len(setup.engine.requests) == 1 else None
+    await setup.generate()
+    first, _ = setup.engine.requests
+    assert setup.engine.aborted_ids == [first["rid"]]
+
+
 async def test_a_thousand_cancelled_requests_are_not_a_thousand_aborts(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # covers: C10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -121,6 +122,7 @@ class Bench:
             service=circuits.circuit("generation"),
         )
         stall_timeout = options.pop("stall_timeout", 10.0)
+        dead_letters = options.pop("dead_letters", None)
         self.dispatcher = Dispatcher(
             pool=Pool(
                 StalenessPolicy(
@@ -147,6 +149,7 @@ class Bench:
             stall_timeout=stall_timeout,
             services=circuits,
             beginnings=beginnings,
+            dead_letters=dead_letters,
         )
 
     async def publish(self, version: int) -> None:
@@ -490,6 +493,22 @@ async def test_prompt_that_always_fails_is_quarantined_and_the_run_goes_on() -> 
     [letter] = bench.dispatcher.pool.dead_letters
     assert letter.prompt_id == "p1"
     assert len(letter.reasons) == 2
+
+
+async def test_dead_letters_are_appended_to_their_file_as_they_come(tmp_path: Path) -> None:
+    # covers: C6
+    path = tmp_path / "dead_letters.jsonl"
+    path.write_text("of an earlier process\n")
+    bench = Bench(reward=fail_for("p1"), dead_letters=path)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 1)
+        await until(lambda: "p1" in path.read_text())
+    earlier, letter = path.read_text().splitlines()
+    assert earlier == "of an earlier process"
+    assert json.loads(letter)["prompt_id"] == "p1"
+    assert len(json.loads(letter)["reasons"]) == 2
+    assert bench.dispatcher.pool.dead_letters == []
 
 
 def fail_for(prompt_id: str) -> Any:
