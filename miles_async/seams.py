@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from miles_async.api import Metrics
 from miles_async.arguments.weights import PauseMode
@@ -28,6 +28,8 @@ from miles_async.types import (
     TensorMeta,
     TensorShare,
 )
+
+Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -377,11 +379,11 @@ class EngineFleet(Protocol):
     async def on_host(
         self,
         engines: Sequence[Incarnation],
-        function: Callable[..., Any],
-        arguments: Sequence[Any] = (),
+        function: Callable[..., Result],
+        arguments: Sequence[object] = (),
         *,
         room: int = 0,
-    ) -> Mapping[Incarnation, Any | Exception]:
+    ) -> Mapping[Incarnation, Result | Exception]:
         """Call ``function(directory, *arguments)`` in a thread on each engine's host.
 
         ``directory`` belongs to this start of the engine and is removed with it; it is in memory if there is ``room``

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -27,6 +27,7 @@ from miles_async.types import CanaryScore, FleetMembers, HeldWeights, Incarnatio
 log = structlog.get_logger(__name__)
 
 Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 _ABORT_DRAIN_SECONDS = 5.0  # for aborted requests to come back before the engine is paused all the same
 _ABORT_POLL_SECONDS = 0.05
@@ -156,12 +157,12 @@ class Fleet:
     async def on_host(
         self,
         engines: Sequence[Incarnation],
-        function: Callable[..., Any],
-        arguments: Sequence[Any] = (),
+        function: Callable[..., Result],
+        arguments: Sequence[object] = (),
         *,
         room: int = 0,
-    ) -> Mapping[Incarnation, Any | Exception]:
-        async def run(record: EngineRecord, _: str) -> Any:
+    ) -> Mapping[Incarnation, Result | Exception]:
+        async def run(record: EngineRecord, _: str) -> Result:
             handle = self._supervisor.handle(record.engine_id)
             try:
                 async with asyncio.timeout(self._step_timeout):

@@ -7,9 +7,8 @@ engines serve, the client retries with a fresh request id, and a paused engine i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -176,7 +175,7 @@ class Router:
                 await asyncio.sleep(_POLL_SECONDS)
         raise EngineStartError(f"router ended with status {process.returncode}:\n{process.tail()}")
 
-    async def _call(self, method: str, path: str, body: Any, *, accept: Sequence[int]) -> bytes:
+    async def _call(self, method: str, path: str, body: Mapping[str, str] | None, *, accept: Sequence[int]) -> bytes:
         try:
             async with self._http.session.request(
                 method, self.url + path, json=body, timeout=_CALL_TIMEOUT

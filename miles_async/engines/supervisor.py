@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
@@ -283,7 +282,7 @@ class EngineSupervisor:
         log.info("engine is gone", engine=record.engine_id)
 
 
-async def _first_of(*waits: Coroutine[Any, Any, str]) -> str:
+async def _first_of(*waits: Awaitable[str]) -> str:
     """Return the first result, having cancelled the other waits and waited for their end.
 
     Not a TaskGroup left by an exception: on Python 3.11 that swallows a cancellation from outside which

@@ -47,7 +47,7 @@ class _Packed(msgspec.Struct):
 
 
 class _PlainMeta(Meta):
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    output_token_logprobs: list[tuple[float | None, int, object]] = []
 
 
 class _Plain(msgspec.Struct):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -74,7 +73,7 @@ class _Loads(msgspec.Struct):
 
 class _ScoreMeta(msgspec.Struct):
     weight_version: str
-    input_token_logprobs: list[tuple[float | None, int, Any]]
+    input_token_logprobs: list[tuple[float | None, int, object]]
 
 
 class _ScoreReply(msgspec.Struct):
@@ -274,7 +273,7 @@ class SGLangServer:
             logprobs=tuple(value for value in logprobs if value is not None),
         )
 
-    async def _post(self, url: str, path: str, body: Mapping[str, Any], timeout: float) -> bytes:
+    async def _post(self, url: str, path: str, body: Mapping[str, object], timeout: float) -> bytes:
         return await self._call("POST", url, path, msgspec.json.encode(body), timeout)
 
     async def _call(self, method: str, url: str, path: str, body: bytes | None, timeout: float) -> bytes:

@@ -2,7 +2,7 @@
 
 Where everything that SGLang imports is installed this is ``python -m sglang.launch_server``. Where
 torchvision, triton or ``sgl_kernel`` is missing (a machine without a GPU) they become mentionable, see
-``absent.py``.
+``absent_modules.py``.
 
 It answers in packed form where a request asks for it, see ``packed_answers.py``.
 With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``, and

@@ -49,6 +49,7 @@ class Setup:
             max_restarts=max_restarts,
             restart_window=restart_window,
         )
+        Late.setup = self
         self.fleet = Fleet(self.registry, self.supervisor, SGLangServer(self.http), self.traffic)
 
     def _launch(self, index: int, incarnation: int) -> FakeServer:
@@ -415,10 +416,23 @@ async def test_restarts_are_bounded_and_the_last_engine_ends_the_run() -> None: 
     await setup.http.close()
 
 
-async def test_an_engine_that_never_comes_up_is_given_up_and_the_run_goes_on() -> None:  # covers: C10
+class Late(FakeServer):
+    """Starts when another engine is up."""
+
+    setup: Setup
+
+    async def start(self) -> str:
+        await self.setup.until(lambda: bool(self.setup.registry.urls()))
+        return await super().start()
+
+
+@pytest.mark.parametrize("kind", [FakeServer, Late])
+async def test_an_engine_that_never_comes_up_is_given_up_and_the_run_goes_on(kind: type[FakeServer]) -> None:
+    # covers: C10
     def make(index: int, incarnation: int) -> FakeServer:
-        error = EngineStartError("its GPU is broken") if index == 1 else None
-        return FakeServer(FakeEngine(), start_error=error)
+        if index == 0:
+            return FakeServer(FakeEngine())
+        return kind(FakeEngine(), start_error=EngineStartError("its GPU is broken"))
 
     with capture_logs() as logs:
         async with started(2, make=make, max_restarts=2) as setup:
@@ -439,11 +453,6 @@ async def test_an_engine_that_never_comes_up_is_given_up_and_the_run_goes_on() -
 
 
 async def test_an_engine_that_fails_while_the_others_are_up_holds_up_no_start() -> None:
-    class Late(FakeServer):
-        async def start(self) -> str:
-            await setup.until(lambda: bool(setup.registry.urls()))
-            return await super().start()
-
     def make(index: int, incarnation: int) -> FakeServer:
         if index == 0:
             return FakeServer(FakeEngine())
