@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from miles_async.types import JsonObject
+
 Shape = tuple[int, ...]
 
 _LENGTH_BYTES = 8  # a safetensors file: length of the header (little-endian), the header (JSON), the data
@@ -36,12 +38,12 @@ def directory_problems(path: Path, flag: str) -> Iterator[str]:
         yield from (f"{where}: {problem}" for problem in _weight_problems(path, config))
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> JsonObject:
     """Content of config.json in ``path``; empty if it cannot be read."""
     return _read_object(path / "config.json")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> JsonObject:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,7 +51,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _weight_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def _weight_problems(path: Path, config: JsonObject) -> Iterator[str]:
     index = _read_object(path / _INDEX).get("weight_map", {})
     missing = sorted({str(name) for name in index.values() if not (path / str(name)).is_file()})
     if missing:
@@ -85,7 +87,7 @@ def read_shapes(file: Path) -> dict[str, Shape]:
     return shapes
 
 
-def _shape_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
+def _shape_problems(shapes: Mapping[str, Shape], config: JsonObject) -> Iterator[str]:
     """Tensors whose shapes config.json tells, under the names that the supported families share."""
     layers = config.get("num_hidden_layers")
     found = {int(part) for name in shapes if (part := _layer(name)) is not None}
@@ -104,7 +106,7 @@ def _shape_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> I
         yield "the weights have no model.embed_tokens.weight"
 
 
-def _expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
     """Kind of tensor → shape, as far as config.json says."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     head = config.get("head_dim") or (hidden // heads if heads and hidden else None)

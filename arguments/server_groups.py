@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -77,7 +77,7 @@ def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
     """Raises ConfigurationError naming file and key."""
     where = f"--server-groups {path}"
     try:
-        content = msgspec.toml.decode(path.read_bytes(), type=dict[str, dict[str, dict[str, Any]]])
+        content = msgspec.toml.decode(path.read_bytes(), type=dict[str, dict[str, dict[str, object]]])
         if set(content) != {"groups"}:
             raise ConfigurationError(f"{where}: expected tables [groups.NAME], found {', '.join(content) or 'none'}")
         groups = []

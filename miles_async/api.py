@@ -18,6 +18,7 @@ from miles_async.types import (
     GenerateRequest,
     Generation,
     Group,
+    JsonObject,
     Observation,
     Prompt,
     Sample,
@@ -55,7 +56,7 @@ class Environment(Protocol):
     it does.
     """
 
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Sequence[JsonObject]:
         """What the model is offered, as chat completions have it; () for none."""
         ...
 
@@ -83,7 +84,7 @@ class Agent(Protocol):
     Without a reward, the run's reward decides.
     """
 
-    async def __call__(self, base_url: str, prompt: Prompt) -> Any: ...
+    async def __call__(self, base_url: str, prompt: Prompt) -> object: ...
 
 
 @runtime_checkable

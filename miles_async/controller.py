@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -201,7 +201,7 @@ class Controller:
             await self._rollout.commit_version(version)
 
     async def _publish(
-        self, scope: asyncio.TaskGroup, step: int, ages: Mapping[int, int], metrics: dict[str, Any], *, delivers: bool
+        self, scope: asyncio.TaskGroup, step: int, ages: Mapping[int, int], metrics: dict[str, float], *, delivers: bool
     ) -> None:
         """Finish a step while the trainer continues: publication, metrics, evaluation."""
         if delivers:

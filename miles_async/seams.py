@@ -19,6 +19,7 @@ from miles_async.types import (
     GenerateRequest,
     HeldWeights,
     Incarnation,
+    JsonObject,
     OpenSession,
     PreparedBatch,
     Prompt,
@@ -40,11 +41,11 @@ class PromptSource(Protocol):
         """The next ``count`` prompts as (epoch, prompt). Raises DataError naming file and line."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """The cursor, JSON-serializable."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: JsonObject) -> None: ...
 
 
 class EngineLoads(Protocol):
@@ -167,7 +168,7 @@ class TrainerSide(WeightSenders, Protocol):
 
     async def start(self) -> None: ...
 
-    async def train(self, shards: Sequence[Any]) -> Metrics:
+    async def train(self, shards: Sequence[object]) -> Metrics:
         """One rollout step: all its optimizer steps on all ranks."""
         ...
 

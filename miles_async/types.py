@@ -26,6 +26,9 @@ UInt8 = npt.NDArray[np.uint8]
 NO_VERSION = -1
 """Entry of ``Sample.weight_versions`` for tokens that no engine generated (prompt, tool output)."""
 
+JsonObject = Mapping[str, Any]
+"""JSON of somebody else's making: chat messages, tools, sampling parameters, metadata, a model's config.json."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -38,9 +41,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     prompt_id: str  # unique within the prompt data
     token_ids: tuple[int, ...]  # rendered by the chat template, ready for the engine
     text: str  # what was rendered, for rewards and logs
-    messages: tuple[Mapping[str, Any], ...] = ()  # what was rendered, for environments and agents
+    messages: tuple[JsonObject, ...] = ()  # what was rendered, for environments and agents
     label: str | None = None
-    metadata: Mapping[str, Any] = {}
+    metadata: JsonObject = {}
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +53,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     input_ids: Int32  # [P] everything that the model is to continue
-    sampling: Mapping[str, Any]  # the engine's sampling parameters
+    sampling: JsonObject  # the engine's sampling parameters
     routing_key: str  # requests with the same key go to the same engine, whose prefix cache has what they share
-    multimodal_inputs: Mapping[str, Any] = {}  # fields that the engine's request has for them; opaque to us
+    multimodal_inputs: JsonObject = {}  # fields that the engine's request has for them; opaque to us
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -108,7 +111,7 @@ class Sample(Branch, frozen=True, kw_only=True):
     text: str  # response text, special tokens removed
     finish_reason: FinishReason
     reward: float | None = None
-    metadata: Mapping[str, Any] = {}
+    metadata: JsonObject = {}
     more_branches: tuple[Branch, ...] = ()
 
     @property
@@ -121,7 +124,7 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
     """What the model said in one turn, as an environment sees it."""
 
     index: int  # 0 for the first
-    message: Mapping[str, Any]  # role, content, and if they could be read: tool_calls, reasoning_content
+    message: JsonObject  # role, content, and if they could be read: tool_calls, reasoning_content
     text: str  # all of it, without special tokens
     finish_reason: FinishReason  # "length": it was cut
 
@@ -129,7 +132,7 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment answers to a turn."""
 
-    messages: tuple[Mapping[str, Any], ...] = ()  # to append before the next turn: of the user, tools or the system
+    messages: tuple[JsonObject, ...] = ()  # to append before the next turn: of the user, tools or the system
     done: bool = False  # the episode is over; messages are not looked at
     reward: float | None = None  # of the episode; None: the run's reward decides
     metrics: Mapping[str, float] = {}  # added up over the episode, logged as rollout/NAME/mean: {"tool_errors": 1}
@@ -244,7 +247,7 @@ class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):
     batch_id: int
     target_version: int
     oldest_version: int
-    shards: tuple[Any, ...]  # per data-parallel rank, a reference (ray.ObjectRef) to a TrainShard
+    shards: tuple[object, ...]  # per data-parallel rank, a reference (ray.ObjectRef) to a TrainShard
     metrics: Mapping[str, float]  # reward mean, lengths, ages, ...
     ages: Mapping[int, int]  # age → number of samples
 

@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from miles_async.arguments.model_files import read_config
 from miles_async.checkpoints.files import Checkpoint, list_checkpoints, write_synced
 from miles_async.errors import CheckpointError
+from miles_async.types import JsonObject
 
 MANIFEST_FILE = "manifest.json"
 SHOWN = 3  # files in one error
@@ -53,14 +53,14 @@ class RunIdentity:
     """Facts about a run that each of its checkpoints carries."""
 
     run: str
-    model: Mapping[str, Any]  # fingerprint()
+    model: JsonObject  # fingerprint()
     ranks: Mapping[str, int]  # sizes of its layout, such as {"DP": 2, "TP": 1, "PP": 1}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of manifest.json."""
 
-    model: dict[str, Any]
+    model: JsonObject
     ranks: dict[str, int]
     files: dict[str, int]  # path below the checkpoint → bytes; all files but the manifest itself
 
@@ -70,7 +70,7 @@ def new_run_name(run_dir: Path) -> str:
     return f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def fingerprint(hf_checkpoint: Path) -> dict[str, Any]:
+def fingerprint(hf_checkpoint: Path) -> JsonObject:
     """Fields of config.json that tell models with different tensors apart."""
     config = read_config(hf_checkpoint)
     return {name: config[name] for name in SHAPING if config.get(name) is not None}
@@ -94,7 +94,7 @@ def write_manifest(directory: Path, identity: RunIdentity) -> None:
     write_synced(directory / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest)))
 
 
-def check_whole(checkpoint: Checkpoint, model: Mapping[str, Any]) -> Manifest:
+def check_whole(checkpoint: Checkpoint, model: JsonObject) -> Manifest:
     """Read the manifest; check that all files are there and belong to ``model``. Raises CheckpointError."""
     manifest = _read(checkpoint)
     problems = [*_broken_files(checkpoint.directory, manifest), *_differences(manifest.model, model)]
@@ -131,7 +131,7 @@ def _broken_files(directory: Path, manifest: Manifest) -> list[str]:
     return problems[:SHOWN] + more
 
 
-def _differences(saved: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+def _differences(saved: JsonObject, model: JsonObject) -> list[str]:
     """Compare configs; a field that one of them leaves to its default is ignored."""
     differ = [
         f"{name} {saved[name]}, not {model[name]}"

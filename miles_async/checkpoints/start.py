@@ -5,9 +5,8 @@ Only paths, nothing heavy, milliseconds: ``--dry-run`` asks here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from miles_async.checkpoints.files import (
     Checkpoint,
@@ -19,10 +18,11 @@ from miles_async.checkpoints.files import (
 )
 from miles_async.checkpoints.manifest import check_whole
 from miles_async.errors import CheckpointError
+from miles_async.types import JsonObject
 
 
 def checkpoint_problems(
-    *, save: Path | None, load: Path | None, overwrite: bool, model: Mapping[str, Any], least_bytes: int = 0
+    *, save: Path | None, load: Path | None, overwrite: bool, model: JsonObject, least_bytes: int = 0
 ) -> Iterator[str]:
     """Why the run cannot resume from ``load``, or not save to ``save``.
 

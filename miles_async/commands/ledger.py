@@ -10,7 +10,6 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,6 +24,7 @@ from miles_async.rollout.checkpoint import STATE_FILE
 from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
 from miles_async.staleness.ledger import Balance, Ledger
+from miles_async.types import JsonObject
 
 ALL = "all"
 MAX_REASONS = 20  # most frequent ones that are printed; errors of engines can each be different
@@ -109,11 +109,11 @@ def _save_directory(directory: Path) -> Path:
     return Path(save)
 
 
-def _checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
+def _checkpoint(directory: Path) -> tuple[Path, JsonObject]:
     """Return the newest checkpoint in ``directory``, and the state of its pool (``Pool.snapshot``)."""
     try:
         checkpoint = find_checkpoint(directory).directory
-        state = msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=dict[str, dict[str, Any]])
+        state = msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=dict[str, JsonObject])
         return checkpoint, state["pool"]
     except CheckpointError:
         raise ConfigurationError(

@@ -23,7 +23,7 @@ from miles_async.errors import ContractViolation
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.ledger import ENDS_FROM, STALE, Balance, Outcome, Stage
 from miles_async.staleness.versions import is_mixed
-from miles_async.types import Attempt, Group
+from miles_async.types import Attempt, Group, JsonObject
 
 SCHEMA_VERSION = 2
 SCHEMA = """
@@ -221,7 +221,7 @@ class LedgerStore:
             )
 
     # -------------------------------------------------------------------------------------------------- helpers
-    def _move(self, attempt_ids: Sequence[int], stages: Iterable[Stage], **values: Any) -> None:
+    def _move(self, attempt_ids: Sequence[int], stages: Iterable[Stage], **values: object) -> None:
         """Set columns of live rows that are in one of ``stages``."""
         stages = sorted(stages)
         columns = ", ".join(f"{column} = ?" for column in values)
@@ -238,7 +238,7 @@ class LedgerStore:
                     f"{values}; found {row}"
                 )
 
-    def _put(self, key: str, value: Any) -> None:
+    def _put(self, key: str, value: object) -> None:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
 
@@ -289,7 +289,7 @@ def read_balance(connection: sqlite3.Connection) -> Balance:
     )
 
 
-def _described(group: Group) -> dict[str, Any]:
+def _described(group: Group) -> JsonObject:
     """Columns about what was generated."""
     rewards = [sample.reward for sample in group.samples if sample.reward is not None]
     return {
@@ -316,6 +316,6 @@ def _engines(group: Group) -> list[str]:
     return list(found)
 
 
-def _chunks(metadata: Mapping[str, Any]) -> int:
+def _chunks(metadata: JsonObject) -> int:
     chunks = metadata.get("chunks", 1)
     return chunks if isinstance(chunks, int) else 1

@@ -12,9 +12,10 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import structlog
+
+from miles_async.types import JsonObject
 
 log = structlog.get_logger(__name__)
 
@@ -47,15 +48,15 @@ class MetricsFile:
         self._file.close()
 
 
-def _json_number(value: Any) -> float | int | None:
+def _json_number(value: float) -> float | int | None:
     """Replace NaN and infinity, which JSON lacks, by null: "not measured"."""
     number = value if isinstance(value, int) and not isinstance(value, bool) else float(value)
     return number if math.isfinite(number) else None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """Read the metrics of each step, in order, with lines of one step merged. A torn last line is skipped."""
-    steps: dict[int, dict[str, Any]] = {}
+    steps: dict[int, dict[str, object]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.observability.tracker import AGE_COUNT
+from miles_async.types import JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 AVERAGE_WINDOW = 5
 REWARD_COLOR, EVAL_COLOR = "#1f77b4", "#d62728"
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[JsonObject]
 
 
 def plot_run(run_dir: Path, output: Path | None = None) -> Path:
@@ -45,7 +49,7 @@ def plot_run(run_dir: Path, output: Path | None = None) -> Path:
     return output
 
 
-def draw_reward(axes: Any, rows: Rows) -> None:
+def draw_reward(axes: Axes, rows: Rows) -> None:
     """Draw the reward per step, its moving average, and the evaluations."""
     steps, rewards = _series(rows, "reward/mean")
     axes.plot(steps, rewards, color=REWARD_COLOR, alpha=0.3, linewidth=1, label="reward, per step")
@@ -60,7 +64,7 @@ def draw_reward(axes: Any, rows: Rows) -> None:
     axes.legend(frameon=False, loc="lower right", fontsize="small")
 
 
-def draw_ages(axes: Any, rows: Rows) -> None:
+def draw_ages(axes: Axes, rows: Rows) -> None:
     """Draw samples per age, stacked, for every step; mean and maximum if only those were recorded."""
     names = {name for row in rows for name in row if name.startswith(AGE_COUNT)}
     ages = sorted(int(name.removeprefix(AGE_COUNT)) for name in names)

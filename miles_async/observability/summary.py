@@ -11,11 +11,48 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 REWARD_WINDOW = 5  # reward_last is a mean over so many steps: a single step of a small batch swings by ±0.1
 GROUP_ENDS = ("trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled")
 GROUP_STAGES = ("in_flight", "buffered")
+
+
+class Publish(TypedDict):
+    """Publications of the run; seconds are None if there were none."""
+
+    count: int
+    pause_seconds_mean: float | None
+    prepare_seconds_mean: float | None
+
+
+class LogprobDifference(TypedDict):
+    """Log-probs of engine and trainer, same tokens and weights."""
+
+    mean: float | None
+    max: float | None
+
+
+class Summary(TypedDict):
+    """Content of summary.json. None: never measured."""
+
+    steps: int
+    wall_seconds: float
+    reward_first: float | None
+    reward_last: float | None  # mean of the last REWARD_WINDOW steps
+    eval_accuracy_first: float | None
+    eval_accuracy_last: float | None
+    age_max: int | None
+    age_histogram: dict[str, int]  # age → samples
+    groups: dict[str, int]  # issued, and how many ended or stand where
+    balanced: bool  # issued is the sum of the others
+    trainer_idle_fraction: float | None
+    rollout_idle_fraction: float | None
+    publish: Publish
+    logprob_diff: LogprobDifference
+    weight_version: int | None
+    stage_seconds: dict[str, float]
+    ending: NotRequired[str]  # finished, interrupted or failed; absent while the run goes on
 
 
 class RunSummary:
@@ -72,7 +109,7 @@ class RunSummary:
         weight_version: int | None = None,
         *,
         rollout_seconds: float = 0.0,
-    ) -> dict[str, Any]:
+    ) -> Summary:
         """Return the summary.
 
         ``balance``: groups issued, and how many ended or stand where. ``wall_seconds``: the whole run.
@@ -123,7 +160,7 @@ class RunSummary:
             self._difference_max = max(largest, self._difference_max) if self._difference_tokens else largest
 
 
-def write_summary(summary: Mapping[str, Any], path: Path) -> None:
+def write_summary(summary: Summary, path: Path) -> None:
     """Write the summary atomically, since readers poll for this file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".partial")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from miles_async.observability.progress_state import MISSING, duration
-from miles_async.observability.summary import REWARD_WINDOW
+from miles_async.observability.summary import REWARD_WINDOW, Summary
 
 
-def print_summary(summary: Mapping[str, Any], *, run_dir: Path | None = None, console: Console | None = None) -> None:
+def print_summary(summary: Summary, *, run_dir: Path | None = None, console: Console | None = None) -> None:
     """Print the result of :meth:`RunSummary.finish`."""
     console = console or Console()
     rows = summary_rows(summary)
@@ -32,7 +30,7 @@ def print_summary(summary: Mapping[str, Any], *, run_dir: Path | None = None, co
         console.out(f"{label:<{width}}  {text}", highlight=False)  # out: never wraps
 
 
-def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return (label, text) of each line."""
     publish, difference = summary["publish"], summary["logprob_diff"]
     wall = duration(summary["wall_seconds"])
@@ -61,7 +59,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def balance_line(summary: Mapping[str, Any]) -> str:
+def balance_line(summary: Summary) -> str:
     """``issued 652 = trained 640 + recycled 3 + ... ``, or ``≠`` if it does not add up (C2)."""
     groups = dict(summary["groups"])
     issued = groups.pop("issued")
@@ -70,7 +68,7 @@ def balance_line(summary: Mapping[str, Any]) -> str:
     return f"issued {issued} {'=' if summary['balanced'] else '≠'} {terms} groups"
 
 
-def _ages(summary: Mapping[str, Any]) -> str:
+def _ages(summary: Summary) -> str:
     histogram = summary["age_histogram"]
     counts = ", ".join(f"{age}: {count}" for age, count in histogram.items())
     return f"max {summary['age_max']} (samples per age: {counts})" if histogram else MISSING

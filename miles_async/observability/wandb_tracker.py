@@ -10,12 +10,13 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import stamina
 
 from miles_async.arguments.observability import WandbMode
 from miles_async.observability.background import BackgroundTracker
+from miles_async.types import JsonObject
 
 INIT_TIMEOUT = 300.0  # seconds; wandb's own 90 s are too few when many jobs start at once on a cluster
 INIT_ATTEMPTS = 3
@@ -34,7 +35,7 @@ class WandbOptions:
     mode: WandbMode = "offline"
     project: str = "miles_async"
     group: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     run_id: str = field(default_factory=new_run_id)
     shared: bool = False  # online only: several writers log to this run, with one run_id
     label: str = "driver"  # unique per writer
@@ -61,7 +62,7 @@ class WandbTracker:
         retrying = stamina.retry_context(
             on=wandb.errors.CommError, attempts=INIT_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=10.0
         )
-        mode: Any = "shared" if options.shared and options.mode == "online" else options.mode
+        mode: WandbMode | Literal["shared"] = "shared" if options.shared and options.mode == "online" else options.mode
         for attempt in retrying:
             with attempt:
                 self._run = wandb.init(

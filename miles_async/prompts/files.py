@@ -11,14 +11,14 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 import numpy as np
 
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
-from miles_async.types import Int64
+from miles_async.types import Int64, JsonObject
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -39,11 +39,11 @@ class RowFile(Protocol):
         """``path:number``, the beginning of every message about this row."""
         ...
 
-    def read(self, index: int) -> Mapping[str, Any]:
+    def read(self, index: int) -> JsonObject:
         """Raises DataError beginning with the location when the row is malformed."""
         ...
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
+    def __iter__(self) -> Iterator[JsonObject]: ...
 
 
 def open_row_file(path: Path, arguments: DataArguments) -> RowFile:
@@ -85,7 +85,7 @@ class JsonlFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._decoder = msgspec.json.Decoder(dict[str, Any])
+        self._decoder = msgspec.json.Decoder(JsonObject)
         with path.open("rb") as file:
             self._starts, self._ends, self._numbers, self.digest = _index_lines(file)
             self._descriptor = os.dup(file.fileno())
@@ -100,14 +100,14 @@ class JsonlFile:
     def location(self, index: int) -> str:
         return f"{self.path}:{self.number(index)}"
 
-    def read(self, index: int) -> Mapping[str, Any]:
+    def read(self, index: int) -> JsonObject:
         start, end = int(self._starts[index]), int(self._ends[index])
         return self._decode(os.pread(self._descriptor, end - start, start), index)
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[JsonObject]:
         return (self.read(index) for index in range(len(self)))
 
-    def _decode(self, line: bytes, index: int) -> Mapping[str, Any]:
+    def _decode(self, line: bytes, index: int) -> JsonObject:
         try:
             return self._decoder.decode(line)
         except msgspec.ValidationError as error:
@@ -163,13 +163,13 @@ class ParquetFile:
     def location(self, index: int) -> str:
         return f"{self.path}:{self.number(index)}"
 
-    def read(self, index: int) -> Mapping[str, Any]:
+    def read(self, index: int) -> JsonObject:
         batch = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[batch]) - self._batches[batch].num_rows
-        row: Mapping[str, Any] = self._batches[batch].slice(index - first, 1).to_pylist()[0]
+        row: JsonObject = self._batches[batch].slice(index - first, 1).to_pylist()[0]
         return row
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[JsonObject]:
         for batch in self._batches:
             for start in range(0, batch.num_rows, 1024):
                 yield from batch.slice(start, 1024).to_pylist()

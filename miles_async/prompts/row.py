@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
+from miles_async.types import JsonObject
 
-Message = Mapping[str, Any]
+Message = JsonObject
 Content = str | list[Message]
 """A text, or messages ``[{"role": "user", "content": "rev 12"}]``."""
 
@@ -21,7 +21,7 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
     row_id: str | None  # value of --prompt-id-key, None without that flag
     content: Content
     label: str | None
-    metadata: Mapping[str, Any]
+    metadata: JsonObject
 
     @property
     def text(self) -> str:
@@ -38,7 +38,7 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.content)
 
 
-def read_row(row: Mapping[str, Any], arguments: DataArguments, location: str) -> PromptRow:
+def read_row(row: JsonObject, arguments: DataArguments, location: str) -> PromptRow:
     """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
     return PromptRow(
         row_id=_row_id(row, arguments, location),
@@ -48,7 +48,7 @@ def read_row(row: Mapping[str, Any], arguments: DataArguments, location: str) ->
     )
 
 
-def _value(row: Mapping[str, Any], key: str, flag: str, location: str) -> Any:
+def _value(row: JsonObject, key: str, flag: str, location: str) -> object:
     try:
         return row[key]
     except KeyError:
@@ -56,7 +56,7 @@ def _value(row: Mapping[str, Any], key: str, flag: str, location: str) -> Any:
         raise DataError(f"{location}: no key {key!r} ({flag}); keys of this row: {found}") from None
 
 
-def _content(row: Mapping[str, Any], arguments: DataArguments, location: str) -> Content:
+def _content(row: JsonObject, arguments: DataArguments, location: str) -> Content:
     value = _value(row, arguments.input_key, "--input-key", location)
     named = f"{location}: {arguments.input_key!r} (--input-key)"
     if isinstance(value, str):
@@ -71,11 +71,11 @@ def _content(row: Mapping[str, Any], arguments: DataArguments, location: str) ->
     return list(value)
 
 
-def _is_message(item: Any) -> bool:
+def _is_message(item: object) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
 
 
-def _label(row: Mapping[str, Any], arguments: DataArguments, location: str) -> str | None:
+def _label(row: JsonObject, arguments: DataArguments, location: str) -> str | None:
     if arguments.label_key is None:
         return None
     value = _value(row, arguments.label_key, "--label-key; none: no labels", location)
@@ -85,7 +85,7 @@ def _label(row: Mapping[str, Any], arguments: DataArguments, location: str) -> s
     return str(value)
 
 
-def _metadata(row: Mapping[str, Any], arguments: DataArguments, location: str) -> Mapping[str, Any]:
+def _metadata(row: JsonObject, arguments: DataArguments, location: str) -> JsonObject:
     if arguments.metadata_key is None:
         return {}
     value = _value(row, arguments.metadata_key, "--metadata-key", location)
@@ -95,7 +95,7 @@ def _metadata(row: Mapping[str, Any], arguments: DataArguments, location: str) -
     return value or {}
 
 
-def _row_id(row: Mapping[str, Any], arguments: DataArguments, location: str) -> str | None:
+def _row_id(row: JsonObject, arguments: DataArguments, location: str) -> str | None:
     if arguments.prompt_id_key is None:
         return None
     value = _value(row, arguments.prompt_id_key, "--prompt-id-key", location)
@@ -105,6 +105,6 @@ def _row_id(row: Mapping[str, Any], arguments: DataArguments, location: str) -> 
     return str(value)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

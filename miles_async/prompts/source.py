@@ -8,10 +8,9 @@ than the limit (``arguments.prompt_limit``) is skipped and counted. The order of
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from miles_async.arguments.prompt_limit import PromptLimit, asked_limit
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.files import RowFile, open_row_file
 from miles_async.prompts.row import Content, PromptRow, read_row
-from miles_async.types import Int64, Prompt
+from miles_async.types import Int64, JsonObject, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -154,11 +153,11 @@ class FilePromptSource:
         for index in range(len(self._rows)):
             yield self._encode(read_row(self._rows.read(index), self._arguments, self._rows.location(index)).content)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the cursor, with the identity of the file it points into."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Continue where :meth:`state` was taken. Raises CheckpointError if the prompts have changed."""
         flags = {"digest": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
         for key, value in self._identity().items():
@@ -175,7 +174,7 @@ class FilePromptSource:
         self._order = self._order_of(epoch)
         self._usable_in_epoch, self._began_at = 0, position
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> JsonObject:
         return {
             "file": self._rows.path.name,
             "rows": len(self._rows),

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from miles_async.errors import ConfigurationError, TrajectoryError
+from miles_async.types import JsonObject
+
+if TYPE_CHECKING:  # imported when a tokenizer is loaded
+    from transformers import PreTrainedTokenizerBase
 
 _PROBE = "a message of the developer"
 
 
 @lru_cache(maxsize=8)
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the Hugging Face tokenizer in ``path``, once per process, from local files only (M22).
 
     Raises ConfigurationError naming the directory.
@@ -42,7 +46,7 @@ class ChatTemplate:
     (1, 4, 55, 42, 59, 37, 13, 14, 5)
     """
 
-    def __init__(self, tokenizer: Any, apply_chat_template: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> None:
         if apply_chat_template and not tokenizer.chat_template:
             raise ConfigurationError(
                 f"--apply-chat-template: the tokenizer in {tokenizer.name_or_path} has no chat template; "
@@ -53,7 +57,7 @@ class ChatTemplate:
         # Some templates write the date: a trajectory that lives past midnight keeps that of its beginning.
         self._clock = {"strftime_now": datetime.now().strftime}
 
-    def encode(self, content: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def encode(self, content: str | Sequence[JsonObject]) -> tuple[int, ...]:
         """Encode a prompt for the engine: the assistant's turn begins after it, <bos> occurs once."""
         if not self._apply_chat_template:
             if not isinstance(content, str):
@@ -91,9 +95,9 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+        options: JsonObject,
         *,
         generation_prompt: bool,
     ) -> str:
@@ -112,7 +116,7 @@ class ChatTemplate:
             raise TrajectoryError(f"the chat template refuses this conversation: {error}") from error
         return text
 
-    def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _in_known_roles(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
         """Map the role developer to system if the template doesn't know it."""
         if all(message["role"] != "developer" for message in messages) or self._writes_developer:
             return list(messages)

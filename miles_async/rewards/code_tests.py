@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Any
 
 import msgspec
 import structlog
@@ -82,7 +81,7 @@ class Tests(msgspec.Struct, forbid_unknown_fields=True):
 
 def tests_of(prompt: Prompt) -> Tests | list[str]:
     """Read the tests of a row. Raises RewardError when it has none that can be run."""
-    found: Any = prompt.metadata.get("tests")
+    found: object = prompt.metadata.get("tests")
     try:
         if found is None:
             found = msgspec.json.decode(prompt.label or "")

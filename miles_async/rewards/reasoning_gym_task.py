@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from miles_async.errors import ConfigurationError, RewardError
 from miles_async.rewards.answers import answer_part
 from miles_async.rewards.workers import WorkerPool
-from miles_async.types import Prompt, Sample
+from miles_async.types import JsonObject, Prompt, Sample
 
 
 class ReasoningGymReward:
@@ -40,7 +38,7 @@ def final_answer(response: str) -> str:
     return str(tagged[-1] if tagged else answer_part(response)).strip()
 
 
-def score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
+def score(task: str, answer: str, entry: JsonObject) -> float:
     """Score in the worker: tasks run code of their own, such as solvers."""
     import reasoning_gym
 

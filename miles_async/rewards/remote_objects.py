@@ -22,8 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Value = Any
+"""An object of a program or of its tests: whatever they make."""
+
 _MODULES = {*sys.stdlib_module_names, "numpy"}  # that the judge imports if the program has them
-_BY_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+_BY_PARTS: dict[type, Callable[[Value], tuple[Value, ...]]] = {
     collections.deque: lambda value: (list(value),),
     datetime.datetime: lambda value: (*value.timetuple()[:6], value.microsecond),
     datetime.date: lambda value: tuple(value.timetuple()[:3]),
@@ -35,7 +38,7 @@ _BY_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     complex: lambda value: (value.real, value.imag),
 }
 _BY_NAME = {kind.__name__: kind for kind in _BY_PARTS}
-_CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_CONTAINERS: dict[str, Value] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,14 @@ class Pipes:
     read_end: int
     write_end: int
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Value) -> None:
         """Write one message."""
         content = json.dumps(message).encode()
         data = len(content).to_bytes(4, "big") + content
         while data:
             data = data[os.write(self.write_end, data) :]
 
-    def receive(self) -> Any:
+    def receive(self) -> Value:
         """Read one message. Raises EOFError at the end."""
         return json.loads(self._read(int.from_bytes(self._read(4), "big")))
 
@@ -73,7 +76,7 @@ class Peer:
         self._pipes = pipes
         self._operations = operations
         self._judges = judges
-        self._lent: list[Any] = []  # objects that the other half has a handle of
+        self._lent: list[Value] = []  # objects that the other half has a handle of
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         """Ask the other half. Raises its error if that is a builtin Exception, else RuntimeError."""
@@ -98,7 +101,7 @@ class Peer:
                 return
             self._answer(operation, content)
 
-    def _answer(self, operation: str, content: Any) -> None:
+    def _answer(self, operation: str, content: Value) -> None:
         try:
             answer = self._operations[operation](*map(self._decode, content))
             encoded = self._encode(answer)
@@ -107,7 +110,7 @@ class Peer:
         else:
             self._pipes.send(["answer", encoded])
 
-    def _encode(self, value: Any) -> Any:
+    def _encode(self, value: Value) -> Value:
         if value is None or value is True or value is False:
             return value
         if isinstance(value, Remote):
@@ -140,7 +143,7 @@ class Peer:
         self._lent.append(value)
         return ["mine", len(self._lent) - 1]
 
-    def _decode(self, content: Any) -> Any:
+    def _decode(self, content: Value) -> Value:
         if not isinstance(content, list):
             return content
         tag, body = content
@@ -174,27 +177,27 @@ class Remote:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_handle", handle)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value:
         return _ask(self, "getattr", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Value) -> None:
         _ask(self, "setattr", name, value)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Value, **named: Value) -> Value:
         return _ask(self, "call", list(arguments), named)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Value) -> Value:
         return _ask(self, "getitem", key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Value, value: Value) -> None:
         _ask(self, "setitem", key, value)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Value]:
         iterator = _ask(self, "iter")
         while (found := _ask(iterator, "next")) is not None:
             yield found[0]
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Value:
         if (found := _ask(self, "next")) is None:
             raise StopIteration
         return found[0]
@@ -221,15 +224,15 @@ class Remote:
         return type(instance) is Remote and bool(_ask(self, "isinstance", instance))
 
 
-def _ask(remote: Any, operation: str, *arguments: Any) -> Any:
+def _ask(remote: Value, operation: str, *arguments: Value) -> Value:
     return object.__getattribute__(remote, "_peer").ask(operation, remote, *arguments)
 
 
-def _call(function: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
+def _call(function: Value, arguments: list[Value], named: dict[str, Value]) -> Value:
     return function(*arguments, **named)
 
 
-def _next(iterator: Any) -> tuple[Any] | None:
+def _next(iterator: Value) -> tuple[Value] | None:
     """Return the next item in a tuple, None at the end: StopIteration must not cross generators."""
     for item in iterator:
         return (item,)
@@ -238,9 +241,9 @@ def _next(iterator: Any) -> tuple[Any] | None:
 
 def serve(source: str, pipes: Pipes) -> None:
     """Execute the program, then do what the judge asks for."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}
+    namespace: dict[str, Value] = {"__name__": "__main__"}
     exec(compile(source, "<program>", "exec"), namespace)
-    operations: dict[str, Callable[..., Any]] = {
+    operations: dict[str, Callable[..., Value]] = {
         "name": lambda name: namespace[name],
         "getattr": getattr,
         "setattr": setattr,
@@ -267,7 +270,7 @@ class _Names(dict[str, Any]):
         super().__init__(__name__="__main__")
         self._peer = peer
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> Value:
         if hasattr(builtins, name):
             raise KeyError(name)
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import structlog
@@ -24,7 +23,7 @@ from miles_async.types import Attempt, CollectedSession, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
-RunAgent = Callable[[str, Prompt], Coroutine[Any, Any, Any]]
+RunAgent = Callable[[str, Prompt], Coroutine[object, None, object]]
 """(base URL, prompt) → what the agent returns: see ``api.Agent``."""
 
 
@@ -64,7 +63,7 @@ class AgentGenerate:
             metadata={**sample.metadata, "agent_turns": turns},
         )
 
-    async def _run(self, base_url: str, prompt: Prompt) -> tuple[Any, Exception | None]:
+    async def _run(self, base_url: str, prompt: Prompt) -> tuple[object, Exception | None]:
         """(what it returned, what it raised)."""
         overdue = f"the agent took longer than --agent-timeout {self.timeout:g} s"
         try:
@@ -89,7 +88,7 @@ def _failure(error: Exception, collected: CollectedSession) -> Exception:
     return RequestRejectedError(f"the agent {raised(error)}")
 
 
-def _turns_and_reward(returned: Any) -> tuple[Any, float | None]:
+def _turns_and_reward(returned: object) -> tuple[object, float | None]:
     """Raises RequestRejectedError for a reward that is no number."""
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
         return returned, None

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from miles_async.errors import CheckpointError
 from miles_async.runtime.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot
-from miles_async.types import Group
+from miles_async.types import Group, JsonObject
 
 STATE_FILE = "rollout.json"
 GROUPS_FILE = "groups.msgpack"
@@ -26,7 +25,7 @@ GROUPS_FILE = "groups.msgpack"
 class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The rollout side at one moment (C9)."""
 
-    source: dict[str, Any]  # the prompt cursor
+    source: JsonObject  # the prompt cursor
     pool: PoolSnapshot
 
 
@@ -53,7 +52,7 @@ def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> None:
 def read_snapshot(directory: Path) -> RolloutSnapshot:
     """Raises CheckpointError unless both files are there and whole."""
     try:
-        state = msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=dict[str, Any])
+        state = msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=JsonObject)
         with (directory / GROUPS_FILE).open("rb") as file:
             groups = tuple(read_frames(file, Group))
     except (OSError, EOFError, msgspec.MsgspecError) as error:

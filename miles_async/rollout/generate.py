@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.trajectory.turn import SampledTurn, take_turn
-from miles_async.types import NO_VERSION, Attempt, Prompt, Sample
+from miles_async.types import NO_VERSION, Attempt, JsonObject, Prompt, Sample
 
 Began = Callable[[str, int], None]
 """``staleness.beginnings.Beginnings.note``: (routing key, version of a token that carries loss)."""
@@ -26,9 +25,9 @@ def routing_key(attempt: Attempt, sample_index: int) -> str:
     return f"{attempt.attempt_id}-{sample_index}"
 
 
-def sampling_parameters(arguments: RolloutArguments) -> dict[str, Any]:
+def sampling_parameters(arguments: RolloutArguments) -> dict[str, object]:
     """SGLang's sampling parameters of training rollouts."""
-    sampling: dict[str, Any] = {
+    sampling: dict[str, object] = {
         "temperature": arguments.rollout_temperature,
         "top_p": arguments.rollout_top_p,
         "top_k": arguments.rollout_top_k,
@@ -44,7 +43,7 @@ class SingleTurnGenerate:
 
     def __init__(
         self,
-        sampling: Mapping[str, Any],
+        sampling: JsonObject,
         decode: Callable[[Sequence[int]], str],
         *,
         began: Began = lambda key, version: None,

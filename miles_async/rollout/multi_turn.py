@@ -7,10 +7,9 @@ the environment answers is tokenized and appended, and carries no loss.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import structlog
@@ -23,7 +22,7 @@ from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import run_user_code
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Trajectory, Turn
-from miles_async.types import AssistantTurn, Attempt, Observation, Prompt, Sample
+from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +33,7 @@ class MultiTurnGenerate:
 
     make_environment: MakeEnvironment
     make_trajectory: Callable[[], Trajectory]
-    sampling: Mapping[str, Any]
+    sampling: JsonObject
     limits: Limits
     max_turns: int
     step_timeout: float  # seconds, for closing too
@@ -100,7 +99,7 @@ class MultiTurnGenerate:
             log.warning("environment could not be closed", error=repr(error))
 
 
-def conversation(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
+def conversation(prompt: Prompt) -> tuple[JsonObject, ...]:
     """The messages of a prompt; a source that only has its text means a message of the user."""
     return prompt.messages or ({"role": "user", "content": prompt.text},)
 

@@ -10,7 +10,6 @@ import json
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -57,7 +56,7 @@ class ControlServer:
         finally:
             writer.close()
 
-    async def _handle(self, command: str, **arguments: Any) -> dict[str, str]:
+    async def _handle(self, command: str, **arguments: object) -> dict[str, str]:
         if command not in self._handlers:
             return {"error": f"the run knows no command {command}; it knows {', '.join(self._handlers)}"}
         try:
@@ -69,7 +68,7 @@ class ControlServer:
             return {"error": f"the run met an error of its own: {error!r}"}
 
 
-def call(path: Path, command: str, **arguments: Any) -> str:
+def call(path: Path, command: str, **arguments: object) -> str:
     """What the run says to a command. Raises ConfigurationError with what it has against it, or if it is not there."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(REQUEST_SECONDS)

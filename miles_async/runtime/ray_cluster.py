@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import ray
 
@@ -92,7 +91,7 @@ class _RayThread(threading.Thread):
 
 
 def _connect(address: str | None, environment: Mapping[str, str]) -> None:
-    options: dict[str, Any] = (
+    options: dict[str, object] = (
         {"address": address}
         if address
         # "local", or Ray would join whatever `ray start` left on this machine. Actors ask for GPUs only: on a laptop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, TypeVar, get_args
+from typing import BinaryIO, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -57,7 +57,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"expected plain data in a record, found {type(value).__name__}")
 
 
-def _array(array_type: Any, content: bytes) -> np.ndarray:
+def _array(array_type: object, content: bytes) -> np.ndarray:
     """``array_type``: an alias such as ``types.Int32``."""
     (dtype,) = get_args(get_args(array_type)[1])
     return np.frombuffer(content, dtype=dtype)

@@ -7,9 +7,9 @@ a cancellation of ours: nothing else may reach a task group or the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context, ContextVar
+from typing import ParamSpec, TypeVar
 
 import structlog
 
@@ -19,13 +19,14 @@ log = structlog.get_logger(__name__)
 
 END_SECONDS = 5.0  # that a cancelled coroutine may take to clean up
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _in_user_code = ContextVar("_in_user_code", default=False)  # inherited by tasks that the code starts
-_left_behind: set[asyncio.Task[Any]] = set()  # the event loop itself only holds weak references
+_left_behind: set[asyncio.Task[object]] = set()  # the event loop itself only holds weak references
 
 
-async def run_user_code(work: Coroutine[Any, Any, T], *, seconds: float | None = None, overdue: str = "") -> T:
+async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | None = None, overdue: str = "") -> T:
     """Await a coroutine of the user's in a task of its own, so that only the caller's cancellation is a cancellation.
 
     Raises:
@@ -52,10 +53,10 @@ async def run_user_code(work: Coroutine[Any, Any, T], *, seconds: float | None =
     raise UserCodeError(f"raised {error!r}") from error
 
 
-def call_user_code(function: Callable[..., T], *arguments: Any) -> T:
+def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Call a function of the user's. Raises the Exceptions that it raises, and UserCodeError for anything else."""
     try:
-        return function(*arguments)
+        return function(*arguments, **named)
     except Exception:
         raise
     except BaseException as error:  # supervision point: SystemExit would end the process, CancelledError its task
@@ -67,7 +68,7 @@ def raised(error: Exception) -> str:
     return str(error) if isinstance(error, UserCodeError) else f"raised {error!r}"
 
 
-async def _done(task: asyncio.Task[Any], seconds: float | None) -> bool:
+async def _done(task: asyncio.Task[object], seconds: float | None) -> bool:
     """Wait for a task for at most ``seconds``; return whether it is done.
 
     As ``asyncio.wait``, at half its price: every sample waits here twice, for its Generate and for its reward.
@@ -90,7 +91,7 @@ async def _done(task: asyncio.Task[Any], seconds: float | None) -> bool:
     return task.done()
 
 
-async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, BaseException | None]:
+async def _outcome(work: Coroutine[object, None, T]) -> tuple[T | None, BaseException | None]:
     _in_user_code.set(True)
     try:
         return await work, None
@@ -104,20 +105,25 @@ def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
         loop.set_task_factory(_make_task)
 
 
-def _make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+def _make_task(
+    loop: asyncio.AbstractEventLoop,
+    work: Coroutine[object, None, T] | Generator[asyncio.Future[object] | None, None, T],
+    *,
+    context: Context | None = None,
+) -> asyncio.Task[T]:
     if _in_user_code.get() and asyncio.iscoroutine(work):
         work = _without_exits(work)
-    return asyncio.Task(work, loop=loop, **options)
+    return asyncio.Task(work, loop=loop, context=context)
 
 
-async def _without_exits(work: Coroutine[Any, Any, T]) -> T:
+async def _without_exits(work: Coroutine[object, None, T]) -> T:
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
         raise UserCodeError(f"raised {error!r} in a task") from error
 
 
-async def _end(task: asyncio.Task[Any]) -> None:
+async def _end(task: asyncio.Task[object]) -> None:
     _left_behind.add(task)  # before waiting, which a second cancellation ends
     task.add_done_callback(_left_behind.discard)
     task.cancel()

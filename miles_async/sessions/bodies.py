@@ -6,12 +6,14 @@ is longer than any conversation that fits the context is therefore refused befor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from miles_async.errors import NoRoomError, TrajectoryError
+
+T = TypeVar("T")
 
 BYTES_PER_TOKEN = 32
 """Bytes of a request allowed per token of context. Text has 1 to 6, or 12 where JSON escapes it; ids come on top."""
@@ -42,7 +44,7 @@ async def read_conversation(request: web.Request, max_total: int) -> bytes:
     )
 
 
-async def read_object(request: web.Request, expected: str, kind: Any) -> Any:
+async def read_object(request: web.Request, expected: str, kind: type[T]) -> T:
     """Read a short JSON object as a ``kind``; an empty body is an empty object.
 
     Raises TrajectoryError naming what was ``expected``.

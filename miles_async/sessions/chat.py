@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from miles_async.sessions.chat_request import ChatRequest
 from miles_async.trajectory.tree import Turn
+from miles_async.types import JsonObject
 
 Decode = Callable[[Sequence[int]], str]
 """Tokens → text, special tokens included."""
 
 
-def completion(turns: Sequence[Turn], request: ChatRequest, completion_id: str, decode: Decode) -> dict[str, Any]:
+def completion(turns: Sequence[Turn], request: ChatRequest, completion_id: str, decode: Decode) -> JsonObject:
     """Build the response; one choice per turn."""
     choices = [
         {
@@ -35,7 +35,7 @@ def stream(turns: Sequence[Turn], request: ChatRequest, completion_id: str, deco
     head = _head(request, completion_id, "chat.completion.chunk")
     for index, turn in enumerate(turns):
         message = _message(turn)
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas: list[JsonObject] = [{"role": "assistant", "content": ""}]
         deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
         deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls", ()))]
         for delta in deltas:
@@ -48,16 +48,16 @@ def stream(turns: Sequence[Turn], request: ChatRequest, completion_id: str, deco
     yield b"data: [DONE]\n\n"
 
 
-def event(data: Mapping[str, Any]) -> bytes:
+def event(data: JsonObject) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def _head(request: ChatRequest, completion_id: str, kind: str) -> dict[str, Any]:
+def _head(request: ChatRequest, completion_id: str, kind: str) -> JsonObject:
     return {"id": completion_id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _message(turn: Turn) -> dict[str, Any]:
+def _message(turn: Turn) -> JsonObject:
     message = dict(turn.reply)
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
@@ -65,7 +65,7 @@ def _message(turn: Turn) -> dict[str, Any]:
     return message
 
 
-def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+def _as_text(function: JsonObject) -> JsonObject:
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**function, "arguments": text}
@@ -77,7 +77,7 @@ def _finish_reason(turn: Turn) -> str:
     return turn.sampled.finish_reason
 
 
-def _logprobs(turn: Turn, request: ChatRequest, decode: Decode) -> dict[str, Any] | None:
+def _logprobs(turn: Turn, request: ChatRequest, decode: Decode) -> JsonObject | None:
     """Log-probs of all sampled tokens, including reasoning, calls and the stop token."""
     if not request.logprobs:
         return None
@@ -90,7 +90,7 @@ def _logprobs(turn: Turn, request: ChatRequest, decode: Decode) -> dict[str, Any
     return {"content": content, "refusal": None}
 
 
-def _usage(turns: Sequence[Turn]) -> dict[str, Any]:
+def _usage(turns: Sequence[Turn]) -> JsonObject:
     prompt, said = turns[0].context.length, sum(len(turn.sampled.output_ids) for turn in turns)
     return {
         "prompt_tokens": prompt,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from miles_async.errors import TrajectoryError
 from miles_async.trajectory.constraints import Constraint
+from miles_async.types import JsonObject
 
 _MOST_CHOICES = 128  # OpenAI's limit of n
 
@@ -16,21 +16,21 @@ _MOST_CHOICES = 128  # OpenAI's limit of n
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of a request that are honored. Sampling parameters are the run's: the trainer's log-probs assume them."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     model: str = ""
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: list[JsonObject] | None = None
+    tool_choice: object = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: JsonObject | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
     n: int | None = 1
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    response_format: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: object = None
+    chat_template_kwargs: JsonObject | None = None
 
     @property
     def limit(self) -> int | None:
@@ -49,7 +49,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         return [stop for stop in stops if stop]
 
     @property
-    def offered_tools(self) -> list[dict[str, Any]]:
+    def offered_tools(self) -> list[JsonObject]:
         """Tools shown to the model."""
         return [] if self.tool_choice == "none" else self.tools or []
 
@@ -68,7 +68,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
             return Constraint(tools=called, parallel=self.parallel_calls)
         return Constraint(schema=schema, tools=self.offered_tools, parallel=self.parallel_calls)
 
-    def _called_tools(self) -> list[dict[str, Any]]:
+    def _called_tools(self) -> list[JsonObject]:
         """Tools of which ``tool_choice`` demands a call; empty if calls are optional."""
         match self.tool_choice:
             case None | "auto" | "none":
@@ -105,12 +105,12 @@ def read_request(body: bytes) -> ChatRequest:
     return request
 
 
-def _name(tool: Mapping[str, Any]) -> Any:
+def _name(tool: JsonObject) -> object:
     function = tool.get("function")
     return function.get("name") if isinstance(function, Mapping) else None
 
 
-def _schema(response_format: Any) -> Mapping[str, Any] | None:
+def _schema(response_format: object) -> JsonObject | None:
     """JSON Schema of the answer; None for free text."""
     match response_format:
         case None | {"type": "text"}:

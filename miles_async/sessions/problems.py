@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 import structlog
@@ -18,6 +17,7 @@ from miles_async.errors import (
     TrajectoryError,
     TransientEngineError,
 )
+from miles_async.types import JsonObject
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ _STATUS_OF: tuple[tuple[type[MilesAsyncError], int, str], ...] = (
 )
 
 
-def failure(error: MilesAsyncError) -> tuple[int, dict[str, Any]]:
+def failure(error: MilesAsyncError) -> tuple[int, JsonObject]:
     """Status and body for an error. An upstream's own status and text are kept (A5)."""
     status, code = next((status, code) for kind, status, code in _STATUS_OF if isinstance(error, kind))
     if upstream := re.match(r"HTTP (\d{3}): ", str(error)):
@@ -39,7 +39,7 @@ def failure(error: MilesAsyncError) -> tuple[int, dict[str, Any]]:
     return status, problem(str(error), code, status)
 
 
-def problem(message: str, code: str, status: int) -> dict[str, Any]:
+def problem(message: str, code: str, status: int) -> JsonObject:
     """The body of an error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
@@ -52,7 +52,9 @@ def gone(kind: type[web.HTTPError], message: str, code: str) -> web.HTTPError:
 
 
 @web.middleware
-async def as_json(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+async def as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     """Middleware that turns every error into such a body."""
     try:
         return await handler(request)

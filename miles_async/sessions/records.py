@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
+
+from miles_async.types import JsonObject
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a session, rollout process → session server."""
 
     routing_key: str
-    sampling: dict[str, Any]  # SGLang's parameters
+    sampling: JsonObject  # SGLang's parameters
     max_response: int  # tokens
     max_total: int
     max_turn: int | None = None

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -44,7 +44,10 @@ from miles_async.trajectory.constraints import Constraint
 from miles_async.trajectory.factory import MakeTrajectory
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Turn
-from miles_async.types import CollectedSession, OpenSession
+from miles_async.types import CollectedSession, JsonObject, OpenSession
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MAX_BODY = 1 << 20  # of requests that the run makes; conversations have a limit of their own
 _BACKLOG = 4096  # agents of a whole batch may connect at once
@@ -133,7 +136,7 @@ class SessionServer:
             await self._runner.cleanup()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_thread(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     # ---------------------------------------------------------------------------------------- sessions
@@ -296,7 +299,7 @@ class SessionServer:
         return response
 
 
-def _model(model_id: str) -> dict[str, Any]:
+def _model(model_id: str) -> JsonObject:
     return {"id": model_id, "object": "model", "created": 0, "owned_by": "miles_async"}
 
 

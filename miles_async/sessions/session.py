@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedError, TrajectoryError
 from miles_async.runtime.clock import now
@@ -30,7 +29,7 @@ class Session:
         self.failure: str | None = None
         self.waiting = False
         self.last_used = now()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     @contextmanager
     def request(self) -> Iterator[None]:

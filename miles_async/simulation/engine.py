@@ -12,7 +12,6 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -21,7 +20,7 @@ from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
 from miles_async.simulation.distributions import Distribution
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Response
-from miles_async.types import HeldPart, HeldWeights
+from miles_async.types import HeldPart, HeldWeights, JsonObject
 
 TENSORS = ("t0", "t1")  # of all weights
 PROMPT_TOKEN = 0
@@ -56,7 +55,7 @@ class _Request:
     started: float = 0.0
     timer: asyncio.TimerHandle | None = None
     output: list[int] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[dict[str, str | int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -182,7 +181,7 @@ class SimulatedEngine:
             raise aiohttp.ServerDisconnectedError()
 
     # ------------------------------------------------------------------------------------- generation
-    async def _generate(self, body: Mapping[str, Any]) -> Response:
+    async def _generate(self, body: JsonObject) -> Response:
         if body.get("logprob_start_len") == 0:
             return await self._score(body["input_ids"])
         request = self._request(body)
@@ -201,7 +200,7 @@ class SimulatedEngine:
             headers={"x-smg-routed-worker-id": self.url},
         )
 
-    def _request(self, body: Mapping[str, Any]) -> _Request:
+    def _request(self, body: JsonObject) -> _Request:
         tokens = body["input_ids"]
         remaining = tokens[-1]
         if remaining == PROMPT_TOKEN:  # the first chunk of a response; else the last token says what is left
@@ -266,7 +265,7 @@ class SimulatedEngine:
         self._meter.generated_tokens += tokens
         self._meter.slot_seconds += seconds
         if tokens:
-            span = {"version": self.weight_version, "start": first, "end": first + tokens}
+            span: dict[str, str | int] = {"version": self.weight_version, "start": first, "end": first + tokens}
             if request.spans and request.spans[-1]["version"] == self.weight_version:
                 request.spans[-1]["end"] = first + tokens
             else:
@@ -280,7 +279,7 @@ class SimulatedEngine:
         self._fill_slots()
 
     # ------------------------------------------------------------------------------- pauses and weights
-    def _pause(self, body: Mapping[str, Any]) -> None:
+    def _pause(self, body: JsonObject) -> None:
         if self._paused is not None:
             return
         for request in self._running.values():
@@ -293,7 +292,7 @@ class SimulatedEngine:
         if self._paused == "abort":
             self._abort({"abort_all": True})
 
-    def _continue(self, body: Mapping[str, Any]) -> None:
+    def _continue(self, body: JsonObject) -> None:
         if self._paused is None:
             return
         self._paused = None
@@ -303,7 +302,7 @@ class SimulatedEngine:
             self._start(request)
         self._fill_slots()
 
-    def _abort(self, body: Mapping[str, Any]) -> None:
+    def _abort(self, body: JsonObject) -> None:
         everything = body.get("abort_all", False)
         requests = [r for r in (*self._running.values(), *self._queue) if everything or r.request_id == body["rid"]]
         chosen = {request.request_id for request in requests}
@@ -313,13 +312,13 @@ class SimulatedEngine:
                 self._advance(request)
             self._end(request, "abort")
 
-    def _update(self, body: Mapping[str, Any]) -> None:
+    def _update(self, body: JsonObject) -> None:
         if self.weight_version != body["weight_version"]:
             self._log.add("engine-updated", engine=self.name, version=body["weight_version"])
         self.weight_version = body["weight_version"]
 
 
-_HANDLERS: Mapping[str, Callable[[SimulatedEngine, Mapping[str, Any]], None]] = {
+_HANDLERS: Mapping[str, Callable[[SimulatedEngine, JsonObject], None]] = {
     "/pause_generation": SimulatedEngine._pause,
     "/continue_generation": SimulatedEngine._continue,
     "/abort_request": SimulatedEngine._abort,

@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from miles_async.api import EngineClient, Generate
 from miles_async.runtime.clock import now
 from miles_async.simulation.engine import PROMPT_TOKEN
 from miles_async.simulation.settings import SimulationSettings
-from miles_async.types import Attempt, Prompt, Sample
+from miles_async.types import Attempt, JsonObject, Prompt, Sample
 
 
 class SimulatedPrompts:
@@ -29,10 +27,10 @@ class SimulatedPrompts:
         self._taken += count
         return [(0, Prompt(prompt_id=f"p{number}", token_ids=(PROMPT_TOKEN,), text="")) for number in numbers]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {"taken": self._taken}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         self._taken = state["taken"]
 
 

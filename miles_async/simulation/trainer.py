@@ -31,10 +31,12 @@ class SimulatedTrainer:
 
     async def start(self) -> None: ...
 
-    async def train(self, shards: Sequence[TrainShard]) -> Mapping[str, float]:
+    async def train(self, shards: Sequence[object]) -> Mapping[str, float]:
         if self._settings.faults.trainer_fails_at_step == self._steps:
             raise TrainerError(f"rank 0 died in step {self._steps} (simulated)")
-        self._log.add("train", step=self._steps, version=shards[0].target_version)
+        shard = shards[0]
+        assert isinstance(shard, TrainShard)  # itself: there is no object store
+        self._log.add("train", step=self._steps, version=shard.target_version)
         seconds = self._settings.train_seconds.draw(self._train_times)
         await asyncio.sleep(seconds)
         self.busy_seconds += seconds

@@ -15,11 +15,13 @@ import itertools
 import math
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from miles_async.errors import StalledError
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Outcome = TypeVar("Outcome")
 
 
 _DIGITS = 9  # of a time in seconds: sums that differ in rounding only are the same moment
@@ -43,7 +45,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
     def call_at(  # type: ignore[override]
-        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+        self, when: float, callback: Callable[..., object], *args: object, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Schedule a timer as asyncio does; timers due at the same time fire in creation order."""
         when = round(when, _DIGITS)
@@ -61,7 +63,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Call ``call`` in that iteration, before anything that becomes ready in it."""
         self._jumping.calls[iteration] = lambda: self.call_soon(call)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+    def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Call the function inline, with the result in the next iteration: threads take no virtual time."""
         future: asyncio.Future[T] = self.create_future()
         try:
@@ -81,13 +83,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return StalledError(f"{why} at {self.time():.6g} virtual seconds. Tasks that wait: {tasks or 'none'}")
 
 
-def run_in_virtual_time(main: Coroutine[Any, Any, T], *, limit_seconds: float = math.inf) -> T:
+def run_in_virtual_time(main: Coroutine[object, None, T], *, limit_seconds: float = math.inf) -> T:
     """``asyncio.run`` on a loop of virtual time."""
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(limit_seconds)) as runner:
         return runner.run(main)
 
 
-def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
+def _settle(future: asyncio.Future[T], settle: Callable[[Outcome], None], outcome: Outcome) -> None:
     if not future.cancelled():
         settle(outcome)
 
@@ -106,7 +108,7 @@ class _JumpingSelector(selectors.SelectSelector):
         self._stalled = stalled
         self._limit_seconds = limit_seconds
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.iterations += 1
         if (call := self.calls.pop(self.iterations, None)) is not None:
             call()
@@ -128,8 +130,8 @@ class _Timer(asyncio.TimerHandle):
         super().__init__(when, *options)
         self._order = (when, number)
 
-    def __lt__(self, other: Any) -> bool:
-        return bool(self._order < other._order)
+    def __lt__(self, other: object) -> bool:
+        return self._order < other._order if isinstance(other, _Timer) else NotImplemented
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]
@@ -143,7 +145,7 @@ class _Task(asyncio.Task):  # type: ignore[type-arg]
         return self._number
 
 
-def _where(task: asyncio.Task[Any]) -> str:
+def _where(task: asyncio.Task[object]) -> str:
     frames = task.get_stack(limit=1)
     if not frames:
         return task.get_name()

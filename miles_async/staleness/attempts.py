@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from miles_async.errors import DataError
 from miles_async.staleness.ledger import Outcome
-from miles_async.types import Attempt, Prompt
+from miles_async.types import Attempt, JsonObject, Prompt
 
 
 class Cause(enum.StrEnum):
@@ -164,7 +163,7 @@ class AttemptBook:
             self._retries.append(Retry(prompt=retry.prompt, epoch=retry.epoch, history=history))
         return tuple(retry.prompt.prompt_id for retry in readmitted)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the state, JSON-serializable."""
         return {
             "next_id": self._next_id,
@@ -173,7 +172,7 @@ class AttemptBook:
             "readmissions": sorted(self._readmissions),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Continue from a saved state; ids are not reused."""
         self._next_id = int(state["next_id"])
         self._retries = deque(msgspec.convert(state["retries"], tuple[Retry, ...]))

@@ -8,12 +8,11 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import msgspec
 
 from miles_async.errors import ContractViolation
-from miles_async.types import Attempt
+from miles_async.types import Attempt, JsonObject
 
 
 class Stage(enum.StrEnum):
@@ -212,7 +211,7 @@ class Ledger:
                     f"ledger: {[self._rows.get(i, i) for i in sorted(found - expected)]}"
                 )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Counters and live rows, JSON-serializable."""
         return {
             "issued": self._issued,
@@ -224,7 +223,7 @@ class Ledger:
         }
 
     @staticmethod
-    def saved_balance(state: Mapping[str, Any]) -> Balance:
+    def saved_balance(state: JsonObject) -> Balance:
         """Return the balance at the moment when ``state`` was saved."""
         stages = Counter(row.stage for row in msgspec.convert(state["live"], tuple[Row, ...]))
         return Balance(
@@ -237,7 +236,7 @@ class Ledger:
             aborted=int(state["aborted"]),
         )
 
-    def restore(self, state: Mapping[str, Any], *, kept: Collection[int] = ()) -> tuple[Row, ...]:
+    def restore(self, state: JsonObject, *, kept: Collection[int] = ()) -> tuple[Row, ...]:
         """Take over the counters of an earlier process. Its live attempts that are ``kept`` count as buffered, since
         their groups were saved. The others are cancelled ("restart") and returned: their generations ended with that
         process, and their prompts are issued again as new attempts.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -20,13 +19,13 @@ from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.ledger import Balance, Ledger, Outcome, Row, Stage
 from miles_async.staleness.observer import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy, is_stale
-from miles_async.types import Attempt, Group, Prompt
+from miles_async.types import Attempt, Group, JsonObject, Prompt
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The pool at one moment, from which another process can continue (C9)."""
 
-    state: dict[str, Any]  # JSON-serializable
+    state: JsonObject  # JSON-serializable
     groups: tuple[Group, ...]  # finished and not trained yet, oldest admission first
 
 

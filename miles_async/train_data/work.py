@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from miles_async.arguments.model import EXPERT_COUNTS
+from miles_async.types import JsonObject
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -19,7 +17,7 @@ def sequence_work(lengths: npt.ArrayLike, quadratic: float) -> npt.NDArray[np.fl
     return tokens + quadratic * tokens**2
 
 
-def quadratic_work(config: Mapping[str, Any]) -> float:
+def quadratic_work(config: JsonObject) -> float:
     """Work of causal attention per token², relative to the work per token of all weights.
 
     In a sequence of 1 / quadratic tokens attention costs as much as all weights together. The backward pass doubles
@@ -33,7 +31,7 @@ def quadratic_work(config: Mapping[str, Any]) -> float:
     return float(layers * per_pair / 2 / weights)  # half of the pairs are masked
 
 
-def _attention(config: Mapping[str, Any]) -> tuple[int, int]:
+def _attention(config: JsonObject) -> tuple[int, int]:
     """(weights of a layer, multiplications of a layer per pair of tokens)."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
@@ -41,7 +39,7 @@ def _attention(config: Mapping[str, Any]) -> tuple[int, int]:
     return hidden * width * 2 * (heads + key_value_heads), heads * width * 2
 
 
-def _latent_attention(config: Mapping[str, Any]) -> tuple[int, int]:
+def _latent_attention(config: JsonObject) -> tuple[int, int]:
     """The same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     rotated, plain, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
@@ -52,7 +50,7 @@ def _latent_attention(config: Mapping[str, Any]) -> tuple[int, int]:
     return weights, heads * (key + value)
 
 
-def _feed_forward(config: Mapping[str, Any]) -> int:
+def _feed_forward(config: JsonObject) -> int:
     """Feed-forward weights of all layers that one token passes through: some of a mixture's experts."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     dense = 3 * hidden * config["intermediate_size"]

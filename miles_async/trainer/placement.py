@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_async.arguments.cluster import Device
@@ -44,7 +43,7 @@ class Placement:
     def __init__(self, resources: RankResources, world_size: int) -> None:
         self._resources = resources
         self._world_size = world_size
-        self._group: Any = None
+        self._group: PlacementGroup | None = None
         self._bundles: list[int] = []
 
     async def reserve(self, deadline_seconds: float) -> None:
@@ -63,7 +62,7 @@ class Placement:
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         self._bundles = sorted(range(self._world_size), key=lambda index: (nodes[index], index))
 
-    def options(self, rank: int) -> dict[str, Any]:
+    def options(self, rank: int) -> dict[str, object]:
         """For ``ray.remote(...).options``."""
         runtime_env: dict[str, Any] = {"env_vars": dict(self._resources.env)}
         if self._resources.interpreter is not None:

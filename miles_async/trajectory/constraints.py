@@ -11,22 +11,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from miles_async.errors import TrajectoryError
+from miles_async.types import JsonObject
 
 GRAMMAR = "structural_tag"
 """Name of SGLang's sampling parameter for a grammar."""
 
-Format = dict[str, Any]
-Tools = Sequence[Mapping[str, Any]]
+Format = JsonObject
+Tools = Sequence[JsonObject]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
     """Restriction of a turn to one of the given alternatives."""
 
-    schema: Mapping[str, Any] | None = None  # a JSON text of this JSON Schema
+    schema: JsonObject | None = None  # a JSON text of this JSON Schema
     tools: Tools = ()  # calls of these functions, one at least
     parallel: bool = True  # several calls are allowed
 
@@ -82,7 +82,7 @@ def _calls(tools: Tools, parallel: bool, style: str | None) -> Format:
     }
 
 
-def _qwen_call(name: str, parameters: Mapping[str, Any]) -> Format:
+def _qwen_call(name: str, parameters: JsonObject) -> Format:
     return {
         "type": "tag",
         "begin": f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ',
@@ -91,7 +91,7 @@ def _qwen_call(name: str, parameters: Mapping[str, Any]) -> Format:
     }
 
 
-def _llama3_call(name: str, parameters: Mapping[str, Any]) -> Format:
+def _llama3_call(name: str, parameters: JsonObject) -> Format:
     return {
         "type": "tag",
         "begin": f'{{"name": {json.dumps(name)}, "parameters": ',
@@ -100,7 +100,7 @@ def _llama3_call(name: str, parameters: Mapping[str, Any]) -> Format:
     }
 
 
-def _glm_call(name: str, parameters: Mapping[str, Any]) -> Format:
+def _glm_call(name: str, parameters: JsonObject) -> Format:
     return {
         "type": "tag",
         "begin": f"<tool_call>{name}\n",
@@ -109,11 +109,11 @@ def _glm_call(name: str, parameters: Mapping[str, Any]) -> Format:
     }
 
 
-def _object(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+def _object(parameters: JsonObject) -> JsonObject:
     return {"type": "object", **parameters}
 
 
-CALL_STYLES: Mapping[str, tuple[Callable[[str, Mapping[str, Any]], Format], str]] = {
+CALL_STYLES: Mapping[str, tuple[Callable[[str, JsonObject], Format], str]] = {
     "qwen": (_qwen_call, "\n"),
     "llama3": (_llama3_call, "; "),
     "glm": (_glm_call, "\n"),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from miles_async.errors import TrajectoryError
+from miles_async.types import JsonObject
 
-Message = dict[str, Any]
+Message = JsonObject
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def canonical(message: Any) -> Message:
+def canonical(message: object) -> Message:
     """Return role, content as text, and other fields that a chat template may render; drop the rest.
 
     Arguments of tool calls, which clients send as JSON texts, become objects: that is what templates expect.
@@ -24,7 +24,7 @@ def canonical(message: Any) -> Message:
     """
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise TrajectoryError(f"expected a message with a role ({', '.join(_ROLES)}), found {_shown(message)}")
-    result: Message = {"role": message["role"], "content": _text(message)}
+    result: dict[str, object] = {"role": message["role"], "content": _text(message)}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
         result["reasoning_content"] = reasoning
@@ -49,7 +49,7 @@ def _echoed(message: Message, sent: Message) -> Message:
     return {**kept, "content": message["content"].strip()}
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: JsonObject) -> str:
     content = message.get("content")
     if content is None:
         return ""
@@ -60,9 +60,9 @@ def _text(message: Mapping[str, Any]) -> str:
     raise TrajectoryError(f"expected a text, or parts of type text, as content; found {_shown(content)}")
 
 
-def _tool_call(call: Any) -> Message:
+def _tool_call(call: object) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TrajectoryError(f"expected a tool call with a function and its name, found {_shown(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -75,6 +75,6 @@ def _tool_call(call: Any) -> Message:
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:197] + "..."

@@ -13,10 +13,11 @@ import difflib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from miles_async.errors import TrajectoryError
 from miles_async.trajectory.messages import Message
+from miles_async.types import JsonObject
 
 _MARK = secrets.token_hex(8)  # in no conversation
 
@@ -32,8 +33,8 @@ class ChatFormat(Protocol):
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
+        tools: Sequence[JsonObject],
+        options: JsonObject,
         *,
         generation_prompt: bool,
     ) -> str:
@@ -82,8 +83,8 @@ class Renderer:
         self,
         messages: Sequence[Message],
         sampled: Sequence[int],
-        tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
+        tools: Sequence[JsonObject],
+        options: JsonObject,
     ) -> list[str]:
         """Return the text in front of each turn in ``messages``, and in front of the next turn.
 

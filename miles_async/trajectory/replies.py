@@ -6,19 +6,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from miles_async.trajectory.messages import Message
 from miles_async.trajectory.rendering import ChatFormat
+from miles_async.types import JsonObject
 
-Call = tuple[str, Any]
+Call = tuple[str, object]
 """Name and arguments; arguments are an object, or the model's text if it is not one."""
 
 
 class ParseCalls(Protocol):
     """``--tool-call-parser``."""
 
-    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    def __call__(self, text: str, tools: Sequence[JsonObject]) -> tuple[str, list[Call]]:
         """Return (text without the calls, calls). Calls that cannot be parsed stay in the text."""
         ...
 
@@ -36,7 +37,7 @@ class ReplyParser:
         self,
         output_ids: Sequence[int],
         before: str,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         call_ids: str,
         *,
         stops: Sequence[str] = (),
@@ -62,7 +63,7 @@ class ReplyParser:
         if tools and self.parse_calls is not None:
             text, calls = self.parse_calls(text, tools)
             calls = calls if parallel else calls[:1]
-        message: Message = {"role": "assistant", "content": self.chat.without_special(text)}
+        message: dict[str, object] = {"role": "assistant", "content": self.chat.without_special(text)}
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
@@ -87,7 +88,7 @@ def split_reasoning(text: str, *, begun: bool) -> tuple[str | None, str]:
     return reasoning.strip("\n"), rest.lstrip("\n")
 
 
-def parse_qwen(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+def parse_qwen(text: str, tools: Sequence[JsonObject]) -> tuple[str, list[Call]]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes write it."""
     calls: list[Call] = []
 
@@ -102,7 +103,7 @@ def parse_qwen(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list
     return (rest.rstrip() if calls else rest), calls
 
 
-def parse_llama3(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+def parse_llama3(text: str, tools: Sequence[JsonObject]) -> tuple[str, list[Call]]:
     """``{"name": ..., "parameters": {...}}``, the whole reply, several separated by semicolons."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     calls: list[Call] = []
@@ -120,7 +121,7 @@ def parse_llama3(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, li
     return ("", calls) if calls else (text, [])
 
 
-def parse_glm(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+def parse_glm(text: str, tools: Sequence[JsonObject]) -> tuple[str, list[Call]]:
     """``<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``, as GLM 4.5 and later write it."""
     types = {tool["function"]["name"]: _parameter_types(tool["function"]) for tool in tools if "function" in tool}
     calls: list[Call] = []
@@ -154,12 +155,12 @@ def _json_call(text: str) -> Call | None:
     return call["name"], {} if arguments is None else arguments  # null: a function without parameters
 
 
-def _parameter_types(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _parameter_types(function: JsonObject) -> JsonObject:
     properties = (function.get("parameters") or {}).get("properties") or {}
     return {name: schema.get("type") for name, schema in properties.items() if isinstance(schema, Mapping)}
 
 
-def _value(text: str, declared_type: Any) -> Any:
+def _value(text: str, declared_type: object) -> object:
     """Parse a value that isn't declared as text as JSON, if possible."""
     if declared_type == "string":
         return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
 from miles_async.trajectory.replies import CALL_ENDS
 from miles_async.trajectory.tree import Context, Tools, Trajectory, Turn
 from miles_async.trajectory.turn import take_turn
-from miles_async.types import Int32
+from miles_async.types import Int32, JsonObject
 
 InThread = Callable[..., Awaitable[Any]]
 """``asyncio.to_thread`` or the like, since tokenizing takes time in proportion to the tokens."""
@@ -46,7 +46,7 @@ class TurnTaker:
 
     trajectory: Trajectory
     client: EngineClient
-    sampling: Mapping[str, Any]  # SGLang's parameters
+    sampling: JsonObject  # SGLang's parameters
     limits: Limits
     routing_key: str
     in_thread: InThread
@@ -59,9 +59,9 @@ class TurnTaker:
 
     async def take(
         self,
-        messages: Sequence[Any],
+        messages: Sequence[object],
         tools: Tools = (),
-        options: Mapping[str, Any] | None = None,
+        options: JsonObject | None = None,
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
@@ -101,8 +101,6 @@ class TurnTaker:
             self.began(int(sampled.weight_versions[0]))
         return turn
 
-    def _prepare(
-        self, messages: Sequence[Any], tools: Tools, options: Mapping[str, Any] | None
-    ) -> tuple[Context, Int32]:
+    def _prepare(self, messages: Sequence[Any], tools: Tools, options: JsonObject | None) -> tuple[Context, Int32]:
         context = self.trajectory.extend(messages, tools, options)
         return context, context.input_ids()

@@ -15,9 +15,8 @@ there instead: the turn continues the conversation as the template writes it, as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,9 +26,9 @@ from miles_async.trajectory.messages import Message, canonical, is_echo
 from miles_async.trajectory.rendering import Renderer, check_unchanged
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.turn import SampledTurn
-from miles_async.types import NO_VERSION, Branch, FinishReason, Float32, Int32, Sample, UInt8
+from miles_async.types import NO_VERSION, Branch, FinishReason, Float32, Int32, JsonObject, Sample, UInt8
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[JsonObject]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +38,7 @@ class Context:
     parent: Turn | None
     messages: tuple[Message, ...]  # new after the parent's reply
     tools: Tools
-    options: Mapping[str, Any]  # for the template
+    options: JsonObject  # for the template
     text: str  # of the messages, as the template writes them
     kept: int  # tokens of the parent's output that stay: all, or all but a stop token
     appended: Int32  # tokens after these
@@ -76,7 +75,7 @@ class Trajectory:
     as_template_writes: bool = False  # else as it was sampled
     turns: list[Turn] = field(default_factory=list)  # in order of completion
 
-    def extend(self, messages: Sequence[Any], tools: Tools = (), options: Mapping[str, Any] | None = None) -> Context:
+    def extend(self, messages: Sequence[object], tools: Tools = (), options: JsonObject | None = None) -> Context:
         """Turn a conversation whose next turn is the model's into tokens.
 
         Args:
@@ -115,7 +114,7 @@ class Trajectory:
         self.turns.append(turn)
         return turn
 
-    def _continued(self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Context:
+    def _continued(self, conversation: Sequence[Message], tools: Tools, options: JsonObject) -> Context:
         """Context that appends to the turns that ``conversation`` went through."""
         parent, length = self._last_common_turn(conversation, tools, options)
         path = [*_path(parent)]
@@ -139,9 +138,7 @@ class Trajectory:
             appended_text=appended_text,
         )
 
-    def _from_start(
-        self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any], written: str
-    ) -> Context:
+    def _from_start(self, conversation: Sequence[Message], tools: Tools, options: JsonObject, written: str) -> Context:
         """Context of a new branch: the whole conversation as the template has ``written`` it."""
         appended = np.array(self.renderer.chat.tokenize(written), np.int32)
         return Context(
@@ -180,7 +177,7 @@ class Trajectory:
         return result
 
     def _last_common_turn(
-        self, conversation: Sequence[Message], tools: Tools, options: Mapping[str, Any]
+        self, conversation: Sequence[Message], tools: Tools, options: JsonObject
     ) -> tuple[Turn | None, int]:
         """Return the deepest turn that ``conversation`` went through, and the number of messages up to its reply."""
         best: tuple[Turn | None, int] = (None, 0)

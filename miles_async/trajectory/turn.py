@@ -6,8 +6,7 @@ weights of each token are known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -16,7 +15,7 @@ from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
 from miles_async.staleness.versions import versions_per_token
 from miles_async.trajectory.constraints import GRAMMAR
-from miles_async.types import FinishReason, Float32, GenerateRequest, Generation, Int32
+from miles_async.types import FinishReason, Float32, GenerateRequest, Generation, Int32, JsonObject
 
 MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token after which the engine counts as broken
 
@@ -38,7 +37,7 @@ class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
 async def take_turn(
     client: EngineClient,
     input_ids: Int32,
-    sampling: Mapping[str, Any],
+    sampling: JsonObject,
     *,
     routing_key: str,
     kept: Callable[[int], None] = lambda version: None,

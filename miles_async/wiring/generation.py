@@ -5,10 +5,9 @@ A part of the composition root, for the rollout actor's process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from miles_async.api import Agent, EngineClient, Environment, Generate, MakeEnvironment, Reward
 from miles_async.arguments import Arguments
@@ -27,10 +26,10 @@ from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.trajectory.factory import named_parser, trajectory_factory
 from miles_async.trajectory.taker import Limits
-from miles_async.types import CollectedSession, OpenSession
+from miles_async.types import CollectedSession, JsonObject, OpenSession
 from miles_async.wiring.session_process import ServerSettings
 
-Sampling = Mapping[str, Any]
+Sampling = JsonObject
 
 
 class Episodes:
@@ -70,8 +69,7 @@ class Episodes:
         sessions = self._arguments.sessions
         path = self._arguments.rollout.custom_generate_function_path
         if path is not None:
-            generate: Generate = load_object(path, Generate, "--custom-generate-function-path")
-            return generate
+            return load_object(path, Generate, "--custom-generate-function-path")
         if self.service is not None:
             may_constrain = not trained or self._arguments.algorithm.heeds_rollout_logprobs
             opened = SessionsOfRun(self.service, dict(sampling), self._limits(sampling), may_constrain)
@@ -127,7 +125,7 @@ class SessionsOfRun:
     """Sessions with the settings of training, or of evaluation."""
 
     service: SessionService
-    sampling: dict[str, Any]
+    sampling: JsonObject
     limits: Limits
     may_constrain: bool
 
@@ -172,8 +170,7 @@ def run_services(arguments: Arguments) -> Services:
 
 
 def _environment_factory(path: str) -> MakeEnvironment:
-    factory: MakeEnvironment = load_factory(path, MakeEnvironment, Environment, "--environment-path")
-    return factory
+    return load_factory(path, MakeEnvironment, Environment, "--environment-path")
 
 
 def _loaded_agent(path: str) -> RunAgent:

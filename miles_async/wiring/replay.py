@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -212,11 +212,11 @@ def _difference(expected: object, found: object) -> str | None:
     return f"expected {path} {left!r:.500}, found {right!r:.500}"
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     return msgspec.msgpack.decode(encode(value))
 
 
-def _first_difference(expected: Any, found: Any, path: str = "") -> tuple[str, Any, Any]:
+def _first_difference(expected: object, found: object, path: str = "") -> tuple[str, object, object]:
     match expected, found:
         case dict(), dict():
             pairs = [(f"{path}.{key}", expected.get(key), found.get(key)) for key in {**expected, **found}]

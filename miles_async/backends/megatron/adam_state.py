@@ -10,12 +10,15 @@ Megatron takes torch's AdamW where neither is installed, which is every machine 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
 
-def make_state(optimizer: Any) -> None:
+
+def make_state(optimizer: MegatronOptimizer) -> None:
     """Create the state that the first optimizer step would create."""
     for adam, parameter in _torch_adam_parameters(optimizer):
         if not adam.state[parameter]:
@@ -26,13 +29,13 @@ def make_state(optimizer: Any) -> None:
             }
 
 
-def separate_steps(optimizer: Any) -> None:
+def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Give every parameter its own ``step`` after a load."""
     for adam, parameter in _torch_adam_parameters(optimizer):
         adam.state[parameter]["step"] = adam.state[parameter]["step"].clone()
 
 
-def _torch_adam_parameters(optimizer: Any) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
+def _torch_adam_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         adam = part.optimizer
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):

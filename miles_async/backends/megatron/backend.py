@@ -128,7 +128,7 @@ class MegatronBackend:
 
         packed = pack_sequences(sequences, align=self._model.align, device=self.device)
         scores = score(self._model.modules, [packed], temperature or self._runner.temperature)
-        flat = from_last_stage(scores[0].tolist() if scores else None)
+        flat = from_last_stage(scores[0].tolist() if scores else [])
         ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
 

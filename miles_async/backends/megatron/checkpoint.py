@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -27,11 +27,17 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_async.backends.megatron import adam_state
 from miles_async.backends.megatron.checkpoint_writer import writing_in_process
 from miles_async.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from torch.nn import Module
 
 # Layout of the distributed optimizer's state: by parameter, so that any layout of ranks can load it. Without the
 # prefix, since megatron has one optimizer or two (experts apart) depending on the layout.
@@ -53,7 +59,9 @@ FOREIGN_ERRORS = (
 )
 
 
-def save(directory: Path, modules: list[Any], optimizer: Any, scheduler: Any) -> None:
+def save(
+    directory: Path, modules: list[Module], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+) -> None:
     """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError."""
     with _as_checkpoint_error(f"cannot write {directory}"):
         if dist.get_rank() == 0:
@@ -73,7 +81,14 @@ def save(directory: Path, modules: list[Any], optimizer: Any, scheduler: Any) ->
             dist_checkpointing.save(state, str(directory), strategy)
 
 
-def load(directory: Path, modules: list[Any], optimizer: Any, scheduler: Any, *, seed: int) -> None:
+def load(
+    directory: Path,
+    modules: list[Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    *,
+    seed: int,
+) -> None:
     """Restore what :func:`save` wrote, on this layout of ranks or another. Collective.
 
     The random generators are restored where the numbers of pipeline, tensor and data-parallel ranks are those of the
@@ -126,7 +141,7 @@ def _reason(error: BaseException) -> str:
 
 
 # ------------------------------------------------------------------------------------- model and optimizer
-def _parameters(modules: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+def _parameters(modules: list[Module], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, object]:
     """Sharded state of the model and its optimizer on this rank; ``optimizer`` has one entry per part."""
     model = _inner(modules).sharded_state_dict()
     states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
@@ -135,12 +150,12 @@ def _parameters(modules: list[Any], optimizer: Any, *, loading: bool) -> dict[st
     return {"model": model, "optimizer": {index: states[index]["param_state"] for index in sorted(states)}}
 
 
-def _optimizer_step(optimizer: Any) -> int:
+def _optimizer_step(optimizer: MegatronOptimizer) -> int:
     """Number of optimizer steps so far, the same for all parameters."""
     return int(_parts(optimizer)[0].state_dict()["optimizer"]["param_groups"][0].get("step") or 0)
 
 
-def _load_optimizer(optimizer: Any, states: dict[int, Any], step: int) -> None:
+def _load_optimizer(optimizer: MegatronOptimizer, states: Mapping[int, object], step: int) -> None:
     for index, part in enumerate(_parts(optimizer)):
         settings = part.state_dict()  # learning rate and the like come from the flags, not from the checkpoint
         for group in settings["optimizer"]["param_groups"]:
@@ -149,20 +164,30 @@ def _load_optimizer(optimizer: Any, states: dict[int, Any], step: int) -> None:
     adam_state.separate_steps(optimizer)
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """List the optimizers: dense layers and experts have one each if they are sharded differently."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _inner(modules: list[Any]) -> Any:
+def _inner(modules: list[Module]) -> Module:
     assert len(modules) == 1, "virtual pipeline stages are not supported"
     return modules[0].module  # inside of DistributedDataParallel
 
 
 # ------------------------------------------------------------------------------------------ random generators
+class RandomStates(TypedDict):
+    """States of all generators of one rank."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: Tensor
+    cuda: Tensor | None
+    model_parallel: dict[str, Tensor]
+
+
 def _sharded_rng() -> ShardedObject:
     """Random generators of all ranks: a (pipeline, tensor, data)-parallel grid of objects."""
-    state = {
+    state: RandomStates = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
@@ -182,7 +207,7 @@ def _sharded_rng() -> ShardedObject:
     return ShardedObject("rng", state, shape, position, replica_id=0)
 
 
-def _restore_rng(state: dict[str, Any]) -> None:
+def _restore_rng(state: RandomStates) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from miles_async.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+    from torch.nn import Module
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +24,11 @@ SHOWN = 5  # names in one error
 DERIVED = (".rotary_emb.inv_freq",)  # constants in old checkpoints, which every implementation recomputes
 
 
-def check(bridge: Any, modules: list[Any]) -> None:
+def check(bridge: AutoBridge, modules: list[Module]) -> None:
     """Raise ConfigurationError naming tensors that would be left out. Collective."""
     config = bridge.hf_pretrained.config
     placed, homeless = _local_names(bridge._model_bridge, modules)
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[tuple[set[str], set[str]]] = [(placed, homeless)] * dist.get_world_size()
     dist.all_gather_object(gathered, (placed, homeless))
     in_model = set().union(*(placed for placed, _ in gathered))
     in_files = set(bridge.hf_pretrained.state.source.get_all_keys())
@@ -45,7 +50,7 @@ def check(bridge: Any, modules: list[Any]) -> None:
         )
 
 
-def _local_names(model_bridge: Any, modules: list[Any]) -> tuple[set[str], set[str]]:
+def _local_names(model_bridge: MegatronModelBridge, modules: list[Module]) -> tuple[set[str], set[str]]:
     """Return (Hugging Face names on this rank, megatron names that have no counterpart)."""
     registry = model_bridge.mapping_registry()
     names, unknown = set(), set()

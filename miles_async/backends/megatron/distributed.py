@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def initialise(store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_seconds: float) -> None:
@@ -41,7 +43,7 @@ def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str
     return from_last_stage(reduced)
 
 
-def from_last_stage(value: Any) -> Any:
+def from_last_stage(value: T) -> T:
     """Broadcast a picklable object from the last pipeline stage. Collective over the pipeline group."""
     from megatron.core import parallel_state
 

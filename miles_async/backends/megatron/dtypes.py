@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.module import Float16Module
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.transformer import TransformerConfig
 
 # Router biases (DeepSeek, GLM) and decays of linear attention (Mamba, gated delta net) change by small steps relative
 # to their size, which bfloat16 rounds away. transformers and SGLang keep them in fp32 too.
@@ -21,7 +25,7 @@ class MixedPrecision(Float16Module):
     does for ``expert_bias``, does not bring the lost bits back.
     """
 
-    def __init__(self, config: Any, module: torch.nn.Module) -> None:
+    def __init__(self, config: TransformerConfig, module: torch.nn.Module) -> None:
         loaded = {name: tensor.data for name, tensor in kept_in_fp32(module)}
         super().__init__(config, module)
         for name, tensor in kept_in_fp32(self.module):
@@ -39,7 +43,7 @@ def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(torch.float32 if _stays(name) else dtype)
 
 
-def index_groups(optimizer: Any) -> None:
+def index_groups(optimizer: MegatronOptimizer) -> None:
     """Map each parameter to its optimizer state, where megatron looks for it.
 
     DistributedOptimizer (megatron-core 0.16) puts a group's fp32 parameters before the others, but numbers them as they

@@ -70,7 +70,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _evaluating(modules: Sequence[Any]) -> Iterator[None]:
+def _evaluating(modules: Sequence[Module]) -> Iterator[None]:
     were_training = [module.training for module in modules]
     try:
         for module in modules:

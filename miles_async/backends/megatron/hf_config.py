@@ -7,12 +7,12 @@ measured against transformers). Each is refused here with the field of config.js
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
 from miles_async.errors import ConfigurationError
+from miles_async.types import JsonObject
 
 # ``model_type`` of the families that tests/integration/test_megatron_layouts.py compares with transformers: log-probs,
 # export and training.
@@ -22,7 +22,7 @@ VERIFIED = ("llama", "qwen2", "qwen3", "gemma", "qwen3_moe", "glm4_moe", "deepse
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> JsonObject:
     """Read config.json of a Hugging Face directory. Raises ConfigurationError."""
     path = directory / "config.json"
     if not path.is_file():
@@ -37,20 +37,20 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
     """Return the config with ``dtype`` as the dtype in which transformers and engines load the weights."""
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]  # the latter is the older one
     return {**config, **dict.fromkeys(names, dtype)}
 
 
-def check_model(config: Mapping[str, Any], directory: Path) -> None:
+def check_model(config: JsonObject, directory: Path) -> None:
     """Raise ConfigurationError naming every field that would make training silently wrong."""
     problems = list(_problems(config))
     if problems:
         raise ConfigurationError(f"{directory / 'config.json'} cannot be trained correctly: " + "; ".join(problems))
 
 
-def check_layout(config: Mapping[str, Any], model: ModelArguments, world_size: int) -> None:
+def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
     """Check that the model can be split as the flags say. Raises ConfigurationError."""
     tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     if tensor < 1 or pipeline < 1 or world_size % (tensor * pipeline):
@@ -70,7 +70,7 @@ def check_layout(config: Mapping[str, Any], model: ModelArguments, world_size: i
     _check_expert_layout(config, model, world_size)
 
 
-def _check_expert_layout(config: Mapping[str, Any], model: ModelArguments, world_size: int) -> None:
+def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
     expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_size
     experts = num_experts(config)
     if not experts:
@@ -100,12 +100,12 @@ def _check_expert_layout(config: Mapping[str, Any], model: ModelArguments, world
         )
 
 
-def num_experts(config: Mapping[str, Any]) -> int:
+def num_experts(config: JsonObject) -> int:
     """Number of routed experts per layer, 0 for a dense model."""
     return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
 
 
-def rope_theta(config: Mapping[str, Any]) -> float:
+def rope_theta(config: JsonObject) -> float:
     """Read the rope base from ``rope_parameters`` (transformers 5) or ``rope_theta`` (4). Raises ConfigurationError."""
     theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
     if not isinstance(theta, int | float):
@@ -113,12 +113,12 @@ def rope_theta(config: Mapping[str, Any]) -> float:
     return float(theta)
 
 
-def provider_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def provider_fields(config: JsonObject) -> dict[str, object]:
     """Return fields of megatron's config that the bridge (0.3) misses with transformers 5. Without them every logit is
     wrong, though the export is clean. ``config`` has transformers' defaults filled in.
     """
     theta = rope_theta(config)
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "rotary_base": int(theta) if theta.is_integer() else theta,
         "rotary_percent": _rotary_share(config),
     }
@@ -129,7 +129,7 @@ def provider_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _problems(config: JsonObject) -> Iterator[str]:
     kind = config.get("model_type", "")
     if kind not in VERIFIED:
         yield (
@@ -152,22 +152,22 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"hidden_act {activation!r}: only gelu_pytorch_tanh is implemented"
 
 
-def _is_latent(config: Mapping[str, Any]) -> bool:
+def _is_latent(config: JsonObject) -> bool:
     """True for multi-head latent attention (DeepSeek)."""
     return "kv_lora_rank" in config
 
 
-def _rope_kind(config: Mapping[str, Any]) -> str:
+def _rope_kind(config: JsonObject) -> str:
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling.get("rope_type", scaling.get("type")) or "default"
 
 
-def _rotary_share(config: Mapping[str, Any]) -> float:
+def _rotary_share(config: JsonObject) -> float:
     rope = config.get("rope_parameters") or {}
     return config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
 
 
-def _rope_problems(config: Mapping[str, Any], kind: str) -> Iterator[str]:
+def _rope_problems(config: JsonObject, kind: str) -> Iterator[str]:
     rope = config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in rope.values()):
         yield "rope_parameters per layer type: one rotary base is used for all layers"
@@ -185,7 +185,7 @@ def _rope_problems(config: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield "rope_interleave false: positions would be rotated wrongly"
 
 
-def _expert_problems(config: Mapping[str, Any], kind: str) -> Iterator[str]:
+def _expert_problems(config: JsonObject, kind: str) -> Iterator[str]:
     if not num_experts(config):
         return
     # transformers leaves norm_topk_prob out of config.json when it has its default: False for qwen*_moe.

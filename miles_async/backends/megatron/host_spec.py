@@ -23,7 +23,7 @@ from torch import Tensor
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm whose gradient ``finalize_model_grads`` sums over tensor-parallel ranks under sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.zero_centered = config.layernorm_zero_centered_gamma
@@ -38,7 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
 class SdpaAttention(MegatronModule):
     """Causal attention by ``scaled_dot_product_attention``, for [s, b, h, d] batches and packed [t, h, d] sequences."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__(config=config)
         assert config.context_parallel_size == 1, "the host spec has no context parallelism"
         self.softmax_scale = softmax_scale
@@ -50,7 +50,7 @@ class SdpaAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: object = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
@@ -105,7 +105,7 @@ class WholeLinear(torch.nn.Linear):
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         """Returns (output, no bias)."""
         return super().forward(x), None
 
@@ -117,7 +117,7 @@ class LatentAttention(MLASelfAttention):
     contribute, is not summed over ranks (megatron-core 0.16).
     """
 
-    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         rank = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = WholeLinear(config.hidden_size, rank, config)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.bridge import AutoBridge
@@ -20,14 +19,21 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config
 from miles_async.backends.megatron.platform import Platform
+from miles_async.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.bridge.models import GPTModelProvider
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A megatron model (one module per virtual pipeline stage, here always one) and the bridge that built it."""
 
-    modules: list[Any]
-    bridge: Any
+    modules: list[Module]
+    bridge: AutoBridge
 
     @property
     def align(self) -> int:
@@ -53,7 +59,7 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
     hf_config.check_model(config, directory)
     provider = _provider(bridge, config, model, platform)
 
-    def prepare(modules: list[Any]) -> list[Any]:
+    def prepare(modules: list[Module]) -> list[Module]:
         for module in modules:
             dtypes.enforce(module, provider.params_dtype)
         coverage.check(bridge, modules)
@@ -82,7 +88,7 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
 
 
 def make_optimizer(
-    modules: list[Any], arguments: OptimizerArguments, *, bf16: bool, total_steps: int
+    modules: list[Module], arguments: OptimizerArguments, *, bf16: bool, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps.
 
@@ -127,7 +133,7 @@ def make_optimizer(
     return optimizer, scheduler
 
 
-def _provider(bridge: Any, config: Mapping[str, Any], model: ModelArguments, platform: Platform) -> Any:
+def _provider(bridge: AutoBridge, config: JsonObject, model: ModelArguments, platform: Platform) -> GPTModelProvider:
     provider = bridge.to_megatron_provider(load_weights=True)
     for name, value in hf_config.provider_fields(config).items():
         setattr(provider, name, value)

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -32,6 +32,11 @@ from miles_async.backends.megatron.packing import PackedBatch, pack_batch
 from miles_async.backends.megatron.scores import token_entropy, token_logprobs
 from miles_async.errors import ContractViolation, TrainerError
 from miles_async.types import TrainShard
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from torch.nn import Module
 
 Packs = list[PackedBatch]
 

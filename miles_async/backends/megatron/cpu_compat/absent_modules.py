@@ -58,7 +58,7 @@ def _module(name: str) -> Any:
 
 
 def _unusable(name: str) -> type[torch.nn.Module]:
-    def __init__(self: Any, *_: Any, **__: Any) -> None:
+    def __init__(self: object, *_: object, **__: object) -> None:
         raise RuntimeError(f"transformer_engine.{name} needs Transformer Engine, which is not installed")
 
     return type(name, (torch.nn.Module,), {"__init__": __init__})

@@ -10,9 +10,12 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FACTORIES = (
     "tensor as_tensor zeros ones empty full arange linspace eye rand randn randint randperm "
@@ -23,7 +26,7 @@ FACTORIES = (
 class View(types.ModuleType):
     """A module that answers from ``overrides`` first and from the real module otherwise."""
 
-    def __init__(self, real: types.ModuleType, overrides: dict[str, Any]) -> None:
+    def __init__(self, real: types.ModuleType, overrides: dict[str, object]) -> None:
         super().__init__(real.__name__, real.__doc__)
         self.__dict__.update(overrides)
         self.__dict__["_real"] = real
@@ -35,11 +38,11 @@ class View(types.ModuleType):
 class HostStream:
     """A stream on the host: one in-order queue, always drained."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
 
-    def wait_stream(self, *_: Any) -> None: ...
+    def wait_stream(self, *_: object) -> None: ...
 
-    def wait_event(self, *_: Any) -> None: ...
+    def wait_event(self, *_: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -50,11 +53,11 @@ class HostStream:
 class HostEvent:
     """An event that has always happened already."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
 
-    def record(self, *_: Any) -> None: ...
+    def record(self, *_: object) -> None: ...
 
-    def wait(self, *_: Any) -> None: ...
+    def wait(self, *_: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -64,7 +67,7 @@ class HostEvent:
 
 def torch_view() -> View:
     """Make the view that replaces ``torch`` inside megatron modules."""
-    overrides: dict[str, Any] = {name: _on_host(getattr(torch, name)) for name in FACTORIES}
+    overrides: dict[str, object] = {name: _on_host(getattr(torch, name)) for name in FACTORIES}
     overrides["cuda"] = _cuda_view()
     return View(torch, overrides)
 
@@ -75,7 +78,7 @@ def patch_cuda_methods() -> None:
     torch.nn.Module.cuda = _same  # type: ignore[method-assign]
 
 
-def _same(self: Any, *_: Any, **__: Any) -> Any:
+def _same(self: T, *_: object, **__: object) -> T:
     return self
 
 
@@ -88,9 +91,9 @@ def _host_device(device: Any) -> Any:
     return device
 
 
-def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _on_host(factory: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if "device" in kwargs:
             kwargs["device"] = _host_device(kwargs["device"])
         kwargs.pop("pin_memory", None)
@@ -99,12 +102,12 @@ def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _answer(value: Any = None) -> Callable[..., Any]:
+def _answer(value: object = None) -> Callable[..., object]:
     return lambda *_, **__: value
 
 
 def _cuda_view() -> View:
-    overrides: dict[str, Any] = {
+    overrides: dict[str, object] = {
         "current_device": _answer("cpu"),  # every caller passes it on as device=
         "device_count": _answer(1),
         "Stream": HostStream,

@@ -10,9 +10,12 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -31,9 +34,9 @@ def _cuda_type_names() -> Iterator[None]:
         del torch.Tensor.type
 
 
-def _under_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+def _under_cuda_type_names(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         with _cuda_type_names():
             return function(*args, **kwargs)
 
@@ -50,7 +53,7 @@ def _patch_distrib_optimizer(module: types.ModuleType) -> None:
     distributed.__init__ = _under_cuda_type_names(distributed.__init__)
     put = distributed._set_main_param_and_optimizer_states
 
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, object]) -> Any:
         # torch's AdamW keeps "step" per parameter, the fused Adam does not; 0.16 loads it elsewhere
         # (load_parameter_state) and then trips over its absence here.
         group, order = self.model_param_group_index_map[model_param]
