@@ -25,6 +25,9 @@ class ObservabilityArguments:
     wandb_mode: WandbMode = flag("offline", "offline writes to the run directory and needs no network")
     wandb_project: str = flag("miles_async", "W&B project")
     wandb_group: str | None = flag(None, "W&B group")
+    custom_tracker_path: str | None = flag(
+        None, "module:attr of your own Tracker, which is given all metrics too", metavar="MODULE:ATTR"
+    )
     progress: bool = flag(True, "live progress on a terminal (plain lines elsewhere)")
     log_level: LogLevel = flag("info", "least severe messages on the console")
     stall_timeout: float = flag(

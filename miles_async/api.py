@@ -45,19 +45,47 @@ class EngineClient(Protocol):
 
 @runtime_checkable
 class Generate(Protocol):
-    """``--custom-generate-function-path module:attr``: one trajectory of one prompt."""
+    """``--custom-generate-function-path module:attr``: one trajectory of one prompt.
+
+    >>> from miles_async.rollout.generate import build_sample, routing_key
+    >>> from miles_async.trajectory.turn import take_turn
+    >>> async def four_tokens(client, attempt, sample_index):
+    ...     key = routing_key(attempt, sample_index)  # one per sample: its requests find their prefix in one engine
+    ...     sampling = {"temperature": 1.0, "max_new_tokens": 4}
+    ...     turn = await take_turn(client, attempt.prompt.token_ids, sampling, routing_key=key)
+    ...     return build_sample(attempt.prompt, turn, decode=lambda token_ids: " ".join(map(str, token_ids)))
+    >>> asyncio.run(four_tokens(client, attempt, 0)).text
+    '7 8 9 2'
+    """
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample: ...
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """What the model acts on, one object per episode: there is nothing to reset. Closed when the episode ends, however
-    it does.
+    """What the model acts on. One object per episode, so there is nothing to reset; it is closed however the episode
+    ends.
+
+    >>> class GuessTheNumber:
+    ...     def __init__(self, prompt):
+    ...         self.number = int(prompt.label)
+    ...
+    ...     def tools(self):
+    ...         return ()
+    ...
+    ...     async def step(self, turn):
+    ...         if int(turn.text) == self.number:
+    ...             return Observation(done=True, reward=1.0)
+    ...         hint = "more" if int(turn.text) < self.number else "less"
+    ...         return Observation(messages=({"role": "user", "content": hint},), reward=0.0)
+    ...
+    ...     async def close(self): ...
+    >>> asyncio.run(GuessTheNumber(prompt).step(turn)).messages
+    ({'role': 'user', 'content': 'less'},)
     """
 
     def tools(self) -> Sequence[JsonObject]:
-        """What the model is offered, as chat completions have it; () for none."""
+        """Functions that the model may call, as chat completions describe them; () for none."""
         ...
 
     async def step(self, turn: AssistantTurn) -> Observation:
@@ -71,7 +99,24 @@ class Environment(Protocol):
 
 
 class MakeEnvironment(Protocol):
-    """``--environment-path module:attr``: the class of an environment, or a function that makes one."""
+    """``--environment-path module:attr``: the class of an environment, or a function that makes one.
+
+    >>> class Once:
+    ...     def __init__(self, expected):
+    ...         self.expected = expected
+    ...
+    ...     def tools(self):
+    ...         return ()
+    ...
+    ...     async def step(self, turn):
+    ...         return Observation(done=True, reward=float(turn.text == self.expected))
+    ...
+    ...     async def close(self): ...
+    >>> def make_environment(prompt):
+    ...     return Once(prompt.metadata.get("expected", prompt.label))
+    >>> make_environment(prompt).expected
+    '21'
+    """
 
     def __call__(self, prompt: Prompt) -> Environment: ...
 
@@ -80,8 +125,18 @@ class MakeEnvironment(Protocol):
 class Agent(Protocol):
     """``--agent-path module:attr``: solves a prompt by chat completions at ``base_url``.
 
-    Returns what it has to say of the turns that it took (a number, say), or that and its reward: (turns, reward).
+    Returns what the sample's metadata keep as ``agent_turns`` (a number, say), or that and a reward: (turns, reward).
     Without a reward, the run's reward decides.
+
+    >>> import aiohttp
+    >>> async def ask_once(base_url, prompt):
+    ...     body = {"model": "policy", "messages": [{"role": "user", "content": prompt.text}]}
+    ...     async with aiohttp.ClientSession() as session:
+    ...         async with session.post(f"{base_url}/chat/completions", json=body) as response:
+    ...             answer = await response.json()
+    ...     return 1, float(answer["choices"][0]["message"]["content"] == prompt.label)
+    >>> asyncio.run(ask_once(base_url, prompt))
+    (1, 1.0)
     """
 
     async def __call__(self, base_url: str, prompt: Prompt) -> object: ...
@@ -89,9 +144,18 @@ class Agent(Protocol):
 
 @runtime_checkable
 class Reward(Protocol):
-    """``--custom-rm-path module:attr``: the reward of one sample. Raises RewardError (or anything) on failure, and
-    ServiceUnavailableError (or OSError, such as ConnectionError and TimeoutError) if a service that it needs is down:
-    it is asked again when that is back.
+    """``--custom-rm-path module:attr``: the reward of one sample.
+
+    Raises RewardError (or anything) on failure, and ServiceUnavailableError (or OSError, such as ConnectionError and
+    TimeoutError) if a service that it needs is down: it is asked again when that is back.
+
+    >>> async def digits_right(prompt, sample):
+    ...     if sample.finish_reason != "stop":
+    ...         return 0.0
+    ...     right = sum(said == expected for said, expected in zip(sample.text, prompt.label))
+    ...     return right / len(prompt.label)
+    >>> asyncio.run(digits_right(prompt, sample))
+    0.5
     """
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float: ...
@@ -99,7 +163,14 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupFilter(Protocol):
-    """Says why a rewarded group must not be trained on, or None to keep it."""
+    """``--group-filter-path module:attr``: why a rewarded group must not be trained on, or None to keep it.
+
+    >>> def has_spread(group):
+    ...     rewards = {sample.reward for sample in group.samples}
+    ...     return None if len(rewards) > 1 else "all rewards are equal"
+    >>> has_spread(group)
+    'all rewards are equal'
+    """
 
     def __call__(self, group: Group) -> str | None: ...
 
@@ -295,7 +366,41 @@ class Aggregation(Protocol):
 
 
 class TrainBackend(Protocol):
-    """One rank of the training engine (``backends/megatron``), found by entry point ``miles_async.backends``."""
+    """One rank of a training engine, by ``--train-backend``: a name in the entry points ``miles_async.backends``.
+
+    >>> import torch
+    >>> class OneWeight:
+    ...     data_parallel_rank = pipeline_stage = 0
+    ...
+    ...     def __init__(self, *, rank, world_size, local_rank, store, **settings):
+    ...         self.weight = torch.zeros(1)
+    ...
+    ...     def train(self, shard):
+    ...         for micro_batches in shard.optimizer_steps:
+    ...             self.weight += sum(float(batch.rewards.mean()) for batch in micro_batches)
+    ...         return {"weight": float(self.weight)}
+    ...
+    ...     def logprobs(self, sequences, temperature=None):
+    ...         return [[0.0] * (len(tokens) - 1) for tokens in sequences]
+    ...
+    ...     def export_weights(self):
+    ...         yield "weight", self.weight
+    ...
+    ...     def save(self, directory):
+    ...         torch.save(self.weight, directory / "weight.pt")
+    ...
+    ...     def load(self, directory):
+    ...         self.weight = torch.load(directory / "weight.pt")
+    ...
+    ...     save_hf = save
+    >>> backend = OneWeight(rank=0, world_size=1, local_rank=0, store=None)
+    >>> backend.train(shard)
+    {'weight': 0.5}
+    >>> backend.save(directory)
+    >>> backend.load(directory)
+    >>> dict(backend.export_weights())
+    {'weight': tensor([0.5000])}
+    """
 
     data_parallel_rank: int
     pipeline_stage: int | None  # on the first rank of a pipeline stage, which may send weights; None on others
@@ -322,7 +427,23 @@ class TrainBackend(Protocol):
 
 
 class Tracker(Protocol):
-    """Where metrics go. Must never block or raise into training."""
+    """``--custom-tracker-path module:attr``: a class made without arguments that is given all metrics.
+
+    It is called in a thread of its own, one step after another; what it raises is logged and costs the run nothing.
+
+    >>> class PrintRewards:
+    ...     def log(self, metrics, *, step):
+    ...         if "reward/mean" in metrics:
+    ...             print(f"step {step}: reward {metrics['reward/mean']:.2f}")
+    ...
+    ...     def finish(self):
+    ...         print("done")
+    >>> tracker = PrintRewards()
+    >>> tracker.log({"reward/mean": 0.5, "lr": 1e-6}, step=3)
+    step 3: reward 0.50
+    >>> tracker.finish()
+    done
+    """
 
     def log(self, metrics: Metrics, *, step: int) -> None: ...
 

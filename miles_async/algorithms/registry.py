@@ -7,7 +7,7 @@ they are asked for: the rollout side, which makes its estimator here, has no use
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from miles_async.api import (
     AdvantageEstimator,
@@ -56,7 +56,7 @@ UNAVAILABLE: Mapping[Need, str] = {"values": "a critic, which there is not yet"}
 class Make(Protocol):
     """What a row or the user's ``module:attr`` names, except for KL estimates and aggregations, which are the part."""
 
-    def __call__(self, arguments: AlgorithmArguments) -> object: ...
+    def __call__(self, arguments: AlgorithmArguments) -> Any: ...
 
 
 # All raise ConfigurationError for what cannot be used.

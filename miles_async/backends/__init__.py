@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
 
 from miles_async.api import TrainBackend
 from miles_async.errors import ConfigurationError
@@ -11,7 +10,7 @@ from miles_async.errors import ConfigurationError
 ENTRY_POINTS = "miles_async.backends"
 
 
-def create_backend(name: str, **options: Any) -> TrainBackend:
+def create_backend(name: str, **options: object) -> TrainBackend:
     """Create the backend that ``--train-backend`` names. Raises ConfigurationError for an unknown name."""
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name not in found:

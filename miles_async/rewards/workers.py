@@ -85,7 +85,7 @@ class WorkerPool:
         self._all = {known for known in self._all if known.returncode is None} | {worker}
         return worker
 
-    async def _ask(self, worker: Process, request: bytes, timeout: float) -> tuple[str, Any]:
+    async def _ask(self, worker: Process, request: bytes, timeout: float) -> tuple[str, object]:
         assert worker.stdin is not None
         message = b""
         try:

@@ -10,15 +10,12 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from miles_async.errors import ConfigurationError
 
-T = TypeVar("T")
 
-
-def load_object(path: str, protocol: type[T], flag: str) -> T:
+def load_object(path: str, protocol: type, flag: str) -> Any:
     """The object that ``flag`` names, or ConfigurationError saying what it lacks.
 
     >>> reward = load_object("my_package.rewards:length_penalty", Reward, "--custom-rm-path")
@@ -36,7 +33,7 @@ def load_object(path: str, protocol: type[T], flag: str) -> T:
     return loaded
 
 
-def load_factory(path: str, make: type[T], made: type, flag: str) -> T:
+def load_factory(path: str, make: type, made: type, flag: str) -> Any:
     """What ``flag`` names, to be called as ``make`` says: a class with the methods of ``made``, or a function.
 
     >>> make_environment = load_factory("my_package:Calculator", MakeEnvironment, Environment, "--environment-path")
@@ -58,7 +55,7 @@ def _load(path: str, named: str) -> Any:
     return _attribute(_module(module_name, named), attribute, named)
 
 
-def _module(name: str, named: str) -> ModuleType:
+def _module(name: str, named: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -73,7 +70,7 @@ def _module(name: str, named: str) -> ModuleType:
         raise ConfigurationError(f"{named}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _attribute(module: ModuleType, attribute: str, named: str) -> object:
+def _attribute(module: Any, attribute: str, named: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -83,7 +80,7 @@ def _attribute(module: ModuleType, attribute: str, named: str) -> object:
         raise ConfigurationError(f"{named}: {module.__name__} has no {attribute!r}{hint}") from None
 
 
-def _problems(loaded: object, protocol: type) -> Iterator[str]:
+def _problems(loaded: Any, protocol: type) -> Iterator[str]:
     for name, expected in _methods(protocol).items():
         called = inspect.isroutine(loaded) or inspect.isclass(loaded)
         found = loaded if name == "__call__" and called else getattr(loaded, name, None)
@@ -100,7 +97,7 @@ def _problems(loaded: object, protocol: type) -> Iterator[str]:
             yield f"{label} must take {problem}"
 
 
-def _methods(protocol: type) -> dict[str, Callable[..., object]]:
+def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
     return {
         name: member
         for name, member in vars(protocol).items()
@@ -108,11 +105,11 @@ def _methods(protocol: type) -> dict[str, Callable[..., object]]:
     }
 
 
-def _is_async(found: object) -> bool:
+def _is_async(found: Any) -> bool:
     return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
 
 
-def _arity_problem(found: Callable[..., object], expected: Callable[..., object]) -> str | None:
+def _arity_problem(found: Any, expected: Callable[..., Any]) -> str | None:
     """The expected parameters, if ``found`` cannot be called the way the protocol is."""
     parameters = list(inspect.signature(expected).parameters.values())[1:]  # without self
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

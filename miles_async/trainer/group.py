@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import ray
 import structlog
-from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from miles_async.api import Metrics
@@ -36,8 +35,6 @@ from miles_async.trainer.placement import Placement, RankResources
 from miles_async.types import StagedWeights, WeightDelta
 
 log = structlog.get_logger(__name__)
-
-T = TypeVar("T")
 
 # After a first failure others follow (a lost peer breaks collectives): wait a little, so as to name the cause.
 GRACE_SECONDS = 2.0
@@ -74,7 +71,7 @@ class TrainerGroup:
         self._single_node = single_node
         self._log_directory = log_directory
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
-        self._actors: list[ActorHandle] = []
+        self._actors: list[Any] = []
         self._ranks: list[RankInfo] = []
 
     async def start(self) -> None:
@@ -106,7 +103,7 @@ class TrainerGroup:
     def ranks(self) -> Sequence[RankInfo]:
         return tuple(self._ranks)
 
-    async def train(self, shards: Sequence[object]) -> Metrics:
+    async def train(self, shards: Sequence[Any]) -> Metrics:
         """``shards``: per data-parallel rank a TrainShard or a reference to one. Metrics are over all ranks."""
         if len(shards) != self.data_parallel_size:
             raise TrainerError(
@@ -158,26 +155,24 @@ class TrainerGroup:
         self._placement.release()
 
     # --------------------------------------------------------------------------------------------- calls
-    def _create(self, actor_class: ActorClass, rank: int) -> ActorHandle:
+    def _create(self, actor_class: Any, rank: int) -> Any:
         log_file = self._log_directory / f"trainer-{rank}.log" if self._log_directory else None
         options = self._placement.options(rank)
         return actor_class.options(**options).remote(
             rank, self._world_size, single_node=self._single_node, log_file=log_file
         )
 
-    async def _on_all(self, call: Callable[[ActorHandle, int], Awaitable[T]], timeout: float | None = None) -> list[T]:
+    async def _on_all(self, call: Callable[[Any, int], Any], timeout: float | None = None) -> list[Any]:
         """``call(actor, rank)`` on every rank; results in rank order."""
         return await self._call(range(len(self._actors)), call, timeout or self._step_timeout)
 
-    async def _call(
-        self, ranks: Sequence[int], call: Callable[[ActorHandle, int], Awaitable[T]], timeout: float
-    ) -> list[T]:
+    async def _call(self, ranks: Sequence[int], call: Callable[[Any, int], Any], timeout: float) -> list[Any]:
         if not self._actors:
             raise TrainerError("the trainer is not running")
-        results: dict[int, T] = {}
+        results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
 
-        async def settle(rank: int, reference: Awaitable[T]) -> None:
+        async def settle(rank: int, reference: Any) -> None:
             try:
                 results[rank] = await reference
             except RayError as error:

@@ -64,7 +64,7 @@ class Placement:
 
     def options(self, rank: int) -> dict[str, object]:
         """For ``ray.remote(...).options``."""
-        runtime_env: dict[str, Any] = {"env_vars": dict(self._resources.env)}
+        runtime_env: dict[str, object] = {"env_vars": dict(self._resources.env)}
         if self._resources.interpreter is not None:
             runtime_env["py_executable"] = self._resources.interpreter
         return {

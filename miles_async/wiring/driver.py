@@ -20,7 +20,6 @@ from typing import NoReturn
 
 import structlog
 
-from miles_async.api import Tracker
 from miles_async.arguments import Arguments
 from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.paths import with_absolute_paths
@@ -38,14 +37,12 @@ from miles_async.errors import (
 )
 from miles_async.ledger.reader import open_ledger
 from miles_async.observability.logs import configure_logging
-from miles_async.observability.metrics_file import MetricsFile
 from miles_async.observability.plots import plot_run
 from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.summary import RunSummary, write_summary
 from miles_async.observability.summary_view import print_summary
-from miles_async.observability.tracker import CompositeTracker
-from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+from miles_async.observability.trackers import open_trackers
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.runtime.control import ControlServer, Handler
 from miles_async.runtime.device import choose_device
@@ -174,7 +171,7 @@ class Run:
     async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:
         arguments, manager = self._arguments, rollout.manager
         self._summary.record_stage("start", time.monotonic() - self._started)
-        tracker = self._tracker()
+        tracker = open_trackers(arguments.observability, asdict(arguments))
         if arguments.weights.verify_weights != "off":
             trainer.canary_tokens = await manager.canary()
         publisher = self._publisher(trainer, rollout)
@@ -250,20 +247,6 @@ class Run:
             model=fingerprint(self._arguments.model.hf_checkpoint),
             ranks=self._arguments.layout,
         )
-
-    def _tracker(self) -> CompositeTracker:
-        observability = self._arguments.observability
-        trackers: list[Tracker] = [MetricsFile(self._run_dir / "metrics.jsonl")]
-        if observability.use_wandb:
-            options = WandbOptions(
-                directory=self._run_dir,
-                mode=observability.wandb_mode,
-                project=observability.wandb_project,
-                group=observability.wandb_group,
-                config=asdict(self._arguments),
-            )
-            trackers.append(open_wandb(options))
-        return CompositeTracker(trackers)
 
     def report(self, ending: str) -> None:
         """summary.json, the plot and the closing table: of what was done, however the run ended.

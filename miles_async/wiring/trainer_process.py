@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -69,7 +68,7 @@ def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
     return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
 
 
-def make_backend(arguments: Arguments, device: Device, **rank: Any) -> TrainBackend:
+def make_backend(arguments: Arguments, device: Device, **rank: object) -> TrainBackend:
     """The training backend of one rank, in its process; ``rank``: who it is among the others."""
     from miles_async.algorithms.objective import make_objective  # torch, which the driver does without
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.nn import Module
 
 from miles_async.algorithms.objective import LossSums
 from miles_async.backends.megatron.packing import PackedBatch, PackedSequences
@@ -22,7 +23,7 @@ OfLogits = Callable[[Tensor], Any]
 """What the last pipeline stage makes of the logits [1, T, V / TP] of a micro-batch."""
 
 
-def score(modules: Sequence[Any], packs: Sequence[PackedSequences], temperature: float) -> list[Tensor]:
+def score(modules: Sequence[Module], packs: Sequence[PackedSequences], temperature: float) -> list[Tensor]:
     """Log-probs float32 [N] per micro-batch, on the last pipeline stage; empty on the others. Collective."""
     logprobs = [partial(token_logprobs, packed=packed, temperature=temperature) for packed in packs]
     with torch.no_grad(), _evaluating(modules):
@@ -30,7 +31,7 @@ def score(modules: Sequence[Any], packs: Sequence[PackedSequences], temperature:
 
 
 def accumulate_gradients(
-    modules: Sequence[Any], packs: Sequence[PackedBatch], loss: LossFunction
+    modules: Sequence[Module], packs: Sequence[PackedBatch], loss: LossFunction
 ) -> list[Mapping[str, Tensor]]:
     """Forward and backward of one optimizer step; leaves gradients reduced over ranks, and divided by the count that
     the losses give, over all micro-batches and ranks.
@@ -47,10 +48,10 @@ def accumulate_gradients(
 
 
 def _run(
-    modules: Sequence[Any], packs: Sequence[PackedSequences], last_stage: Sequence[OfLogits], *, forward_only: bool
+    modules: Sequence[Module], packs: Sequence[PackedSequences], last_stage: Sequence[OfLogits], *, forward_only: bool
 ) -> list[Any]:
     def forward_step(
-        micro_batches: Iterator[tuple[PackedSequences, OfLogits]], module: Any
+        micro_batches: Iterator[tuple[PackedSequences, OfLogits]], module: Module
     ) -> tuple[Tensor, Callable[..., Any]]:
         packed, of_logits = next(micro_batches)
         output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)

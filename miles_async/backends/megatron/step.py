@@ -45,10 +45,10 @@ Packs = list[PackedBatch]
 class StepRunner:
     """What one rank needs to train: built once by the backend, holds no state of its own."""
 
-    modules: Sequence[Any]
-    reference: Sequence[Any] | None  # frozen model; there if the objective needs its log-probs
-    optimizer: Any
-    scheduler: Any
+    modules: Sequence[Module]
+    reference: Sequence[Module] | None  # frozen model; there if the objective needs its log-probs
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
     objective: Objective
     temperature: float
     align: int
@@ -104,7 +104,7 @@ class StepRunner:
         first = 0 if early else 1
         return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.modules)
 
-    def _with_scores(self, steps: list[Packs], name: Need, modules: Sequence[Any]) -> list[Packs]:
+    def _with_scores(self, steps: list[Packs], name: Need, modules: Sequence[Module]) -> list[Packs]:
         if not steps:
             return steps
         scores = score(modules, [packed.sequences for packs in steps for packed in packs], self.temperature)

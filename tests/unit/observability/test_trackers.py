@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from miles_async.api import Tracker
+from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.errors import ConfigurationError
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.tracker import CompositeTracker, age_metrics
+from miles_async.observability.trackers import open_trackers
 
 
 class RecordingTracker:
@@ -121,3 +126,40 @@ def test_background_drops_and_counts_when_the_tracker_hangs_and_finish_gives_up(
 )
 def test_ages_become_flat_metrics(ages: dict[int, int], metrics: dict[str, float]) -> None:
     assert age_metrics(ages) == metrics
+
+
+def user_tracker(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> ObservabilityArguments:
+    (folder / "my_trackers.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "my_trackers", raising=False)
+    return ObservabilityArguments(run_dir=folder / "run", custom_tracker_path="my_trackers:Notes")
+
+
+NOTES = """
+steps, finished = [], []
+
+class Notes:
+    def log(self, metrics, *, step):
+        steps.append((step, metrics["reward/mean"]))
+        raise RuntimeError("full")
+
+    def finish(self):
+        finished.append(True)
+"""
+
+
+def test_a_tracker_of_the_users_is_given_what_the_others_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: M12
+    trackers = open_trackers(user_tracker(tmp_path, monkeypatch, NOTES), {})
+    trackers.log({"reward/mean": 0.5}, step=3)
+    trackers.finish()
+    import my_trackers
+
+    assert my_trackers.steps == [(3, 0.5)]
+    assert '"reward/mean": 0.5' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_tracker_of_the_users_is_checked_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = user_tracker(tmp_path, monkeypatch, "class Notes:\n    def log(self, metrics): ...\n")
+    with pytest.raises(ConfigurationError, match=r"--custom-tracker-path .* log\(\) must take .*; it has no finish"):
+        open_trackers(arguments, {})

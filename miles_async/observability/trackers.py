@@ -1,0 +1,59 @@
+"""The trackers of a run, by their flags. A new one is a file with its class, and an entry of ``TRACKERS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from miles_async.api import Tracker
+from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.observability.background import BackgroundTracker
+from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.observability.tracker import CompositeTracker
+from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+from miles_async.runtime.hooks import load_object
+
+Settings = Mapping[str, object]
+"""All flags of the run, by group, for trackers that keep them."""
+
+Open = Callable[[ObservabilityArguments, Settings], Tracker | None]
+"""Opens a tracker; None if the flags don't ask for it."""
+
+
+def open_trackers(arguments: ObservabilityArguments, settings: Settings) -> CompositeTracker:
+    """Open the trackers that the flags ask for. Raises ConfigurationError, and OSError for metrics.jsonl."""
+    opened = (open_tracker(arguments, settings) for open_tracker in TRACKERS.values())
+    return CompositeTracker([tracker for tracker in opened if tracker is not None])
+
+
+def _metrics_file(arguments: ObservabilityArguments, _settings: Settings) -> Tracker:
+    return MetricsFile(arguments.run_dir / FILE_NAME)
+
+
+def _wandb(arguments: ObservabilityArguments, settings: Settings) -> Tracker | None:
+    if not arguments.use_wandb:
+        return None
+    return open_wandb(
+        WandbOptions(
+            directory=arguments.run_dir,
+            mode=arguments.wandb_mode,
+            project=arguments.wandb_project,
+            group=arguments.wandb_group,
+            config=settings,
+        )
+    )
+
+
+def _custom(arguments: ObservabilityArguments, _settings: Settings) -> Tracker | None:
+    if (tracker := load_tracker(arguments)) is None:
+        return None
+    return BackgroundTracker(str(arguments.custom_tracker_path), lambda: tracker)
+
+
+def load_tracker(arguments: ObservabilityArguments) -> Tracker | None:
+    """The object of ``--custom-tracker-path``. Raises ConfigurationError."""
+    path = arguments.custom_tracker_path
+    return None if path is None else load_object(path, Tracker, "--custom-tracker-path")
+
+
+# The user's comes first: if it cannot be used, nothing is open yet.
+TRACKERS: Mapping[str, Open] = {"custom": _custom, "metrics.jsonl": _metrics_file, "wandb": _wandb}
