@@ -1,6 +1,6 @@
 """Answers of SGLang to generation requests, as arrays.
 
-They come in two forms. *Plain* is the JSON that every SGLang server writes, 44 bytes per token in nested lists.
+They come in two forms. *Plain* is the JSON that every SGLang server writes, some 40 bytes per token in nested lists.
 *Packed* is msgpack that holds token ids and log-probs as arrays, 8 bytes per token and no Python object for any of
 them; engines that we launch send it (``packed_answers.py``) to requests with the field ``PACK``. Other servers ignore
 the field. Both forms give the same float32 log-probs, bit for bit.

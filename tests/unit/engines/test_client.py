@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.sglang.answers import PACK
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import (
@@ -96,6 +97,7 @@ async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setu
     assert setup.engine.headers[0][ROUTING_KEY] == "group-7"
     assert setup.engine.requests[0]["extra_key"] == "v3"
     assert setup.engine.requests[0]["return_logprob"] is True
+    assert setup.engine.requests[0][PACK] is True
 
 
 @pytest.mark.parametrize(
