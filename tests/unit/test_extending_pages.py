@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from miles_async.algorithms.registry import advantage_estimator, policy_loss, token_advantages
-from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, Reward
+from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, Reward, Tracker
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.runtime.hooks import load_factory, load_object
 
@@ -39,6 +39,7 @@ LOADS: dict[str, Callable[[str, str], Any]] = {
     "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),
     "--custom-generate-function-path": lambda hook, flag: load_object(hook, Generate, flag),
     "--agent-path": lambda hook, flag: load_object(hook, Agent, flag),
+    "--custom-tracker-path": lambda hook, flag: load_object(hook, Tracker, flag),
     **dict.fromkeys(CHOOSE, choose),
 }
 
