@@ -21,11 +21,11 @@ class InProcessWriter(filesystem_async.FileSystemWriterAsync):
 
     @staticmethod
     def write_preloaded_data_multiproc(
-        transform_list: Sequence[Any], use_msc: bool, rank: int, write_buckets: Sequence[Any], results_queue: Any
+        transform_list: Sequence[object], use_msc: bool, rank: int, write_buckets: Sequence[object], results_queue: Any
     ) -> None:
-        written: dict[int, Any] = {}
+        written: dict[int, object] = {}
         for index, bucket in enumerate(write_buckets):
-            results: queue.Queue[Any] = queue.Queue()
+            results: queue.Queue[tuple[int, object]] = queue.Queue()
             pending: queue.Queue[int] = queue.Queue()
             pending.put(index)
             filesystem_async.FileSystemWriterAsync.write_preloaded_data(
