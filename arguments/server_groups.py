@@ -151,11 +151,6 @@ def _group_problems(group: ServerGroup) -> Iterator[str]:
 
 def _external_problems(arguments: Arguments) -> Iterator[str]:
     weights = arguments.weights
-    if weights.weight_transport != "distributed":
-        yield (
-            f"external engines with --weight-transport {weights.weight_transport}: nothing of ours runs on their "
-            "hosts, to see to files there; use distributed"
-        )
     if weights.compares_digests:
         yield (
             f"external engines with --verify-weights {weights.verify_weights}: only servers that we start can say what "

@@ -325,11 +325,6 @@ def check_deadlines(arguments: Arguments) -> Iterator[str]:
 def check_weights(arguments: Arguments) -> Iterator[str]:
     """Flags about publications that only mean something together."""
     weights = arguments.weights
-    if weights.weight_delta != "off" and weights.weight_transport not in ("disk", "object_store"):
-        yield (
-            f"--weight-delta {weights.weight_delta} needs files at the engines: --weight-transport disk or "
-            f"object_store, not {weights.weight_transport}"
-        )
     if weights.verify_weights_skip and not weights.compares_digests:
         yield f"--verify-weights-skip has no effect with --verify-weights {weights.verify_weights}"
     shares = weights.verify_weights_shares

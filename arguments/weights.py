@@ -10,7 +10,6 @@ from miles_async.arguments.flag import flag
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishOrder = Literal["all", "rolling"]
-TransportName = Literal["distributed", "disk", "object_store", "ipc"]
 DeltaEncoding = Literal["xor", "overwrite"]
 VerifyMode = Literal["full", "sample", "canary", "off"]
 
@@ -37,16 +36,17 @@ class WeightsArguments:
     )
     rolling_engines: int = flag(1, "with --publish-order rolling: engines updated at a time")
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of exported weights", metavar="BYTES")
-    weight_transport: TransportName = flag(
+    weight_transport: str = flag(
         "distributed",
-        "how weights reach engines: distributed broadcasts them over a process group, disk has engines load the staged "
+        "how weights reach engines: distributed broadcasts them over process groups, disk has engines load the staged "
         "files, object_store brings the files to each engine's node through Ray, ipc shares the memory of the sending "
-        "rank's GPU with engines that see that GPU",
+        "rank's GPU with engines that see that GPU; or module:attr, a TransportSpec of your own",
+        metavar="{distributed,disk,object_store,ipc}|module:attr",
     )
     weight_delta: Literal["off"] | DeltaEncoding = flag(
         "off",
-        "with --weight-transport disk or object_store: engines that hold the version before are sent what changed "
-        "since, as xor of its bits or as overwrite (which elements, and their values), compressed",
+        "with --weight-transport disk or object_store: engines that hold the version before are sent the changes since "
+        "then, as xor of the bits or as overwrite (which elements, and their values), compressed",
     )
     weight_staging_dir: Path | None = flag(
         None,

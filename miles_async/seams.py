@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from miles_async.api import Metrics
 from miles_async.arguments.weights import PauseMode
@@ -30,7 +30,9 @@ from miles_async.types import (
     TensorShare,
 )
 
-Result = TypeVar("Result")
+Ts = TypeVarTuple("Ts")
+Answer = TypeVar("Answer")
+Half = TypeVar("Half", covariant=True)
 
 
 @runtime_checkable
@@ -148,17 +150,27 @@ class RolloutSide(Protocol):
         ...
 
 
+class SenderHandle(Protocol[Half]):
+    """A sending rank's half of the weight transport, as the driver calls it."""
+
+    async def call(self, method: Callable[[Half, *Ts], Answer], *arguments: *Ts) -> Answer:
+        """Run ``method``, named by the protocol that the rank's half implements, in the rank's process.
+
+        Training goes on meanwhile. Calls to one sender run in one thread, in the order in which they were made; calls
+        through a handle for repairs run in another thread, so that a repair that hangs delays no delivery.
+
+        >>> await sender.call(WeightSender.keep, 12)
+        """
+        ...
+
+
 class WeightSenders(Protocol):
-    """The sending ranks as transports see them."""
+    """The sending ranks as the publisher and the transports see them."""
 
-    async def call_sender(
-        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
-    ) -> Any:
-        """A method of a sending rank's WeightSender, in a thread of its own; training goes on meanwhile. Calls of one
-        sender are carried out one after another, in their order; those for a ``repair`` in another thread, so that one
-        that hangs holds up no delivery.
+    def sender(self, index: int, *, repair: bool = False) -> SenderHandle[Any]:
+        """Handle of one sending rank. Its half is the one that the run's transport makes, hence ``Any``.
 
-        What a transport's two halves say to each other, and the methods of WeightSender itself.
+        ``repair``: for repairs, which run beside deliveries.
         """
         ...
 
@@ -380,11 +392,10 @@ class EngineFleet(Protocol):
     async def on_host(
         self,
         engines: Sequence[Incarnation],
-        function: Callable[..., Result],
-        arguments: Sequence[object] = (),
-        *,
+        function: Callable[[Path, *Ts], Answer],
+        *arguments: *Ts,
         room: int = 0,
-    ) -> Mapping[Incarnation, Result | Exception]:
+    ) -> Mapping[Incarnation, Answer | Exception]:
         """Call ``function(directory, *arguments)`` in a thread on each engine's host.
 
         ``directory`` belongs to this start of the engine and is removed with it; it is in memory if there is ``room``
@@ -397,37 +408,43 @@ EngineErrors = Mapping[Incarnation, Exception | None]
 
 
 class WeightTransport(Protocol):
-    """How staged weights reach engines: the driver's half. Its other half is a WeightSender."""
+    """The driver's half of a weight transport: brings staged weights to engines. The other half is a WeightSender."""
 
-    sent_fraction: float  # of the weights' bytes, what the last delivery sent to each engine; mean over engines
+    sent_fraction: float  # bytes sent to each engine in the last delivery ÷ bytes of the weights; mean over engines
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """All that can be done while they generate. Whom it returns errors for is to blame for them."""
+        """Do what can be done while the engines generate. An error means that its engine is to blame."""
         ...
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """While they are paused; to any of those that were prepared. Whom it returns errors for is to blame; all others
-        have everything.
+        """Bring the weights to paused engines, which were all prepared. An error means that its engine is to blame;
+        engines without one hold all weights.
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release what is kept between deliveries, such as process groups."""
+        ...
 
 
 class WeightSender(Protocol):
-    """The half of a transport that lives in a sending rank. Other methods are between the two halves.
+    """The sending rank's half of a weight transport. What else the driver's half calls is in a protocol beside that.
 
-    It has the newest versions that it staged, and any that it was told to keep.
+    It keeps the newest versions that it staged, and those that it was told to keep.
     """
 
     def stage(self, version: int, tensors: Iterable[tuple[str, Any]]) -> StagedWeights:
-        """Write this sender's share of all exported (HF name, torch tensor) to files; without a canary."""
+        """Write this sender's share of all exported (HF name, torch tensor) to files; the canary is added later."""
         ...
 
-    def keep(self, version: int) -> None: ...
+    def keep(self, version: int) -> None:
+        """Keep the files of ``version``, however many versions are staged after it."""
+        ...
 
-    def keep_no_longer(self, version: int) -> None: ...
+    def keep_no_longer(self, version: int) -> None:
+        """Undo :meth:`keep`: the next version that is staged may replace it."""
+        ...
 
     def close(self) -> None:
-        """Remove the files, leave groups; idempotent."""
+        """Remove the files, leave process groups; idempotent."""
         ...

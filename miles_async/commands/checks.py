@@ -18,8 +18,18 @@ from miles_async.errors import ConfigurationError
 
 
 def check_surroundings(arguments: Arguments) -> None:
-    """Check model, checkpoints, passed-on flags, GPUs and places. Raises ConfigurationError listing every problem."""
-    checks = (model_problems, checkpoint_problems, passed_on_problems, device_problems, place_problems)
+    """Check model, checkpoints, passed-on flags, GPUs, transport and places.
+
+    Raises ConfigurationError listing every problem.
+    """
+    checks = (
+        model_problems,
+        checkpoint_problems,
+        passed_on_problems,
+        device_problems,
+        transport_problems,
+        place_problems,
+    )
     refuse([problem for check in checks for problem in check(arguments)])
 
 
@@ -89,16 +99,11 @@ def place_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def device_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield problems with GPUs: more than this machine has, or a transport that needs one."""
+    """Yield a problem if more GPUs are needed than this machine has, where Ray is started on it."""
     from miles_async.runtime.device import choose_device, count_gpus
-    from miles_async.weights.transports.choice import check_device
 
     cluster = arguments.cluster
     device = choose_device(cluster.device)
-    try:
-        check_device(arguments.weights, device)
-    except ConfigurationError as error:
-        yield str(error)
     if device == "cpu" or cluster.ray_address is not None:
         return
     owned = [group for group in server_groups(arguments) if not group.external]
@@ -110,6 +115,16 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
             f"(--actor-num-gpus-per-node), {generating} to generate (--rollout-num-gpus or --server-groups); ask for "
             "fewer, or join a cluster with --ray-address"
         )
+
+
+def transport_problems(arguments: Arguments) -> Iterator[str]:
+    """Yield problems of the weight transport with the device, the engines and other flags."""
+    from miles_async.runtime.device import choose_device
+    from miles_async.weights.transports import choice
+
+    external = any(group.external for group in server_groups(arguments))
+    device = choose_device(arguments.cluster.device)
+    yield from choice.transport_problems(arguments.weights, device, external_engines=external)
 
 
 def check_prompts(arguments: Arguments) -> dict[str, int]:

@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
 
 import structlog
 
@@ -26,8 +27,8 @@ from miles_async.types import CanaryScore, FleetMembers, HeldWeights, Incarnatio
 
 log = structlog.get_logger(__name__)
 
+Ts = TypeVarTuple("Ts")
 Answer = TypeVar("Answer")
-Result = TypeVar("Result")
 
 _ABORT_DRAIN_SECONDS = 5.0  # for aborted requests to come back before the engine is paused all the same
 _ABORT_POLL_SECONDS = 0.05
@@ -157,16 +158,16 @@ class Fleet:
     async def on_host(
         self,
         engines: Sequence[Incarnation],
-        function: Callable[..., Result],
-        arguments: Sequence[object] = (),
-        *,
+        function: Callable[[Path, *Ts], Answer],
+        *arguments: *Ts,
         room: int = 0,
-    ) -> Mapping[Incarnation, Result | Exception]:
-        async def run(record: EngineRecord, _: str) -> Result:
+    ) -> Mapping[Incarnation, Answer | Exception]:
+        async def run(record: EngineRecord, _: str) -> Answer:
             handle = self._supervisor.handle(record.engine_id)
             try:
                 async with asyncio.timeout(self._step_timeout):
-                    return await handle.on_host(function, room, *arguments)
+                    answer: Answer = await handle.on_host(function, room, *arguments)
+                    return answer
             except TimeoutError:
                 raise EngineTimeoutError(
                     f"its host did not {function.__name__} within {self._step_timeout:g} s"

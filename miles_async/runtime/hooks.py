@@ -10,9 +10,11 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from miles_async.errors import ConfigurationError
+
+Kind = TypeVar("Kind")
 
 
 def load_object(path: str, protocol: type, flag: str) -> Any:
@@ -45,6 +47,18 @@ def load_factory(path: str, make: type, made: type, flag: str) -> Any:
         problems += _problems(object.__new__(loaded), made)  # its methods are looked at, it is not made yet
     if problems:
         raise ConfigurationError(f"{named} makes no {made.__name__}: {'; '.join(problems)}")
+    return loaded
+
+
+def load_instance(path: str, kind: type[Kind], flag: str) -> Kind:
+    """The object of class ``kind`` that ``flag`` names, or ConfigurationError.
+
+    >>> spec = load_instance("my_package.transports:SPEC", TransportSpec, "--weight-transport")
+    """
+    named = f"{flag} {path}"
+    loaded = _load(path, named)
+    if not isinstance(loaded, kind):
+        raise ConfigurationError(f"{named}: expected a {kind.__name__}, found {type(loaded).__name__}")
     return loaded
 
 

@@ -37,7 +37,8 @@ from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.distributed import DistributedTransport
+from miles_async.weights.transports.distributed.driver import DistributedTransport
+from miles_async.weights.transports.spec import DriverSide
 from miles_async.weights.update import FleetUpdater
 from miles_async.wiring.decisions import make_pool
 
@@ -133,9 +134,10 @@ class Simulation:
     def _updater(self, name: str = "weights") -> FleetUpdater:
         settings, fleet = self.settings, self.engines.fleet
         flush_cache = settings.weights.pause_generation_mode != "in_place"
+        side = DriverSide(sender=self.trainer.sender, fleet=fleet, name=name, flush_cache=flush_cache)
         return FleetUpdater(
             fleet,
-            DistributedTransport(self.trainer, fleet, backend="gloo", flush_cache=flush_cache, name=name),
+            DistributedTransport(side),
             settings.weights,
             tolerance=1e-3,
             engines_timeout=settings.engines.engine_start_timeout + 60,

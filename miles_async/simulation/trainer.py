@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from miles_async.errors import TrainerError
 from miles_async.simulation.engine import TENSORS, canary_logprobs, simulated_digest
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.types import StagedWeights, TensorMeta, TrainShard
+from miles_async.weights.transports.distributed.driver import Broadcasts
 
 CANARY = (1, 2, 3)
+
+Ts = TypeVarTuple("Ts")
+Answer = TypeVar("Answer")
 
 
 class SimulatedTrainer:
@@ -60,18 +65,13 @@ class SimulatedTrainer:
             prepare_seconds=self._settings.stage_seconds,
         )
 
-    async def call_sender(
-        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
-    ) -> Any:
-        """The sending rank of ``distributed``: only sending takes time."""
-        if method == "open_group":
-            return "127.0.0.1", 1
-        if method == "send_bucket":
-            _, version, index = arguments
-            if index == 0:  # sent again from the start if an engine was lost
-                self._publish_seconds[version] = self._settings.publish_seconds.draw(self._publish_times)
-            await asyncio.sleep(self._publish_seconds[version] / len(TENSORS))
-        return None
+    def sender(self, index: int, *, repair: bool = False) -> _Broadcaster:
+        return _Broadcaster(self._send)
+
+    async def _send(self, version: int, index: int) -> None:
+        if index == 0:  # sent again from the start if an engine was lost
+            self._publish_seconds[version] = self._settings.publish_seconds.draw(self._publish_times)
+        await asyncio.sleep(self._publish_seconds[version] / len(TENSORS))
 
     async def save(self, directory: Path) -> None:
         await asyncio.sleep(self._settings.stage_seconds)  # about as long
@@ -84,3 +84,20 @@ class SimulatedTrainer:
         self._steps = int(await asyncio.to_thread((directory / "steps").read_text))
 
     async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Broadcaster:
+    """Implements SenderHandle of ``distributed``: only sending takes time."""
+
+    send: Callable[[int, int], Awaitable[None]]  # (version, index)
+
+    async def call(self, method: Callable[[Any, *Ts], Answer], *arguments: *Ts) -> Answer:
+        answer: Any = None
+        if method is Broadcasts.open_group:
+            answer = "127.0.0.1", 1
+        elif method is Broadcasts.send_bucket:
+            call: Any = arguments
+            _, version, index = call
+            await self.send(version, index)
+        return cast(Answer, answer)

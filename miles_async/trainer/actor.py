@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import ray
@@ -25,6 +25,8 @@ from miles_async.types import StagedWeights, TrainShard
 
 if TYPE_CHECKING:  # the driver imports this module, and has no use for torch
     import torch.distributed as dist
+
+Answer = TypeVar("Answer")
 
 BackendFactory = Callable[..., TrainBackend]
 """Called with rank, world_size, local_rank and store."""
@@ -135,9 +137,11 @@ class TrainerActor:
 
     # ------------------------------------------------------------------------------------ weights thread
     @ray.method(concurrency_group=WEIGHTS_THREAD)
-    def call_sender(self, method: str, arguments: Sequence[Any]) -> Any:
+    def call_sender(self, method: Callable[..., Answer], arguments: Sequence[Any]) -> Answer:
+        """Call the method of this rank's sender that implements ``method`` of its protocol."""
         assert self._sender is not None, "only sending ranks have a sender"
-        return getattr(self._sender, method)(*arguments)
+        implementation: Callable[..., Answer] = getattr(self._sender, method.__name__)
+        return implementation(*arguments)
 
     @property
     def _ready(self) -> TrainBackend:

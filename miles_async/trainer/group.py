@@ -11,8 +11,9 @@ import asyncio
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import msgspec
 import ray
@@ -23,6 +24,7 @@ from miles_async.api import Metrics
 from miles_async.errors import MilesAsyncError, StalledError, TrainerError
 from miles_async.runtime.ray_errors import why_gone
 from miles_async.runtime.tasks import quietly
+from miles_async.seams import WeightSender
 from miles_async.trainer.actor import (
     REPAIRS_THREAD,
     WEIGHTS_THREAD,
@@ -35,6 +37,9 @@ from miles_async.trainer.placement import Placement, RankResources
 from miles_async.types import StagedWeights, WeightDelta
 
 log = structlog.get_logger(__name__)
+
+Ts = TypeVarTuple("Ts")
+Answer = TypeVar("Answer")
 
 # After a first failure others follow (a lost peer breaks collectives): wait a little, so as to name the cause.
 GRACE_SECONDS = 2.0
@@ -118,18 +123,20 @@ class TrainerGroup:
         results = await self._on_all(lambda actor, _: actor.stage_weights.remote(version, self.canary_tokens))
         return united([staged for staged in results if staged is not None])
 
+    def sender(self, index: int, *, repair: bool = False) -> RankSender:
+        return RankSender(self, index, REPAIRS_THREAD if repair else WEIGHTS_THREAD)
+
     async def call_sender(
-        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
-    ) -> Any:
-        """Its errors don't concern the other ranks, unless it died."""
+        self, index: int, thread: str, method: Callable[..., Answer], arguments: Sequence[Any]
+    ) -> Answer:
+        """See :class:`RankSender`. Errors don't concern the other ranks, unless the rank died."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
-        rank = next(info.rank for info in self._ranks if info.sender == sender)
+        rank = next(info.rank for info in self._ranks if info.sender == index)
         try:
-            call = self._actors[rank].call_sender.options(
-                concurrency_group=REPAIRS_THREAD if repair else WEIGHTS_THREAD
-            )
-            return await call.remote(method, arguments)
+            call = self._actors[rank].call_sender.options(concurrency_group=thread)
+            answer: Answer = await call.remote(method, arguments)
+            return answer
         except RayTaskError as error:
             raise _cause({rank: error}) from None
         except RayError as error:  # the rank is gone
@@ -150,7 +157,7 @@ class TrainerGroup:
         senders = [info.sender for info in self._ranks if info.sender is not None] if self._actors else []
         with suppress(TimeoutError, MilesAsyncError):  # one sends to somebody who doesn't take it, or has died
             async with asyncio.timeout(SENDER_CLOSE_SECONDS):
-                await asyncio.gather(*(self.call_sender("close", sender=sender) for sender in senders))
+                await asyncio.gather(*(self.sender(index).call(WeightSender.close) for index in senders))
         self._kill()
         self._placement.release()
 
@@ -198,6 +205,18 @@ class TrainerGroup:
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor, no_restart=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSender:
+    """Implements SenderHandle: a sending rank's half of the weight transport, in one of its threads."""
+
+    group: TrainerGroup
+    index: int
+    thread: str
+
+    async def call(self, method: Callable[[Any, *Ts], Answer], *arguments: *Ts) -> Answer:
+        return await self.group.call_sender(self.index, self.thread, method, arguments)
 
 
 def united(shares: Sequence[StagedWeights]) -> StagedWeights:

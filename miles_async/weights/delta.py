@@ -1,13 +1,11 @@
-"""Weights as what changed since an earlier version: of each changed tensor the difference, compressed.
+"""Weights as changes since an earlier version: the difference of each changed tensor, compressed.
 
 ``xor``: the bits that differ, the first bytes of all elements together, then the second, ...; after a small step most
-exponents are the same, so long runs are zero. ``overwrite``: which elements differ, and what they are now; smaller
-where few do. Both are exact.
+exponents are the same, so long runs are zero. ``overwrite``: which elements differ, and their new values; smaller if
+few do. Both are exact.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +16,7 @@ from miles_async.arguments.weights import DeltaEncoding
 
 Bytes = npt.NDArray[np.uint8]
 
-_LEVEL = 1  # higher ones take several times as long for a few percent
+_LEVEL = 1  # higher levels take several times as long and save a few percent
 
 
 class ChangedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -31,12 +29,12 @@ class ChangedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(name: str, old: Bytes, new: Bytes, itemsize: int, encoding: DeltaEncoding) -> ChangedTensor | None:
-    """``new`` relative to ``old``, both the bytes of all elements; None if they are equal."""
+    """Encode ``new`` relative to ``old``, each the bytes of all elements; None if they are equal."""
     difference = old ^ new
     if not difference.any():
         return None
     if encoding == "xor":
-        parts: list[Any] = [difference.reshape(-1, itemsize).T]
+        parts: list[Bytes] = [difference.reshape(-1, itemsize).T]
     else:
         changed = difference.reshape(-1, itemsize).any(axis=1)
         parts = [np.packbits(changed), new.reshape(-1, itemsize)[changed]]
@@ -46,7 +44,10 @@ def encode(name: str, old: Bytes, new: Bytes, itemsize: int, encoding: DeltaEnco
 
 
 def decode(changed: ChangedTensor, old: Bytes) -> Bytes:
-    """The new bytes. Wrong without an error if ``old`` is not what it was encoded against: compare its digest."""
+    """Return the new bytes.
+
+    If ``old`` is not what the change was encoded against, they are wrong and no error is raised: compare their digest.
+    """
     itemsize, elements = changed.itemsize, len(old) // changed.itemsize
     data = np.frombuffer(zstandard.ZstdDecompressor().decompress(changed.data), np.uint8)
     if changed.encoding == "xor":

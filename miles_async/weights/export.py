@@ -1,8 +1,8 @@
 """Exported tensors → buckets of bounded size in host memory, in sending order: no processes, no network, no files.
 
-A bucket is one file and what one update request announces. Small buckets bound what an engine must hold beside its
-weights, large ones save requests. A module is never split: some of SGLang's loaders join tensors of one (q_a_proj and
-kv_a_proj_with_mqa of DeepSeek-V3's attention), and forget the first where they are not given the second with it.
+A bucket becomes one file and one update request. Small buckets bound what an engine must hold beside its weights, large
+ones save requests. A module is never split: some of SGLang's loaders join tensors of one (q_a_proj and
+kv_a_proj_with_mqa of DeepSeek-V3's attention), and forget the first unless they get the second with it.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # tensors bring all that is needed of torch along
+if TYPE_CHECKING:  # only used on tensors, which bring it along
     from torch import Tensor
 
 Bucket = dict[str, "Tensor"]
 
-_ALIGNMENT = 64  # bytes; of every dtype, and of a cache line
+_ALIGNMENT = 64  # bytes: a cache line, and enough for every dtype
 
 
 def share(tensors: Iterable[tuple[str, Tensor]], sender: int, senders: int) -> Iterator[tuple[str, Tensor]]:
-    """Every ``senders``-th module, from the ``sender``-th on. Takes all tensors, since exporting is collective."""
+    """Every ``senders``-th module, starting with number ``sender``. Takes all tensors: exporting is collective."""
     for number, module in enumerate(_modules(tensors)):
         if number % senders == sender:
             yield from module
 
 
-class HostCopies:
-    """Copies of exported tensors in host memory, which neither the exporter nor the optimizer changes.
+class BucketBuffers:
+    """Two buffers in host memory, each as large as a bucket: for this bucket, and for what is copied ahead of the next.
 
-    They go to one of two buffers, each as large as a bucket, and where that is full to the other one. Taking memory
-    anew for every tensor would cost time, and more of it than is used: the allocator keeps freed pieces that what comes
-    next does not fit into.
+    Exported tensors are copied, since exporter and optimizer change them. Allocating memory for every tensor would cost
+    time, and more memory than is used: the allocator keeps freed pieces that later tensors don't fit into.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._buffers: list[Tensor] = []  # of this bucket, and of the next one
-        self._used = [0, 0]  # bytes of them
+        self._buffers: list[Tensor] = []  # for this bucket, and for the next one
+        self._used = [0, 0]  # bytes of each
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Contiguous, of the same dtype and shape; good until the second :meth:`turn` from now."""
+        """A contiguous copy of the same dtype and shape, valid until the second :meth:`turn` from now."""
         if not self._buffers:
             self._buffers = [_buffer(self._bucket_bytes, pinned=tensor.is_cuda) for _ in self._used]
         return self._copy(tensor, (0, 1))
 
     def turn(self, ahead: Bucket) -> Bucket:
-        """The next bucket begins, with what was copied ``ahead``; nothing else of this one is needed any more."""
+        """Begin the next bucket with what was copied ``ahead``; nothing else in the buffers is needed any more."""
         done = self._buffers[0].untyped_storage().data_ptr()
         self._buffers.reverse()
         self._used = [self._used[1], 0]
@@ -56,8 +55,9 @@ class HostCopies:
         }
 
     def _copy(self, tensor: Tensor, buffers: Iterable[int]) -> Tensor:
-        """To the first of ``buffers`` with room; to memory of its own if there is none: of modules larger than a
-        bucket, or nearly so.
+        """Copy to the first of ``buffers`` with room, or to memory of its own if there is none.
+
+        That happens for modules that are larger than a bucket, or nearly so.
         """
         for index in buffers:
             start = _ALIGNMENT * -(-self._used[index] // _ALIGNMENT)
@@ -70,23 +70,23 @@ class HostCopies:
 
 
 def into_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """In the order given, each bucket of at most ``max_bytes``; a larger module has a bucket of its own.
+    """Buckets of at most ``max_bytes`` in the order given; a larger module has a bucket of its own.
 
-    Copies tensors as they come and holds no more than one bucket and one module of them. A bucket is good until the
-    next one is asked for.
+    Copies tensors as they come, and holds at most one bucket and one module of them. A bucket is valid until the next
+    one is asked for.
     """
     if max_bytes < 1:
         raise ValueError(f"buckets need at least one byte, not {max_bytes} (--update-weight-buffer-size)")
-    host = HostCopies(max_bytes)
+    buffers = BucketBuffers(max_bytes)
     pending: Bucket = {}
     size = 0
     for named in _modules(tensors):
-        module = {name: host.copy(tensor) for name, tensor in named}
+        module = {name: buffers.copy(tensor) for name, tensor in named}
         module_size = sum(tensor.nbytes for tensor in module.values())
         if pending and size + module_size > max_bytes:
             yield pending
             pending, size = {}, 0
-            module = host.turn(module)
+            module = buffers.turn(module)
         pending |= module
         size += module_size
     if pending:
@@ -94,7 +94,7 @@ def into_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Itera
 
 
 def _buffer(size: int, *, pinned: bool) -> Tensor:
-    """Pinned: copies from a GPU take a fraction of the time."""
+    """Pinned memory takes copies from a GPU in a fraction of the time."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)

@@ -1,4 +1,4 @@
-"""Names of staged files; the driver, the sending rank and the engines' hosts agree on them.
+"""Names of staged files, on which the driver, the sending ranks and the engines' hosts agree.
 
 ::
 

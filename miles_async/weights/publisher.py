@@ -1,14 +1,14 @@
-"""Publication: the trainer's weights are exported and staged while engines generate, then engines are brought to them.
+"""Publication: the trainer's weights are exported and staged while engines generate, then delivered to the engines.
 
 An engine that (re)starts is ``joining``: it takes no requests until a publication, or :meth:`WeightPublisher.repair`
 between publications, has brought it to the current version and it is verified. So there is one way for weights to reach
-an engine (``update.py``), whichever transport it is (``transports/``).
+an engine (``update.py``), whatever the transport (``transports/``).
 
-Staging needs the trainer, delivering doesn't: what is staged no longer follows it, so it may train on meanwhile.
+Staging needs the trainer, delivering doesn't: staged weights don't change any more, so training goes on meanwhile.
 
-A repair holds up no delivery: it goes on beside one, which leaves its engines out. If the version that it brings is no
-longer the visible one when it is done, its engines, which have shown that they take weights, are brought to that one
-before the next delivery.
+A repair delays no delivery: it goes on beside one, which leaves its engines out. If the version that it brings is no
+longer the visible one when it ends, its engines, which have shown that they take weights, get the visible one before
+the next delivery.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from contextlib import asynccontextmanager, nullcontext
 
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import PublicationError
-from miles_async.seams import TrainerSide
+from miles_async.seams import TrainerSide, WeightSender
 from miles_async.types import Incarnation, Publication, StagedWeights
-from miles_async.weights.update import FleetUpdater, PublicationState
+from miles_async.weights.engine_update import PublicationState
+from miles_async.weights.update import FleetUpdater
 
-ADMISSION_SECONDS = 10.0  # for repaired engines: deliveries wait for it
+ADMISSION_SECONDS = 10.0  # for repaired engines to be admitted: deliveries wait for that
 
 
 class WeightPublisher:
@@ -39,8 +40,8 @@ class WeightPublisher:
         repairs: FleetUpdater,
         evaluation: FleetUpdater | None = None,
     ) -> None:
-        """``repairs``: of the same engines, by a transport of its own, which may be in use beside the other.
-        ``evaluation``: of engines that only evaluate; None: those of training do.
+        """``repairs``: updates the same engines, by a transport of its own that may be in use beside the other.
+        ``evaluation``: updates engines that only evaluate; None if those of training evaluate.
         """
         self._trainer = trainer
         self._engines = engines
@@ -55,12 +56,12 @@ class WeightPublisher:
 
     @property
     def state(self) -> PublicationState:
-        """Where it is; for the watchdog."""
+        """What is being done; for the watchdog."""
         return PublicationState.STAGING if self._staging else self._engines.state
 
     @property
     def evaluates_apart(self) -> bool:
-        """Whether publications leave evaluations alone."""
+        """Whether evaluation has engines of its own, so that publications don't disturb it."""
         return self._evaluation is not None
 
     async def publish(self, version: int) -> Publication:
@@ -69,8 +70,9 @@ class WeightPublisher:
         return await self.deliver(version)
 
     async def stage(self, version: int) -> None:
-        """Export the trainer's weights; the version before is delivered. Raises PublicationError past
-        ``--publication-timeout``.
+        """Export the trainer's weights. The version before must have been delivered.
+
+        Raises PublicationError past ``--publication-timeout``.
         """
         self._staging = True
         try:
@@ -84,9 +86,9 @@ class WeightPublisher:
             self._staging = False
 
     async def deliver(self, version: int) -> Publication:
-        """Bring every engine to what was staged last, which is ``version``.
+        """Bring every engine to ``version``, which was staged last.
 
-        Returns when at least one engine serves it, verified. Raises PublicationError past
+        Returns once at least one engine serves it, verified. Raises PublicationError past
         ``--publication-timeout``, which does not count waiting for engines to come up.
         """
         async with self._lock:
@@ -94,8 +96,11 @@ class WeightPublisher:
             return await self._engines.publish(version, self._delivered, apart=lambda: self._in_repair)
 
     async def repair(self) -> tuple[str, ...]:
-        """Bring joining engines to the version that the others serve; after the first. Returns those that now serve."""
-        async with self._lock:  # a delivery under way takes those that wait along
+        """Bring joining engines to the version that the others serve. Returns those that now serve.
+
+        Not before the first delivery.
+        """
+        async with self._lock:  # a delivery under way includes the engines that wait
             assert self._delivered is not None
             staged = self._delivered
             self._in_repair = joining = await self._repairs.joining()
@@ -118,7 +123,7 @@ class WeightPublisher:
             self._in_repair = ()
             self._engines.last_loss = self._repairs.last_loss or self._engines.last_loss
         if overtaken:
-            async with self._lock:  # not again
+            async with self._lock:  # so that no delivery overtakes it this time
                 waiting = set(await self._repairs.joining())
                 again = [engine for engine in repaired if engine in waiting]
                 repaired = await self._repairs.repair(self._delivered, again, nullcontext(True))
@@ -126,12 +131,13 @@ class WeightPublisher:
 
     @asynccontextmanager
     async def _kept(self, staged: StagedWeights) -> AsyncIterator[None]:
-        """The senders keep that version meanwhile, however many are staged after it."""
-        for sender in range(staged.senders):
-            await self._trainer.call_sender("keep", (staged.version,), sender=sender, repair=True)
+        """Have the senders keep that version meanwhile, however many are staged after it."""
+        senders = [self._trainer.sender(index, repair=True) for index in range(staged.senders)]
+        for sender in senders:
+            await sender.call(WeightSender.keep, staged.version)
         yield
-        for sender in range(staged.senders):
-            await self._trainer.call_sender("keep_no_longer", (staged.version,), sender=sender, repair=True)
+        for sender in senders:
+            await sender.call(WeightSender.keep_no_longer, staged.version)
 
     async def publish_for_evaluation(self) -> None:
         """Bring the engines that only evaluate, if there are any, to the visible version. Raises PublicationError."""
@@ -141,7 +147,7 @@ class WeightPublisher:
             await self._evaluation.publish(self._delivered.version, self._delivered)
 
     async def close(self) -> None:
-        """End what the transports hold."""
+        """Release what the transports keep between deliveries."""
         async with self._lock:
             await self._engines.close()
             await self._repairs.close()

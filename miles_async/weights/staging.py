@@ -1,17 +1,16 @@
 """Exported weights as files: one format, written once per version, that every transport sends from.
 
 A sending rank writes bucket after bucket as they are exported, so it never holds more than two of them beside the
-model; what was staged lies in the page cache or on disk, not in its memory, and does not follow the trainer. Reading is
-mapping. Nothing is synced to the device: this is no checkpoint, and a machine that crashes loses its engines too.
+model. Staged weights are in the page cache or on disk, not in its memory, so training doesn't change them. They are
+mapped to be read. Nothing is synced to the device: this is no checkpoint, and a machine that crashes loses its engines
+too.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,27 +27,13 @@ from miles_async.types import StagedWeights, TensorMeta, WeightDelta
 from miles_async.weights.delta import Bytes, encode
 from miles_async.weights.export import Bucket, into_buckets, share
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
+from miles_async.weights.staging_options import StagingOptions
 
-_LIST = b"\xdd"  # of MessagePack; its length follows in 4 bytes
-
-KEPT_VERSIONS = 2  # one may be staged while engines that come up still get the one before
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagingOptions:
-    """Where and how weights are staged."""
-
-    parent: Path  # files go to a directory of the sending process in it
-    bucket_bytes: int
-    sender: int = 0  # of so many senders, each of which stages a share
-    senders: int = 1
-    keep: int = KEPT_VERSIONS  # this many of the newest versions
-    digests: bool = True
-    delta: DeltaEncoding | None = None  # also write what changed since the version before
+_LIST = b"\xdd"  # MessagePack's prefix of a list, whose length follows in 4 bytes
 
 
 class Staging:
-    """Implements WeightSender, for transports that need nothing but files of the sending rank."""
+    """Implements WeightSender: stages weights. Transports that send more than files extend it."""
 
     def __init__(self, options: StagingOptions) -> None:
         self._options = options
@@ -57,7 +42,7 @@ class Staging:
         self._kept: set[int] = set()
 
     def stage(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> StagedWeights:
-        """Write all of ``tensors``. Raises TrainerError when that fails."""
+        """Write this sender's share of ``tensors``. Raises TrainerError when that fails."""
         directory = self._directory.path / version_directory(version)
         try:
             staged = self._write(version, directory, tensors)
@@ -73,21 +58,21 @@ class Staging:
         return staged
 
     def keep(self, version: int) -> None:
-        """Have that version stay, however many are staged after it."""
+        """Keep the files of ``version``, however many versions are staged after it."""
         self._kept.add(version)
 
     def keep_no_longer(self, version: int) -> None:
-        """It goes when the next one is staged, if it is an old one."""
+        """Undo :meth:`keep`: an old version is removed when the next one is staged."""
         self._kept.discard(version)
 
     def file(self, version: int, name: str) -> Path:
-        """A file of a staged version. Raises TrainerError if that is not there any more."""
+        """Path of a file of a staged version. Raises TrainerError if that version is not there any more."""
         if version not in self._staged:
             raise TrainerError(f"weights of version {version} are not staged, only {list(self._staged)}")
         return Path(self._staged[version].directory) / name
 
     def bucket(self, version: int, index: int) -> Tensor:
-        """uint8 [bytes]: all tensors of a bucket, one after another; mapped, not read."""
+        """All tensors of a bucket one after another, uint8 [bytes]; mapped, not read."""
         path = self.file(version, bucket_file(index))
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")  # safetensors: length, JSON header, data
@@ -95,7 +80,7 @@ class Staging:
         return torch.from_numpy(np.memmap(path, np.uint8, mode="c", offset=8 + header_bytes))
 
     def metas(self, version: int, index: int) -> tuple[TensorMeta, ...]:
-        """Of a bucket's tensors, in their order."""
+        """The tensors of a bucket, in the order of their bytes."""
         return self._staged[version].buckets[index]
 
     def close(self) -> None:
@@ -150,17 +135,20 @@ class _DeltaWriter:
         self._bytes: dict[int, int] = {}
         self._same_tensors = True
         self._open_index = -1
-        self._file: Any = None
+        self._file: safe_open | None = None
 
     @property
     def result(self) -> WeightDelta | None:
-        """None if tensors came, went or changed their shape: then there is no telling what changed in them."""
+        """What was written; None if tensors were added, removed or changed their shape, which no delta describes."""
         if not self._same_tensors or self._bytes.keys() != self._base.buckets.keys():
             return None
         return WeightDelta(base_version=self._base.version, bucket_bytes=self._bytes)
 
     def write(self, index: int, path: Path, bucket: Bucket) -> None:
-        """One tensor after another: together they may be as large as the bucket. No file if nothing changed."""
+        """Encode and write one tensor after another: together they may be as large as the bucket.
+
+        Leaves no file if nothing changed.
+        """
         count = 0
         with path.open("wb") as file:
             file.write(_LIST + bytes(4))
@@ -185,11 +173,12 @@ class _DeltaWriter:
         if index != self._open_index:  # buckets are the same in every version: each file is opened once
             self._file = safe_open(Path(self._base.directory) / bucket_file(index), "pt")
             self._open_index = index
+        assert self._file is not None
         return self._file.get_tensor(name)
 
 
 def _file_order(path: Path) -> list[str]:
-    """Of its tensors: safetensors puts wide dtypes first, so that all are aligned."""
+    """Names of the tensors in the order of their bytes: safetensors puts wide dtypes first, to align all."""
     return safe_open(path, "pt").offset_keys()
 
 

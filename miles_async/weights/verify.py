@@ -1,7 +1,7 @@
 """Does an engine hold the weights that the trainer sent?
 
-Digests compare every element that it holds with what was staged. The canary compares what it computes: log-probs of
-one text, with the trainer's for the new version and for the one before.
+Digests compare every element that it holds with what was staged. The canary compares what it computes: its log-probs of
+one text with the trainer's, for the new version and for the one before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from miles_async.types import CanaryScore, Float32, HeldPart, HeldWeights, Stage
 
 CANARY_LENGTH = 256  # tokens
 QUANTILE = 0.9  # of the differences: a few tokens may differ by anything
-QUANTILE_TOLERANCE = 4.0  # tolerances that this quantile may be; of a normal distribution it is 2 means
-MAX_STANDARD_ERROR = 0.1  # of how far the engine came: then the two versions are 10 of these apart
+QUANTILE_TOLERANCE = 4.0  # this quantile may be so many tolerances; in a normal distribution it is 2 means
+MAX_STANDARD_ERROR = 0.1  # of the share of the way that the engine came: then the versions are 10 errors apart
 
 SHOWN = 3  # names in a message
 EVERYTHING = TensorShare()
@@ -29,7 +29,7 @@ EVERYTHING = TensorShare()
 def canary_tokens(
     prompts: Iterable[Sequence[int]], vocab_size: int, *, length: int = CANARY_LENGTH, seed: int = 0
 ) -> tuple[int, ...]:
-    """``prompts`` one after another, up to ``length`` tokens; random tokens where there is no prompt of two."""
+    """Join ``prompts`` up to ``length`` tokens; random tokens if they have less than two."""
     tokens: list[int] = []
     for prompt in prompts:
         tokens += prompt
@@ -42,10 +42,10 @@ def canary_tokens(
 
 
 def canary_tolerance(given: float | None, *, bf16: bool) -> float:
-    """``given``, or else the mean log-prob difference of correct implementations of the same weights, with a margin.
+    """``given``, or else the mean log-prob difference between correct implementations of a model, with a margin.
 
-    In bf16, an error of 2 % in hidden states makes a mean of 0.11 where logits have a standard deviation of 6. Weights
-    that are wrong make several units of a large vocabulary.
+    In bf16, an error of 2 % in hidden states makes a mean of 0.11 if logits have a standard deviation of 6. Wrong
+    weights make several units with a large vocabulary.
     """
     if given is not None:
         return given
@@ -57,13 +57,13 @@ def canary_tolerance(given: float | None, *, bf16: bool) -> float:
 class CanaryVerdict:
     """Verdict on an engine's weights by its log-probs of the canary."""
 
-    problem: str | None  # why they cannot come from the staged weights
+    problem: str | None  # why the log-probs cannot come from the staged weights
     difference: float  # mean of |engine - trainer|
-    tells_versions_apart: bool  # from the version before; else it passes both
+    tells_versions_apart: bool  # else weights of the version before would pass, too
 
 
 def judge_canary(staged: StagedWeights, score: CanaryScore, tolerance: float) -> CanaryVerdict:
-    """Compare ``score`` with what the trainer computed. ``tolerance``: for the mean difference."""
+    """Compare ``score`` with the trainer's log-probs. ``tolerance``: for the mean difference."""
     found, expected = np.array(score.logprobs), np.array(staged.canary_logprobs)
     if score.weight_version != str(staged.version):
         return _fails(f"reports weight version {score.weight_version!r}, expected {staged.version}")
@@ -91,7 +91,7 @@ def judge_canary(staged: StagedWeights, score: CanaryScore, tolerance: float) ->
 
 
 def _quantile(values: npt.NDArray[np.float64], share: float) -> float:
-    """As ``np.quantile``, which takes ten times as long and is called for every engine at every publication."""
+    """Like ``np.quantile`` in a tenth of the time; called for every engine at every publication."""
     return float(np.interp(share * (len(values) - 1), np.arange(len(values)), np.sort(values)))
 
 
@@ -113,20 +113,20 @@ def _fails(problem: str, difference: float = math.inf) -> CanaryVerdict:
 # ------------------------------------------------------------------------------------------------- digests
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """An engine's weights against those that were staged."""
+    """Result of comparing an engine's weights with those that were staged."""
 
     problem: str | None  # what differs
     compared: int  # tensors whose elements were compared
-    incomparable: tuple[str, ...]  # tensors that can't be, or shall not
+    incomparable: tuple[str, ...]  # tensors that can't be compared, or were skipped
 
 
 def compare_digests(
     staged: StagedWeights, held: HeldWeights, *, share: TensorShare = EVERYTHING, skip: Sequence[str] = ()
 ) -> Comparison:
-    """Both directions: what was staged is held, element by element, and nothing else is.
+    """Compare in both directions: all that was staged is held, element by element, and nothing else is.
 
-    ``share``: the tensors of which ``held`` has digests; of the others it tells what is held at all. ``skip``: parts of
-    names, of tensors or of the engine's parameters, that are not compared (``--verify-weights-skip``).
+    ``share``: the tensors of which ``held`` has digests; of the others it says what is held at all. ``skip``: parts of
+    names of tensors, or of the engine's parameters, that are not compared (``--verify-weights-skip``).
     """
 
     def is_skipped(name: str) -> bool:
@@ -148,8 +148,8 @@ def compare_digests(
         return Comparison(None, compared, incomparable)
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return Comparison(
-        f"weights differ: {wrong[0]}{more}. What an engine casts, computes with or fills by itself as it loads can't "
-        "be compared: --verify-weights-skip, or --verify-weights canary",
+        f"weights differ: {wrong[0]}{more}. Tensors that an engine casts, computes with or fills by itself as it loads "
+        "can't be compared: --verify-weights-skip, or --verify-weights canary",
         compared,
         incomparable,
     )
@@ -165,7 +165,7 @@ def _not_sent(sent: Iterable[str], held: HeldWeights) -> Iterator[tuple[str, str
 
 
 def _wrong(meta: TensorMeta, parts: Sequence[HeldPart], share: TensorShare) -> str | None:
-    """What is wrong with ``parts`` of the tensor. Parts that several ranks hold have to be alike."""
+    """What is wrong with the held ``parts`` of a tensor. Parts that several ranks hold must be the same."""
     if casts := {part.dtype for part in parts} - {meta.dtype}:
         return f"was sent as {meta.dtype} and is held as {', '.join(sorted(casts))}"
     digests: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[str]] = {}

@@ -59,7 +59,7 @@ from miles_async.seams import EngineFleet, RolloutSide
 from miles_async.trainer.group import TrainerGroup
 from miles_async.types import RolloutStats
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
 from miles_async.wiring.engines import engine_imports
@@ -208,7 +208,7 @@ class Run:
         def updater(fleet: EngineFleet, name: str, engines_timeout: float, *, repair: bool = False) -> FleetUpdater:
             return FleetUpdater(
                 fleet,
-                choose_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
+                make_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
                 arguments.weights,
                 tolerance=canary_tolerance(arguments.weights.canary_tolerance, bf16=arguments.model.bf16),
                 engines_timeout=engines_timeout,

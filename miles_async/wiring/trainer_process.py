@@ -6,22 +6,16 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import ray
-
 from miles_async.api import TrainBackend
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
-from miles_async.arguments.weights import WeightsArguments
 from miles_async.backends import create_backend
 from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
 from miles_async.runtime.run_directory import STAGING_DIRECTORY
-from miles_async.seams import WeightSender
 from miles_async.trainer.actor import TrainerActor
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
-from miles_async.weights.transports.choice import group_backend
-
-SHARED_OUT = ("distributed", "object_store")  # transports for which each pipeline stage has a sender
+from miles_async.weights.transports.choice import count_senders, make_sender
 
 
 def rank_imports(
@@ -57,7 +51,7 @@ def trainer_group(
         resources=RankResources.for_device(device, environment, interpreter),
         backend=partial(make_backend, arguments, device),
         sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device),
-        senders=arguments.model.pipeline_model_parallel_size if weights.weight_transport in SHARED_OUT else 1,
+        senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
         single_node=arguments.cluster.ray_address is None,
         log_directory=run_dir / "logs",
     )
@@ -84,43 +78,3 @@ def make_backend(arguments: Arguments, device: Device, **rank: object) -> TrainB
         ref_hf_checkpoint=arguments.algorithm.ref_hf_checkpoint,
         **rank,
     )
-
-
-def make_sender(
-    weights: WeightsArguments, staging_directory: Path, device: Device, address: str, *, sender: int, senders: int
-) -> WeightSender:
-    """A sending rank's half of the weight transport, in its process. ``address``: of its node."""
-    from miles_async.weights.staging import KEPT_VERSIONS, Staging, StagingOptions
-
-    options = StagingOptions(
-        parent=staging_directory,
-        bucket_bytes=weights.update_weight_buffer_size,
-        sender=sender,
-        senders=senders,
-        keep=KEPT_VERSIONS + weights.debug_publication_lag,
-        digests=weights.compares_digests or weights.weight_transport != "distributed",
-        delta=weights.delta_encoding,
-    )
-    if weights.weight_transport == "distributed":
-        import torch
-
-        from miles_async.weights.senders.distributed import DistributedSender
-
-        return DistributedSender(
-            options,
-            address=address,
-            backend=group_backend(device),
-            device=torch.device(device),
-            timeout_seconds=weights.group_timeout,
-        )
-    if weights.weight_transport == "object_store":
-        from miles_async.weights.senders.object_store import ObjectStoreSender
-
-        return ObjectStoreSender(options, put=ray.put)
-    if weights.weight_transport == "ipc":
-        import torch
-
-        from miles_async.weights.senders.ipc import IpcSender
-
-        return IpcSender(options, device=torch.device(device))
-    return Staging(options)

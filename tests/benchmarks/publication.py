@@ -26,7 +26,10 @@ from miles_async.arguments.weights import WeightsArguments
 from miles_async.trainer.group import united
 from miles_async.types import CanaryScore, FleetMembers, Incarnation, Publication, StagedWeights, TensorMeta
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.staging_options import StagingOptions
+from miles_async.weights.transports.choice import make_transport
+from miles_async.weights.transports.distributed.driver import Broadcasts
+from miles_async.weights.transports.spec import RankSide
 from miles_async.weights.update import FleetUpdater
 from tests.benchmarks.report import Row
 
@@ -113,25 +116,21 @@ class Sender:
     def __init__(self, directory: str, width: int, matrices: int, delta: bool, sender: int, senders: int) -> None:
         import torch
 
-        from miles_async.weights.senders.distributed import DistributedSender
-        from miles_async.weights.staging import StagingOptions
+        from miles_async.weights.transports.distributed.rank import DistributedSender
 
         torch.set_num_threads(1)
         self.model = model(width, matrices, seed=0)
         self._changing = delta
+        staging = StagingOptions(
+            parent=Path(directory),
+            bucket_bytes=BUCKET_BYTES,
+            sender=sender,
+            senders=senders,
+            digests=delta,
+            delta="xor" if delta else None,
+        )
         self.sender = DistributedSender(
-            StagingOptions(
-                parent=Path(directory),
-                bucket_bytes=BUCKET_BYTES,
-                sender=sender,
-                senders=senders,
-                digests=delta,
-                delta="xor" if delta else None,
-            ),
-            address="127.0.0.1",
-            backend="gloo",
-            device=torch.device("cpu"),
-            timeout_seconds=120,
+            RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=120)
         )
 
     def stage(self, version: int) -> tuple[StagedWeights, float]:
@@ -158,8 +157,8 @@ class Sender:
         for size in sizes:
             dist.broadcast(data[:size], src=0, group=group)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.sender, method)(*arguments)
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return getattr(self.sender, method.__name__)(*arguments)
 
 
 class AnonymousMemory:
@@ -250,10 +249,16 @@ class Trainer:
         staged = united([staged for staged, _ in shares])
         return msgspec.structs.replace(staged, canary_tokens=tuple(range(CANARY)), canary_logprobs=(0.0,))
 
-    async def call_sender(
-        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
-    ) -> Any:
-        return await self.processes[sender].call("call", method, *arguments)
+    def sender(self, index: int, *, repair: bool = False) -> Any:
+        return _Handle(self.processes[index])
+
+
+class _Handle:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._process.call("call", method, *arguments)
 
 
 class Fleet:
@@ -305,14 +310,10 @@ class Fleet:
         self,
         engines: Sequence[Incarnation],
         function: Callable[..., Any],
-        arguments: Sequence[Any] = (),
-        *,
+        *arguments: Any,
         room: int = 0,
     ) -> Mapping[Incarnation, Any]:
-        return {
-            engine: await self.processes[engine.engine].call("on_host", function, tuple(arguments))
-            for engine in engines
-        }
+        return {engine: await self.processes[engine.engine].call("on_host", function, arguments) for engine in engines}
 
     async def _each(self, engines: Sequence[Incarnation], *call: Any) -> Mapping[Incarnation, None]:
         async with asyncio.TaskGroup() as scope:
@@ -393,7 +394,7 @@ async def publish(trainer: Trainer, fleet: Fleet, transport: str, version: int, 
     arguments = WeightsArguments(  # what digests take is another benchmark, digests.py
         weight_transport=transport, weight_delta=delta, verify_weights="canary"
     )
-    chosen = choose_transport(arguments, trainer, fleet, "cpu")  # type: ignore[arg-type]
+    chosen = make_transport(arguments, trainer, fleet, "cpu")  # type: ignore[arg-type]
     updater = FleetUpdater(fleet, chosen, arguments, tolerance=1e-3)  # type: ignore[arg-type]
     publisher = WeightPublisher(trainer, updater, arguments, repairs=updater)  # type: ignore[arg-type]
     publication = await publisher.publish(version)
@@ -407,10 +408,11 @@ async def plain_rates(trainer: Trainer, fleet: Fleet) -> tuple[float, float]:
     """
     staged = await trainer.stage_weights(0)
     sizes = [sum(ITEM_BYTES * math.prod(meta.shape) for meta in bucket) for bucket in staged.buckets.values()]
-    address, port = await trainer.call_sender("open_group", ("plain", 1 + len(fleet.processes)))
+    sender = trainer.sender(0)
+    address, port = await sender.call(Broadcasts.open_group, "plain", 1 + len(fleet.processes))
     engines = (await fleet.members()).serving
     await asyncio.gather(
-        trainer.call_sender("join_group", ("plain",)),
+        sender.call(Broadcasts.join_group, "plain"),
         fleet.connect(engines, "plain", address, port, 1 + len(engines), "gloo"),
     )
     rates = []
@@ -424,7 +426,7 @@ async def plain_rates(trainer: Trainer, fleet: Fleet) -> tuple[float, float]:
             )
             seconds.append(time.perf_counter() - started)
         rates.append(sum(sizes) / min(seconds))
-    await asyncio.gather(trainer.call_sender("leave_group", ("plain",)), fleet.disconnect(engines, "plain"))
+    await asyncio.gather(sender.call(Broadcasts.leave_group, "plain"), fleet.disconnect(engines, "plain"))
     return rates[0], rates[1]
 
 

@@ -6,6 +6,7 @@ Held against the real thing by tests/unit/test_fakes_contract.py.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,44 @@ from miles_async.types import (
 CANARY = (1, 2, 3)
 CANARY_LOGPROBS = (-1.0, -2.0)
 DIGEST = "00000000000000aa"  # of every tensor
+
+
+class InProcess:
+    """SenderHandle of a half that lives in this process; its methods may be coroutine functions."""
+
+    def __init__(self, half: Any) -> None:
+        self._half = half
+
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        answer = getattr(self._half, method.__name__)(*arguments)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+class FakeBroadcaster:
+    """The sending rank's half of ``distributed``."""
+
+    def __init__(self, events: list[str], suffix: str) -> None:
+        self._events = events
+        self._suffix = suffix
+
+    def keep(self, version: int) -> None: ...
+
+    def keep_no_longer(self, version: int) -> None: ...
+
+    def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
+        self._events.append(f"open {world_size}{self._suffix}")
+        return "127.0.0.1", 1
+
+    def join_group(self, group_name: str) -> None: ...
+
+    def load_bucket(self, group_name: str, version: int, index: int) -> None:
+        self._events.append(f"load {version}/{index}{self._suffix}")
+
+    def send_bucket(self, group_name: str, version: int, index: int) -> str | None:
+        self._events.append(f"send {version}/{index}{self._suffix}")
+        return None
+
+    def leave_group(self, group_name: str) -> None: ...
 
 
 class FakeTrainer:
@@ -61,18 +100,8 @@ class FakeTrainer:
             prepare_seconds=0.0,
         )
 
-    async def call_sender(
-        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
-    ) -> Any:
-        """Of ``distributed``."""
-        who = f" by {sender}" if self.senders > 1 else ""
-        if method == "open_group":
-            self.events.append(f"open {arguments[1]}{who}")
-            return "127.0.0.1", 1
-        if method in ("load_bucket", "send_bucket"):
-            version, index = arguments[-2:]
-            self.events.append(f"{method.removesuffix('_bucket')} {version}/{index}{who}")
-        return None
+    def sender(self, index: int, *, repair: bool = False) -> Any:
+        return InProcess(FakeBroadcaster(self.events, f" by {index}" if self.senders > 1 else ""))
 
     async def save(self, directory: Any) -> None: ...
 
@@ -210,8 +239,7 @@ class FakeFleet:
         self,
         engines: Sequence[Incarnation],
         function: Callable[..., Any],
-        arguments: Sequence[Any] = (),
-        *,
+        *arguments: Any,
         room: int = 0,
     ) -> Mapping[Incarnation, Any | Exception]:
         return self._result(f"host {function.__name__}", engines)

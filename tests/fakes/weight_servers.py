@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
 from miles_async.simulation.network import Network, Response, SimulatedHttp
 from miles_async.types import StagedWeights
-from miles_async.weights.staging import KEPT_VERSIONS
+from miles_async.weights.staging_options import KEPT_VERSIONS
 from tests.fakes.fake_engine import FakeRouter
-from tests.fakes.fake_sides import CANARY_LOGPROBS, FakeTrainer
+from tests.fakes.fake_sides import CANARY_LOGPROBS, FakeTrainer, InProcess
 
 OK = Response(msgspec.json.encode({"success": True}))
 
@@ -249,29 +249,31 @@ class BroadcastingTrainer(FakeTrainer):
                 del self._staged[old]
         return await super().stage_weights(version)
 
-    async def call_sender(
-        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
-    ) -> Any:
-        async with self._threads[repair]:
-            return await self._call(method, *arguments)
+    def sender(self, index: int, *, repair: bool = False) -> Any:
+        return _InThread(self, self._threads[repair])
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        match method, *arguments:
-            case "open_group", name, world_size:
-                self.world.groups[name] = Group(world_size)
-                return "127.0.0.1", 1
-            case "join_group", name:
-                await self._meet(name, "join")
-            case "keep", version:
-                self._kept.add(version)
-            case "keep_no_longer", version:
-                self._kept.remove(version)
-            case "send_bucket", name, version, index:
-                assert version in self._staged
-                return await self._meet(name, (f"t{index}",))
-            case "leave_group", name:
-                self.world.groups.pop(name).broken.set()
-        return None
+    # What each sending rank does.
+    async def keep(self, version: int) -> None:
+        self._kept.add(version)
+
+    async def keep_no_longer(self, version: int) -> None:
+        self._kept.remove(version)
+
+    async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
+        self.world.groups[group_name] = Group(world_size)
+        return "127.0.0.1", 1
+
+    async def join_group(self, group_name: str) -> None:
+        await self._meet(group_name, "join")
+
+    async def load_bucket(self, group_name: str, version: int, index: int) -> None: ...
+
+    async def send_bucket(self, group_name: str, version: int, index: int) -> str | None:
+        assert version in self._staged
+        return await self._meet(group_name, (f"t{index}",))
+
+    async def leave_group(self, group_name: str) -> None:
+        self.world.groups.pop(group_name).broken.set()
 
     async def _meet(self, name: str, occasion: Any) -> str | None:
         try:
@@ -280,3 +282,15 @@ class BroadcastingTrainer(FakeTrainer):
             self.world.groups[name].broken.set()
             return f"the process group broke: {error}"
         return None
+
+
+class _InThread(InProcess):
+    """One call at a time."""
+
+    def __init__(self, half: Any, thread: asyncio.Lock) -> None:
+        super().__init__(half)
+        self._thread = thread
+
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        async with self._thread:
+            return await super().call(method, *arguments)

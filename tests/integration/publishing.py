@@ -21,16 +21,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from miles_async.arguments import WeightsArguments
-from miles_async.seams import EngineFleet
+from miles_async.seams import EngineFleet, WeightSender
 from miles_async.trainer.group import united
 from miles_async.types import Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.senders.distributed import DistributedSender
-from miles_async.weights.senders.object_store import ObjectStoreSender
-from miles_async.weights.staging import Staging, StagingOptions
-from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.transports.choice import make_sender, make_transport
+from miles_async.weights.transports.object_store.rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_sides import FakeTrainer
+from tests.fakes.fake_sides import FakeTrainer, InProcess
 from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.tiny_models import VOCAB
 from tests.integration.toy_batches import to_shards, toy_samples
@@ -105,7 +103,7 @@ class Publishing:
 class _TrainerSide(FakeTrainer):
     """Trains before it stages; what it stages is spoiled by ``corrupt``."""
 
-    def __init__(self, trainer: Trainer, senders: Sequence[Staging], corrupt: Corrupt | None) -> None:
+    def __init__(self, trainer: Trainer, senders: Sequence[WeightSender], corrupt: Corrupt | None) -> None:
         super().__init__([])
         self._trainer = trainer
         self._senders = senders
@@ -137,10 +135,13 @@ class _TrainerSide(FakeTrainer):
             self._corrupt(tensors, before)
             save_file(tensors, path)
 
-    async def call_sender(
-        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
-    ) -> Any:
-        return await asyncio.to_thread(getattr(self._senders[sender], method), *arguments)
+    def sender(self, index: int, *, repair: bool = False) -> Any:
+        return _InThread(self._senders[index])
+
+
+class _InThread(InProcess):
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._half, method.__name__), *arguments)
 
 
 @asynccontextmanager
@@ -159,29 +160,19 @@ async def publishing(
 
     ``directory``: for staged weights. ``tolerance``: of the canary.
     """
-    arguments = WeightsArguments(**({"verify_weights": "full"} | flags))
-    delta: Any = None if arguments.weight_delta == "off" else arguments.weight_delta
-    made: list[Staging] = []
-    for sender in range(senders):
-        options = StagingOptions(
-            parent=directory, bucket_bytes=BUCKET_BYTES, sender=sender, senders=senders, delta=delta
-        )
-        made.append(
-            DistributedSender(
-                options,
-                address="127.0.0.1",
-                backend="gloo",
-                device=torch.device("cpu"),
-                timeout_seconds=arguments.group_timeout,
-            )
-            if arguments.weight_transport == "distributed"
-            else ObjectStoreSender(options, put=np.array)
-        )
+    arguments = WeightsArguments(**({"verify_weights": "full", "update_weight_buffer_size": BUCKET_BYTES} | flags))
+    made = [
+        make_sender(arguments, directory, "cpu", "127.0.0.1", sender=sender, senders=senders)
+        for sender in range(senders)
+    ]
+    for sender in made:
+        if isinstance(sender, ObjectStoreSender):
+            sender._put = np.array  # there is no Ray
     side = _TrainerSide(trainer, made, corrupt)
 
     def updater(*, repair: bool) -> FleetUpdater:
         name = "repairs" if repair else "weights"
-        transport = choose_transport(arguments, side, fleet, "cpu", name=name, repair=repair)
+        transport = make_transport(arguments, side, fleet, "cpu", name=name, repair=repair)
         return FleetUpdater(fleet, transport, arguments, tolerance=tolerance, engines_timeout=engines_timeout)
 
     publisher = WeightPublisher(side, updater(repair=False), arguments, repairs=updater(repair=True))

@@ -35,6 +35,8 @@ from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest, Generation, Incarnation, TensorMeta
+from miles_async.weights.staging_options import StagingOptions
+from miles_async.weights.transports.spec import RankSide
 from tests.fakes.fake_engine import FakeEngine
 from tests.integration.served_models import reference_logprobs, save_served
 
@@ -290,18 +292,12 @@ class Trainer:
     """The sending rank of a publication, without a trainer: weights of a saved model over gloo."""
 
     def __init__(self, model: Path) -> None:
-        import torch
-
-        from miles_async.weights.senders.distributed import DistributedSender
-        from miles_async.weights.staging import StagingOptions
+        from miles_async.weights.transports.distributed.rank import DistributedSender
 
         self.model = model
+        staging = StagingOptions(parent=model / "staged", bucket_bytes=100_000)
         self.sender = DistributedSender(
-            StagingOptions(parent=model / "staged", bucket_bytes=100_000),
-            address="127.0.0.1",
-            backend="gloo",
-            device=torch.device("cpu"),
-            timeout_seconds=60,
+            RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=60)
         )
 
     @asynccontextmanager

@@ -25,6 +25,9 @@ from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.errors import CheckpointError, ConfigurationError, StalledError, TrainerError
 from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
+from miles_async.weights.staging_options import StagingOptions
+from miles_async.weights.transports.distributed.driver import Broadcasts
+from miles_async.weights.transports.spec import RankSide
 from tests.integration.tiny_models import save_tiny_qwen3
 from tests.integration.toy_batches import to_shards, toy_samples
 from tests.integration.weight_receiver import receive
@@ -76,18 +79,10 @@ def make_backend(directory: Path, **rank: Any) -> Any:
 
 
 def make_sender(directory: Path, address: str, *, sender: int, senders: int) -> Any:
-    import torch
+    from miles_async.weights.transports.distributed.rank import DistributedSender
 
-    from miles_async.weights.senders.distributed import DistributedSender
-    from miles_async.weights.staging import StagingOptions
-
-    return DistributedSender(
-        StagingOptions(parent=directory, bucket_bytes=64 * 1024, sender=sender, senders=senders),
-        address=address,
-        backend="gloo",
-        device=torch.device("cpu"),
-        timeout_seconds=SENDER_TIMEOUT,
-    )
+    staging = StagingOptions(parent=directory, bucket_bytes=64 * 1024, sender=sender, senders=senders)
+    return DistributedSender(RankSide(staging=staging, address=address, device="cpu", timeout_seconds=SENDER_TIMEOUT))
 
 
 def trainer_group(directory: Path, **options: Any) -> TrainerGroup:
@@ -158,15 +153,15 @@ async def test_staged_weights_reach_a_receiver_as_they_were_staged(group: Traine
     newer = await group.stage_weights(2)
     assert newer.canary_logprobs != staged.canary_logprobs
 
-    address, port = await group.call_sender("open_group", ("weights-1", 2))
+    address, port = await group.sender(0).call(Broadcasts.open_group, "weights-1", 2)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         arguments = (address, port, "weights-1", 1, 2, tuple(staged.buckets.values()))
         receiving = asyncio.get_running_loop().run_in_executor(pool, receive, *arguments)
-        await group.call_sender("join_group", ("weights-1",))
+        await group.sender(0).call(Broadcasts.join_group, "weights-1")
         for index in staged.buckets:
-            await group.call_sender("send_bucket", ("weights-1", 1, index))
+            await group.sender(0).call(Broadcasts.send_bucket, "weights-1", 1, index)
         received = await asyncio.wait_for(receiving, 30)
-    await group.call_sender("leave_group", ("weights-1",))
+    await group.sender(0).call(Broadcasts.leave_group, "weights-1")
 
     assert list(received) == [meta.name for meta in sent]
     logprobs = canary_logprobs(model, received)
@@ -189,30 +184,30 @@ def canary_logprobs(model: Path, weights: dict[str, np.ndarray]) -> list[float]:
 async def test_a_member_that_stays_away_costs_the_timeout_and_nothing_else(group: TrainerGroup) -> None:
     # covers: C8, C10
     await group.stage_weights(3)
-    await group.call_sender("open_group", ("weights-absent", 2))
+    await group.sender(0).call(Broadcasts.open_group, "weights-absent", 2)
     started = time.monotonic()
-    await group.call_sender("join_group", ("weights-absent",))
+    await group.sender(0).call(Broadcasts.join_group, "weights-absent")
     assert time.monotonic() - started < SENDER_TIMEOUT + 5
-    assert "never complete" in await group.call_sender("send_bucket", ("weights-absent", 3, 0))
-    await group.call_sender("leave_group", ("weights-absent",))
-    await group.call_sender("leave_group", ("weights-absent",))
+    assert "never complete" in await group.sender(0).call(Broadcasts.send_bucket, "weights-absent", 3, 0)
+    await group.sender(0).call(Broadcasts.leave_group, "weights-absent")
+    await group.sender(0).call(Broadcasts.leave_group, "weights-absent")
     assert (await group.train(references()))["loss_tokens"] > 0
 
 
 async def test_training_goes_on_while_the_transport_waits(group: TrainerGroup) -> None:
-    await group.call_sender("open_group", ("weights-slow", 2))
+    await group.sender(0).call(Broadcasts.open_group, "weights-slow", 2)
     async with asyncio.TaskGroup() as scope:
-        joining = scope.create_task(group.call_sender("join_group", ("weights-slow",)))
+        joining = scope.create_task(group.sender(0).call(Broadcasts.join_group, "weights-slow"))
         await group.train(references())
         assert not joining.done()
-    await group.call_sender("leave_group", ("weights-slow",))
+    await group.sender(0).call(Broadcasts.leave_group, "weights-slow")
 
 
 async def test_only_the_newest_versions_stay_staged(group: TrainerGroup) -> None:
     for version in (10, 11, 12):
         await group.stage_weights(version)
     with pytest.raises(TrainerError, match=r"version 10 are not staged, only \[11, 12\]"):
-        await group.call_sender("send_bucket", ("any", 10, 0))
+        await group.sender(0).call(Broadcasts.send_bucket, "any", 10, 0)
     assert (await group.train(references()))["loss_tokens"] > 0  # an error of the transport ends nobody
 
 

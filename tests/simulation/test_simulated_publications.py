@@ -16,12 +16,12 @@ from miles_async.arguments import WeightsArguments
 from miles_async.simulation.run import quiet_logs
 from miles_async.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from miles_async.weights.publisher import ADMISSION_SECONDS, WeightPublisher
-from miles_async.weights.senders.object_store import ObjectStoreSender
-from miles_async.weights.staging import StagingOptions
-from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.staging_options import StagingOptions
+from miles_async.weights.transports.choice import make_transport
+from miles_async.weights.transports.object_store.rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.weight_servers import BroadcastingTrainer, World
-from tests.unit.weights.test_host_copies import FileTrainer
+from tests.unit.weights.transports.test_local_files import FileTrainer
 
 UNVERIFIED = WeightsArguments(verify_weights="off")  # so that nothing else could find out
 STEP = UNVERIFIED.step_timeout
@@ -29,7 +29,7 @@ STEP = UNVERIFIED.step_timeout
 
 def publisher_of(world: World, trainer: Any, arguments: WeightsArguments) -> WeightPublisher:
     def updater(name: str, *, repair: bool = False) -> FleetUpdater:
-        transport = choose_transport(arguments, trainer, world.fleet, "cpu", name=name, repair=repair)
+        transport = make_transport(arguments, trainer, world.fleet, "cpu", name=name, repair=repair)
         return FleetUpdater(world.fleet, transport, arguments, tolerance=1e-3)
 
     return WeightPublisher(trainer, updater("weights"), arguments, repairs=updater("repairs", repair=True))

@@ -21,7 +21,7 @@ from miles_async.controller import Controller, Position
 from miles_async.errors import ContractViolation, EngineError, PublicationError, TrainerError, first_error
 from miles_async.types import FleetMembers
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
 
@@ -86,7 +86,7 @@ def bench(
     fleet = FakeFleet([])
 
     def updater(of: FakeFleet) -> FleetUpdater:
-        transport = choose_transport(weights, trainer, of, "cpu")
+        transport = make_transport(weights, trainer, of, "cpu")
         return FleetUpdater(of, transport, weights, tolerance=1e-3, engines_timeout=0.0)
 
     publisher = WeightPublisher(

@@ -15,7 +15,8 @@ import pytest
 from miles_async.algorithms.registry import advantage_estimator, policy_loss, token_advantages
 from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, Reward, Tracker
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.runtime.hooks import load_factory, load_object
+from miles_async.runtime.hooks import load_factory, load_instance, load_object
+from miles_async.weights.transports.spec import TransportSpec
 
 PAGES = Path(__file__).parents[2] / "docs" / "extending"
 FILE = re.compile(r"```python\n# (?P<name>\w+)\.py\n(?P<source>.*?)```", re.DOTALL)
@@ -38,6 +39,7 @@ LOADS: dict[str, Callable[[str, str], Any]] = {
     "--group-filter-path": lambda hook, flag: load_object(hook, GroupFilter, flag),
     "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),
     "--custom-generate-function-path": lambda hook, flag: load_object(hook, Generate, flag),
+    "--weight-transport": lambda hook, flag: load_instance(hook, TransportSpec, flag),
     "--agent-path": lambda hook, flag: load_object(hook, Agent, flag),
     "--custom-tracker-path": lambda hook, flag: load_object(hook, Tracker, flag),
     **dict.fromkeys(CHOOSE, choose),

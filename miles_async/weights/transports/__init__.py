@@ -1,4 +1,8 @@
-"""How staged weights reach the engines: the driver's half of each transport. Each implements WeightTransport.
+"""How staged weights reach the engines. Each transport is a folder with both of its halves:
 
-Nothing here imports torch; what runs in the sending rank is in ``weights/senders``.
+- ``driver.py``: the driver's half, a ``seams.WeightTransport``. It imports no torch.
+- ``rank.py``: the sending rank's half, a ``seams.WeightSender``.
+- ``__init__.py``: its row of the registry, a ``spec.TransportSpec``.
+
+``registry.py`` has the rows, ``choice.py`` makes both halves as the flags say.
 """

@@ -1,19 +1,21 @@
-"""Which transport a run uses (``--weight-transport``)."""
+"""The transport of a run as its flags choose it: both halves, and why it would not work."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import ConfigurationError
-from miles_async.seams import EngineFleet, WeightSenders, WeightTransport
-from miles_async.weights.transports.disk import DiskTransport
-from miles_async.weights.transports.distributed import DistributedTransport
-from miles_async.weights.transports.host_copies import HostCopyTransport
-from miles_async.weights.transports.ipc import IpcTransport
-from miles_async.weights.transports.repair_senders import RepairSenders
+from miles_async.seams import EngineFleet, WeightSender, WeightSenders, WeightTransport
+from miles_async.weights.staging_options import KEPT_VERSIONS, StagingOptions
+from miles_async.weights.transports.registry import TRANSPORTS, find_transport
+from miles_async.weights.transports.spec import DriverSide, RankSide, TransportSpec
 
 
-def choose_transport(
+def make_transport(
     arguments: WeightsArguments,
     trainer: WeightSenders,
     fleet: EngineFleet,
@@ -22,38 +24,78 @@ def choose_transport(
     name: str = "weights",
     repair: bool = False,
 ) -> WeightTransport:
-    """The driver's half. ``device``: "cpu" or "cuda"; ``name``: of what is sent to, unique in a run; ``repair``: it
-    sends beside deliveries.
+    """The driver's half.
+
+    ``device``: "cpu" or "cuda". ``name``: of what it shares with engines, unique in a run. ``repair``: it sends beside
+    deliveries.
     """
-    if repair:
-        trainer = RepairSenders(trainer)
-    keep = arguments.weight_delta != "off"
-    flush_cache = arguments.pause_generation_mode != "in_place"  # there SGLang refuses to
-    match arguments.weight_transport:
-        case "distributed":
-            backend = group_backend(device)
-            return DistributedTransport(trainer, fleet, backend=backend, flush_cache=flush_cache, name=name)
-        case "disk" if not keep:
-            return DiskTransport(fleet, flush_cache=flush_cache)
-        case "disk" | "object_store" as kind:
-            return HostCopyTransport(
-                trainer, fleet, object_store=kind == "object_store", keep=keep, flush_cache=flush_cache
-            )
-        case "ipc":
-            return IpcTransport(trainer, fleet, flush_cache=flush_cache, name=name)
-        case other:
-            raise AssertionError(other)
+    return find_transport(arguments.weight_transport).driver(
+        DriverSide(
+            sender=partial(trainer.sender, repair=repair),
+            fleet=fleet,
+            name=name,
+            device=device,
+            flush_cache=arguments.pause_generation_mode != "in_place",  # where SGLang refuses to
+            delta=arguments.weight_delta != "off",
+        )
+    )
 
 
-def check_device(arguments: WeightsArguments, device: Device) -> None:
-    """Raises ConfigurationError if the transport needs another device."""
-    if arguments.weight_transport == "ipc" and device != "cuda":
-        raise ConfigurationError(
-            f"--weight-transport ipc shares the memory of a GPU with engines on it, and this run's device is {device}: "
-            "use distributed, disk or object_store"
+def make_sender(
+    arguments: WeightsArguments, directory: Path, device: Device, address: str, *, sender: int = 0, senders: int = 1
+) -> WeightSender:
+    """The half of sending rank number ``sender``, in its process.
+
+    ``directory``: in which it makes a directory for its files. ``address``: where engines reach this process.
+    """
+    staging = StagingOptions(
+        parent=directory,
+        bucket_bytes=arguments.update_weight_buffer_size,
+        sender=sender,
+        senders=senders,
+        keep=KEPT_VERSIONS + arguments.debug_publication_lag,
+        digests=arguments.compares_digests or arguments.weight_delta != "off",
+        delta=arguments.delta_encoding,
+    )
+    return find_transport(arguments.weight_transport).rank(
+        RankSide(staging=staging, address=address, device=device, timeout_seconds=arguments.group_timeout)
+    )
+
+
+def count_senders(arguments: WeightsArguments, pipeline_stages: int) -> int:
+    """How many ranks send weights."""
+    return pipeline_stages if find_transport(arguments.weight_transport).sender_per_stage else 1
+
+
+def transport_problems(arguments: WeightsArguments, device: Device, *, external_engines: bool) -> Iterator[str]:
+    """Why weights cannot reach the engines as asked.
+
+    ``external_engines``: whether there are engines that were not started by us.
+    """
+    try:
+        spec = find_transport(arguments.weight_transport)
+    except ConfigurationError as error:
+        yield str(error)
+        return
+    name = arguments.weight_transport
+    if device not in spec.devices:
+        yield (
+            f"--weight-transport {name} works on {' and '.join(spec.devices)} only, and this run's device is {device}: "
+            f"use {_those(lambda other: device in other.devices)}"
+        )
+    if arguments.weight_delta != "off" and not spec.delta:
+        yield (
+            f"--weight-delta {arguments.weight_delta} needs files at the engines: --weight-transport "
+            f"{_those(lambda other: other.delta)}, not {name}"
+        )
+    if external_engines and not spec.external_engines:
+        yield (
+            f"external engines with --weight-transport {name}: nothing of ours runs on their hosts, to see to weights "
+            f"there; use {_those(lambda other: other.external_engines)}"
         )
 
 
-def group_backend(device: Device) -> str:
-    """Of the process group of ``distributed``, at both ends."""
-    return "nccl" if device == "cuda" else "gloo"
+def _those(fit: Callable[[TransportSpec], bool]) -> str:
+    """Names of the transports that ``fit``: "a, b or c"."""
+    *names, last = [spec.name for spec in TRANSPORTS.values() if fit(spec)]
+    return f"{', '.join(names)} or {last}" if names else last

@@ -112,11 +112,6 @@ def test_a_file_that_is_absent(tmp_path: Path) -> None:
         ),
         (
             '[groups.a]\nexternal = ["a:1"]',
-            {"weights": replace(CANARY, weight_transport="object_store")},
-            "nothing of ours runs on their hosts",
-        ),
-        (
-            '[groups.a]\nexternal = ["a:1"]',
             {},
             "external engines with --verify-weights full: only servers that we start",
         ),

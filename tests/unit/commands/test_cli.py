@@ -204,7 +204,12 @@ def test_exit_code_tells_how_a_run_ended(
         (["--rollout-max-prompt-len", "3"], "all 9 prompts have more than 3 tokens"),
         (["--sglang-mem-fraction-statik", "0.3"], "did you mean --sglang-mem-fraction-static?"),
         (["--router-polizy", "random"], "did you mean --router-policy?"),
-        (["--weight-transport", "ipc"], "--weight-transport ipc shares the memory of a GPU"),
+        (["--weight-transport", "ipc", "--device", "cpu"], "--weight-transport ipc works on cuda only"),
+        (
+            ["--weight-transport", "rsync"],
+            "--weight-transport rsync: expected distributed, disk, object_store, ipc",
+        ),
+        (["--weight-delta", "xor"], "--weight-delta xor needs files at the engines"),
         (["--run-dir", "/proc/run"], "--run-dir /proc/run: /proc cannot be written to"),
         (["--actor-num-nodes", "2"], "--actor-num-nodes 2 without --ray-address"),
         (["--lr-warmup-iters", "5000"], "--lr-warmup-iters 5000 is not less than the run's"),

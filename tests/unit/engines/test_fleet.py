@@ -220,10 +220,10 @@ async def test_functions_run_on_the_hosts_of_engines() -> None:
         for index, servers in enumerate(setup.servers):
             servers[0].host_directory = Path(f"/host-{index}")
         both = (E0, E1)
-        assert await setup.fleet.on_host(both, work, (7,)) == {E0: "host-0 7", E1: "host-1 7"}
+        assert await setup.fleet.on_host(both, work, 7) == {E0: "host-0 7", E1: "host-1 7"}
         await setup.servers[0][0].crash()
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.GONE)
-        results = await setup.fleet.on_host(both, work, (7,))
+        results = await setup.fleet.on_host(both, work, 7)
         assert isinstance(results[E0], EngineError)
         assert results[E1] == "host-1 7"
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.weights.export import HostCopies, into_buckets, share
+from miles_async.weights.export import BucketBuffers, into_buckets, share
 
 
 def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
@@ -81,8 +81,8 @@ def test_a_bucket_needs_room() -> None:
 def test_copies_are_equal_contiguous_and_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = (torch.randn(shape) * 50).to(dtype)
     tensor = tensor.t() if tensor.ndim == 2 else tensor
-    host = HostCopies(1000)
-    copies = [host.copy(tensor) for _ in range(4)]  # the last ones of (65,) have no room
+    buffers = BucketBuffers(1000)
+    copies = [buffers.copy(tensor) for _ in range(4)]  # the last ones of (65,) have no room
     for copy in copies:
         assert copy.is_contiguous()
         assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
@@ -92,27 +92,27 @@ def test_copies_are_equal_contiguous_and_apart(shape: tuple[int, ...], dtype: to
 
 
 def test_two_buffers_are_used_in_turn() -> None:
-    host = HostCopies(64)
-    first, ahead = host.copy(torch.ones(12)), host.copy(torch.zeros(12))
-    assert host.turn({"x": ahead})["x"] is ahead, "it is where it belongs"
+    buffers = BucketBuffers(64)
+    first, ahead = buffers.copy(torch.ones(12)), buffers.copy(torch.zeros(12))
+    assert buffers.turn({"x": ahead})["x"] is ahead, "it is where it belongs"
     assert first.tolist() == [1] * 12
-    again = host.copy(torch.full((12,), 2.0))
+    again = buffers.copy(torch.full((12,), 2.0))
     assert again.data_ptr() == first.data_ptr(), "no memory is taken anew"
     assert ahead.tolist() == [0] * 12
 
 
 def test_what_was_copied_ahead_moves_out_of_the_buffer_that_is_next_but_one() -> None:
-    host = HostCopies(128)
-    ahead = host.copy(torch.ones(4))
-    moved = host.turn({"x": ahead})["x"]
+    buffers = BucketBuffers(128)
+    ahead = buffers.copy(torch.ones(4))
+    moved = buffers.turn({"x": ahead})["x"]
     ahead.zero_()
     assert moved.tolist() == [1, 1, 1, 1]
 
 
 def test_what_has_no_room_there_has_memory_of_its_own() -> None:
-    host = HostCopies(192)
-    host.copy(torch.zeros(16))
-    ahead = {str(index): host.copy(torch.full((20,), float(index))) for index in range(2)}  # one in each buffer
-    moved = host.turn(ahead)
+    buffers = BucketBuffers(192)
+    buffers.copy(torch.zeros(16))
+    ahead = {str(index): buffers.copy(torch.full((20,), float(index))) for index in range(2)}  # one in each buffer
+    moved = buffers.turn(ahead)
     assert [moved[name].tolist() for name in ahead] == [[0.0] * 20, [1.0] * 20]
     assert len({tensor.untyped_storage().data_ptr() for tensor in (*ahead.values(), *moved.values())}) == 3

@@ -13,9 +13,9 @@ from miles_async.arguments import WeightsArguments
 from miles_async.errors import EngineError, PublicationError
 from miles_async.types import HeldPart, HeldWeights, StagedWeights, TensorShare
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, ids
+from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, InProcess, ids
 
 
 def make(
@@ -30,7 +30,7 @@ def make(
     def updater(name: str, *, repair: bool = False) -> FleetUpdater:
         return FleetUpdater(
             fleet,
-            choose_transport(arguments, trainer, fleet, "cpu", name=name, repair=repair),
+            make_transport(arguments, trainer, fleet, "cpu", name=name, repair=repair),
             arguments,
             tolerance=1e-3,
             engines_timeout=engines_timeout,
@@ -248,17 +248,25 @@ async def test_repair_touches_joining_engines_only_and_uses_the_served_version()
 
 
 async def test_a_repair_never_waits_for_a_delivery_in_the_senders() -> None:
-    """They carry out what is for a repair in another thread; so that all of it is there, it is said at every call."""
+    """All calls of a repair go through handles for repairs, whose calls run in another thread."""
     fleet = FakeFleet([])
     trainer = FakeTrainer(fleet.events, senders=2)
     calls: list[tuple[str, bool]] = []
-    plain = trainer.call_sender
+    plain = trainer.sender
 
-    async def noting(method: str, values: Any = (), *, sender: int = 0, repair: bool = False) -> Any:
-        calls.append((method, repair))
-        return await plain(method, values, sender=sender, repair=repair)
+    class Noting(InProcess):
+        repair = False
 
-    trainer.call_sender = noting  # type: ignore[method-assign]
+        async def call(self, method: Any, *arguments: Any) -> Any:
+            calls.append((method.__name__, self.repair))
+            return await super().call(method, *arguments)
+
+    def noting(index: int, *, repair: bool = False) -> Any:
+        handle = Noting(plain(index)._half)
+        handle.repair = repair
+        return handle
+
+    trainer.sender = noting  # type: ignore[method-assign]
     publisher = make(fleet, trainer=trainer)
     await publisher.publish(7)
     assert {repair for _, repair in calls} == {False}

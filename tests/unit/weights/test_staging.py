@@ -15,7 +15,8 @@ from miles_async.errors import TrainerError
 from miles_async.runtime.tensor_digest import digest
 from miles_async.trainer.group import united
 from miles_async.types import StagedWeights
-from miles_async.weights.staging import Staging, StagingOptions
+from miles_async.weights.staging import Staging
+from miles_async.weights.staging_options import StagingOptions
 from tests.benchmarks.publication import AnonymousMemory
 
 

@@ -16,11 +16,11 @@ import torch
 from torch.multiprocessing import reductions
 
 from miles_async.arguments import WeightsArguments
-from miles_async.errors import ConfigurationError
-from miles_async.weights.senders.ipc import IpcSender, handles
-from miles_async.weights.staging import StagingOptions
-from miles_async.weights.transports.choice import check_device, choose_transport
-from tests.fakes.fake_sides import FakeFleet, FakeTrainer
+from miles_async.weights.staging_options import StagingOptions
+from miles_async.weights.transports.choice import make_transport
+from miles_async.weights.transports.ipc.rank import IpcSender, handles
+from miles_async.weights.transports.spec import RankSide
+from tests.fakes.fake_sides import FakeFleet, FakeTrainer, InProcess
 
 WEIGHTS = {"wide": torch.arange(6.0).reshape(2, 3), "narrow": torch.arange(5).to(torch.bfloat16)}
 
@@ -44,7 +44,8 @@ def device_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 
 
 def share(tmp_path: Path) -> tuple[IpcSender, str]:
-    sender = IpcSender(StagingOptions(parent=tmp_path, bucket_bytes=1000), device=torch.device("cpu"))
+    staging = StagingOptions(parent=tmp_path, bucket_bytes=1000)
+    sender = IpcSender(RankSide(staging=staging, address="", device="cpu", timeout_seconds=1))
     sender.stage(0, WEIGHTS.items())
     return sender, sender.share_bucket("g", 0, 0)
 
@@ -97,26 +98,27 @@ def test_a_tensor_of_this_process_goes_the_usual_way() -> None:
 
 
 async def test_buckets_are_shared_one_at_a_time_and_released() -> None:
+    class Sharer:
+        def share_bucket(self, name: str, version: int, index: int) -> str:
+            fleet.events.append(f"share {name} {version}/{index}")
+            return f"bucket {index}"
+
+        def release(self, name: str) -> None:
+            fleet.events.append(f"release {name}")
+
     class Trainer(FakeTrainer):
-        async def call_sender(self, method: str, arguments: Any = (), **_: Any) -> Any:
-            self.events.append(" ".join(map(str, (method, *arguments))))
-            return f"bucket {arguments[2]}" if method == "share_bucket" else None
+        def sender(self, index: int, *, repair: bool = False) -> Any:
+            return InProcess(Sharer())
 
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     trainer = Trainer(fleet.events)
     arguments = WeightsArguments(weight_transport="ipc")
-    transport = choose_transport(arguments, trainer, fleet, "cuda")
+    transport = make_transport(arguments, trainer, fleet, "cuda")
     staged = await trainer.stage_weights(4)
     fleet.faults["open bucket 1"] = {"engine-1"}
     errors = await transport.deliver(staged, (await fleet.members()).joining)
     assert [str(engine) for engine, error in errors.items() if error] == ["engine-1"]
     assert fleet.events[1:] == [
-        "begin", "share_bucket weights 4 0", "open bucket 0", "share_bucket weights 4 1", "open bucket 1",
+        "begin", "share weights 4/0", "open bucket 0", "share weights 4/1", "open bucket 1",
         "release weights", "end",
     ]  # fmt: skip
-
-
-def test_a_run_without_gpus_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"--weight-transport ipc .* device is cpu: use distributed"):
-        check_device(WeightsArguments(weight_transport="ipc"), "cpu")
-    check_device(WeightsArguments(weight_transport="disk"), "cpu")

@@ -1,8 +1,8 @@
-"""On an engine's host: its own copy of the staged files, brought up to date by a few functions.
+"""Functions that keep staged files of its own on an engine's host.
 
 They run in the engine's actor (``EngineFleet.on_host``) with its directory as the first argument, and hold nothing
-between calls; what is there is what a directory's name says. Bytes come as a path that the host shares with the sending
-rank, or as an array from an object store.
+between calls: the name of a version's directory tells that it is there and whole. Bytes come as a path that the host
+shares with the sending rank, or as an array from an object store.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from miles_async.weights.delta import Bytes, ChangedTensor, decode
 from miles_async.weights.files import bucket_file, version_directory
 
 Source = str | Bytes
+"""A path, or the bytes themselves; on their way a reference to the bytes, which is resolved on the host."""
 
-CHANGED = "changed"  # of a version's directory: the buckets that are not as in the version before
+CHANGED = "changed"  # folder in a version's directory: the buckets that differ from the version before
 
 
 def held_version(directory: Path) -> int | None:
-    """The version that is there, whole; None if there is none."""
+    """The version of which all files are there; None if there is none."""
     versions = [int(path.name[1:]) for path in directory.glob("v*") if path.suffix != ".partial"]
     return max(versions, default=None)
 
 
 def store_bucket(directory: Path, version: int, index: int, source: Source) -> None:
-    """A bucket's file, as staged."""
+    """Store a bucket's file as it was staged."""
     _write(_partial(directory, version) / bucket_file(index), source)
 
 
 def change_bucket(
     directory: Path, version: int, index: int, source: Source | None, base: int, tensors: Sequence[TensorMeta]
 ) -> None:
-    """A bucket from that of the version ``base`` and what changed since; ``source`` is None if nothing did.
+    """Make a bucket's file from that of version ``base`` and what changed since; ``source`` is None if nothing did.
 
-    Raises EngineError if a changed tensor is then not what was staged.
+    Raises EngineError if a changed tensor is not what was staged afterwards.
     """
     old = directory / version_directory(base) / bucket_file(index)
     new = _partial(directory, version) / bucket_file(index)
@@ -68,7 +69,7 @@ def change_bucket(
 
 
 def complete(directory: Path, version: int) -> str:
-    """All buckets are there; older versions go. Returns the directory that an engine has to load."""
+    """Mark the version whole and remove older ones. Returns the directory that the engine has to load."""
     target = directory / version_directory(version)
     shutil.rmtree(target, ignore_errors=True)
     _partial(directory, version).rename(target)
@@ -80,7 +81,7 @@ def complete(directory: Path, version: int) -> str:
 
 
 def discard(directory: Path) -> None:
-    """All versions."""
+    """Remove all versions."""
     for version in directory.glob("v*"):
         shutil.rmtree(version, ignore_errors=True)
 

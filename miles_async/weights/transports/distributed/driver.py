@@ -1,8 +1,7 @@
-"""``distributed``: staged buckets are broadcast to the engines, by each sending rank in a process group of its own.
+"""The driver's half of ``distributed``.
 
 SGLang takes one bucket at a time, so senders take turns, in the same order for all engines: two engines that took
-buckets of two senders in different order would wait for each other for ever. Meanwhile the next sender loads its own.
-The other half, in the sending ranks, is ``senders/distributed.py``.
+buckets of two senders in different order would wait for each other forever. Meanwhile the next sender loads its bucket.
 """
 
 from __future__ import annotations
@@ -12,15 +11,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import Protocol
 
+from miles_async.arguments.cluster import Device
 from miles_async.errors import EngineError
-from miles_async.seams import EngineErrors, EngineFleet, WeightSenders
+from miles_async.seams import EngineErrors, WeightSender
 from miles_async.types import Incarnation, StagedWeights
-from miles_async.weights.transports.together import deliver_together, gave_no_answer
+from miles_async.weights.transports.distributed.together import deliver_together, gave_no_answer
+from miles_async.weights.transports.spec import DriverSide
+
+
+class Broadcasts(WeightSender, Protocol):
+    """The sending rank's half as this one calls it. A process group that breaks costs neither trainer nor others."""
+
+    def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
+        """Listen for the members of a new process group; return (address, port) for engines to join at."""
+        ...
+
+    def join_group(self, group_name: str) -> None:
+        """Wait until all members have joined or the timeout has passed: then those that wait for the others are told so
+        and report it themselves.
+        """
+        ...
+
+    def load_bucket(self, group_name: str, version: int, index: int) -> None:
+        """Copy a staged bucket to the device ahead of its turn. At most one per process group is held."""
+        ...
+
+    def send_bucket(self, group_name: str, version: int, index: int) -> str | None:
+        """Broadcast all bytes of a staged bucket as one uint8 tensor; return why that failed, or None."""
+        ...
+
+    def leave_group(self, group_name: str) -> None:
+        """Leave the process group; a no-op if there is none of that name."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _ProcessGroups:
     """The process groups of some engines, one with each sender."""
 
     names: tuple[str, ...]
@@ -28,50 +56,49 @@ class _Groups:
 
 
 class DistributedTransport:
-    """Implements WeightTransport. Groups are kept as long as their engines stay the same and none of them fails; there
-    are some per set of engines that weights are brought to together.
+    """Implements WeightTransport.
+
+    Process groups are kept as long as their engines stay the same and none of them fails. Each set of engines that are
+    updated together has its own.
     """
 
     sent_fraction = 1.0
 
-    def __init__(
-        self, trainer: WeightSenders, fleet: EngineFleet, *, backend: str, flush_cache: bool, name: str = "weights"
-    ) -> None:
-        """``backend``: "gloo" or "nccl". ``flush_cache``: after every bucket, see ``EngineFleet.receive_bucket``.
-        ``name``: of its process groups; one per fleet that the senders send to.
-        """
-        self._name = name
-        self._trainer = trainer
-        self._fleet = fleet
-        self._backend = backend
-        self._flush_cache = flush_cache
-        self._groups: list[_Groups] = []
+    def __init__(self, side: DriverSide[Broadcasts]) -> None:
+        self._name = side.name
+        self._sender = side.sender
+        self._fleet = side.fleet
+        self._backend = process_group_backend(side.device)
+        self._flush_cache = side.flush_cache
+        self._kept: list[_ProcessGroups] = []
         self._times_joined = 0
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """A process group of each sender and exactly these engines. If there is none, delivery finds out whose fault it
-        is; only who gives no answer, while others do, is told by that alone.
+        """Set up a process group of each sender with exactly these engines.
+
+        If that fails, delivery finds out which engine is to blame. Only engines that gave no answer while others did
+        are known to be.
         """
         errors = await self._connect(staged, engines)
         silent = gave_no_answer(errors) if len(gave_no_answer(errors)) < len(engines) else {}
         return {engine: silent.get(engine) for engine in engines}
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """All buckets to all engines but those that break it."""
+        """Send all buckets to all engines but those that break the delivery."""
         return await deliver_together(partial(self._send, staged), self._fleet.probe, engines)
 
     async def close(self) -> None:
         """Leave the process groups."""
-        for groups in list(self._groups):
+        for groups in list(self._kept):
             await self._leave(groups.engines)
 
     async def _connect(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        if any(set(groups.engines) == set(engines) for groups in self._groups):
+        if any(set(groups.engines) == set(engines) for groups in self._kept):
             return dict.fromkeys(engines)
         await self._leave(engines)
         self._times_joined += 1
         names = tuple(f"{self._name}-{self._times_joined}.{sender}" for sender in range(staged.senders))
-        self._groups.append(_Groups(names, tuple(engines)))
+        self._kept.append(_ProcessGroups(names, tuple(engines)))
         ranks = (await self._fleet.members()).ranks
         world_size = 1 + sum(ranks.get(engine.engine, 1) for engine in engines)
         errors: EngineErrors = dict.fromkeys(engines)
@@ -83,11 +110,11 @@ class DistributedTransport:
         return errors
 
     async def _send(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """All buckets to all engines, or, as soon as one of them fails, nothing more to anybody."""
+        """Send all buckets to all engines; as soon as one of them fails, send nothing more to any."""
         errors = await self._connect(staged, engines)
         if _failed(errors):
             return errors
-        [groups] = [groups for groups in self._groups if set(groups.engines) == set(engines)]
+        [groups] = [groups for groups in self._kept if set(groups.engines) == set(engines)]
         errors = await self._fleet.begin_update(engines)
         for index, following in zip_longest(staged.buckets, tuple(staged.buckets)[1:]):
             if not _failed(errors):
@@ -101,42 +128,53 @@ class DistributedTransport:
         return errors
 
     async def _join(self, sender: int, name: str, engines: Sequence[Incarnation], world_size: int) -> EngineErrors:
-        """Both ends at once."""
-        address, port = await self._trainer.call_sender("open_group", (name, world_size), sender=sender)
+        """Have sender and engines join at the same time."""
+        rank = self._sender(sender)
+        address, port = await rank.call(Broadcasts.open_group, name, world_size)
         async with asyncio.TaskGroup() as scope:
-            scope.create_task(self._trainer.call_sender("join_group", (name,), sender=sender))
+            scope.create_task(rank.call(Broadcasts.join_group, name))
             joined = scope.create_task(self._fleet.connect(engines, name, address, port, world_size, self._backend))
         return joined.result()
 
     async def _leave(self, engines: Sequence[Incarnation]) -> None:
-        """All groups that one of ``engines`` is in."""
-        for groups in [groups for groups in self._groups if set(groups.engines) & set(engines)]:
-            self._groups.remove(groups)
+        """Leave all process groups that one of ``engines`` is in."""
+        for groups in [groups for groups in self._kept if set(groups.engines) & set(engines)]:
+            self._kept.remove(groups)
             async with asyncio.TaskGroup() as scope:
                 for sender, name in enumerate(groups.names):
-                    scope.create_task(self._trainer.call_sender("leave_group", (name,), sender=sender))
-                    # Errors don't matter here: who is gone has left, and who can't leave fails the next connect.
+                    scope.create_task(self._sender(sender).call(Broadcasts.leave_group, name))
+                    # Errors don't matter: engines that are gone have left, those that can't leave fail the next join.
                     scope.create_task(self._fleet.disconnect(groups.engines, name))
 
     async def _send_bucket(
-        self, staged: StagedWeights, index: int, following: int | None, engines: Sequence[Incarnation], groups: _Groups
+        self,
+        staged: StagedWeights,
+        index: int,
+        following: int | None,
+        engines: Sequence[Incarnation],
+        groups: _ProcessGroups,
     ) -> EngineErrors:
-        """The sender broadcasts while the engines receive, and who sends the ``following`` one loads that."""
+        """One sender broadcasts while the engines receive; the sender of bucket ``following`` loads that one."""
         sender, version = index % staged.senders, staged.version
         name = groups.names[sender]
         async with asyncio.TaskGroup() as scope:
-            sent = scope.create_task(self._trainer.call_sender("send_bucket", (name, version, index), sender=sender))
+            sent = scope.create_task(self._sender(sender).call(Broadcasts.send_bucket, name, version, index))
             received = scope.create_task(
                 self._fleet.receive_bucket(engines, name, staged.buckets[index], version, self._flush_cache)
             )
             if following is not None:
                 ahead = following % staged.senders
-                load = (groups.names[ahead], version, following)
-                scope.create_task(self._trainer.call_sender("load_bucket", load, sender=ahead))
+                load = self._sender(ahead).call(Broadcasts.load_bucket, groups.names[ahead], version, following)
+                scope.create_task(load)
         errors = received.result()
         if (problem := sent.result()) and not _failed(errors):
             return dict.fromkeys(engines, EngineError(problem))
         return errors
+
+
+def process_group_backend(device: Device) -> str:
+    """The torch backend of the process groups, at both ends."""
+    return "nccl" if device == "cuda" else "gloo"
 
 
 def _failed(errors: EngineErrors) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from miles_async.arguments import WeightsArguments
 from miles_async.errors import EngineError
 from miles_async.types import Incarnation, StagedWeights
-from miles_async.weights import host_copies
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.senders.object_store import ObjectStoreSender
-from miles_async.weights.staging import StagingOptions
-from miles_async.weights.transports.choice import choose_transport
+from miles_async.weights.staging_options import StagingOptions
+from miles_async.weights.transports import host_files
+from miles_async.weights.transports.choice import make_transport
+from miles_async.weights.transports.object_store.driver import PutsFiles
+from miles_async.weights.transports.object_store.rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer
+from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer, InProcess
 
 FROZEN = "embed"  # a bucket of its own, which training leaves alone
 
@@ -46,13 +47,22 @@ class FileTrainer(FakeTrainer):
         staged = self._sender.stage(version, self.weights(version).items())
         return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=CANARY_LOGPROBS)
 
-    async def call_sender(
-        self, method: str, arguments: Sequence[Any] = (), *, sender: int = 0, repair: bool = False
-    ) -> Any:
-        result = getattr(self._sender, method)(*arguments)
-        if method == "put_file":
-            self.sent_bytes[arguments[1]] = result[0].nbytes
-        return result
+    def sender(self, index: int, *, repair: bool = False) -> Any:
+        return Counting(self._sender, self.sent_bytes)
+
+
+class Counting(InProcess):
+    """Notes the size of what is put into the object store."""
+
+    def __init__(self, half: Any, sent_bytes: dict[str, int]) -> None:
+        super().__init__(half)
+        self._sent_bytes = sent_bytes
+
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        answer = await super().call(method, *arguments)
+        if method is PutsFiles.put_file:
+            self._sent_bytes[arguments[1]] = answer[0].nbytes
+        return answer
 
 
 class FileFleet(FakeFleet):
@@ -73,9 +83,7 @@ class FileFleet(FakeFleet):
         self.tensors[engine].clear()
         super().restart(engine)
 
-    async def on_host(
-        self, engines: Sequence[Incarnation], function: Any, arguments: Sequence[Any] = (), **_: Any
-    ) -> Any:
+    async def on_host(self, engines: Sequence[Incarnation], function: Any, *arguments: Any, room: int = 0) -> Any:
         results: dict[Incarnation, Any] = {}
         for engine in engines:
             try:
@@ -109,7 +117,7 @@ class Setup:
         self.trainer = FileTrainer(self.fleet.events, self.sender)
 
         def updater(*, repair: bool) -> FleetUpdater:
-            transport = choose_transport(arguments, self.trainer, self.fleet, "cpu", repair=repair)
+            transport = make_transport(arguments, self.trainer, self.fleet, "cpu", repair=repair)
             return FleetUpdater(self.fleet, transport, arguments, tolerance=1e-3)
 
         self.updater = updater(repair=False)
@@ -223,7 +231,7 @@ async def test_a_server_that_does_not_hold_what_its_host_has_gets_everything(tmp
 async def test_a_host_that_lost_its_copy_gets_everything(tmp_path: Path) -> None:
     setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
     await setup.publish(0)
-    host_copies.discard(setup.fleet.hosts["engine-0"])
+    host_files.discard(setup.fleet.hosts["engine-0"])
     assert await setup.publish(1) == 1
     setup.sender.close()
 

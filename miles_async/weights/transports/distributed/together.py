@@ -1,12 +1,12 @@
-"""Deliveries that engines share, such as a broadcast: who broke one, and everything for the others.
+"""Deliveries that engines share, such as a broadcast: find out which engine broke one, and serve the others.
 
-A member that fails breaks the delivery for all, and those it was broken for mostly say so soon. So after a failure
-these are to blame: engines that gave no answer within their deadline although others did, and engines that don't answer
-a probe afterwards. The rest get everything again together. Where nobody can be blamed it is tried once more with all,
-and then with each half by itself, down to an engine that fails alone.
+An engine that fails breaks the delivery for all, and the others mostly report that soon. So after a failure these are
+to blame: engines that gave no answer within their deadline although others did, and engines that don't answer a probe
+afterwards. The rest get everything again together. If no engine can be blamed it is tried once more with all, and then
+with each half by itself, down to an engine that fails alone.
 
-A hang costs at most two deadlines, however many engines there are: if nobody at all answers, which says nothing about
-any of them, each half is tried once, and who does not answer then is to blame.
+A hang costs at most two deadlines, however many engines there are: if no engine answers at all, which says nothing
+about any of them, each half is tried once, and engines that don't answer then are to blame.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Call = Callable[[Sequence[Incarnation]], Awaitable[EngineErrors]]
 async def deliver_together(
     send: Call, probe: Call, engines: Sequence[Incarnation], *, again: bool = True, patient: bool = True
 ) -> EngineErrors:
-    """None for every engine that has got everything, and what it failed with for each that is to blame.
+    """Deliver to all engines but those that break it; return the error of each of these, and None for the others.
 
-    ``send``: everything to these engines together; if one of them fails, none has got it. ``again``: all are tried once
-    more before they are halved. ``patient``: that nobody answers may happen once more.
+    ``send``: send everything to these engines together; if one of them fails, none has it. ``again``: try all once more
+    before halving them. ``patient``: no answer from any engine is excused once more.
     """
     errors = await send(engines)
     if not any(errors.values()) or len(engines) == 1:
         return errors
     blamed = gave_no_answer(errors)
-    nobody_answered = len(blamed) == len(engines)
-    if nobody_answered and not patient:
+    none_answered = len(blamed) == len(engines)
+    if none_answered and not patient:
         return errors
-    if nobody_answered:
+    if none_answered:
         blamed, patient = {}, False
     probed = await probe([engine for engine in engines if engine not in blamed])
     blamed |= {engine: error for engine, error in probed.items() if error is not None}
@@ -52,7 +52,7 @@ async def deliver_together(
     rest = [engine for engine in engines if engine not in blamed]
     if blamed:
         parts = [rest] if rest else []
-    elif again and not nobody_answered:
+    elif again and not none_answered:
         parts, again = [rest], False
     else:
         parts = [rest[: len(rest) // 2], rest[len(rest) // 2 :]]

@@ -1,8 +1,8 @@
 """The sending end of one process group: rank 0; the others are engines (SGLang's ``init_custom_process_group``).
 
-It stands apart from the trainer's groups: own store, own name, own deadlines, own handling of errors
-(``group_errors.py``). A member that dies, hangs or stays away breaks this group and nothing else: the operation that it
-breaks raises GroupBrokenError, at the latest at its deadline, and the communicator is aborted.
+It is separate from the trainer's process groups: own store, name, deadlines and handling of errors
+(``runtime/group_errors.py``). A member that dies, hangs or stays away breaks this process group and nothing else: the
+operation that it breaks raises GroupBrokenError, at the latest at its deadline, and the communicator is aborted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from miles_async.runtime.group_errors import errors_are_raised
-from miles_async.weights.senders.own_stream import own_stream
+from miles_async.weights.transports.own_stream import own_stream
 
 Result = TypeVar("Result")
 
@@ -34,18 +34,19 @@ _GRACE_SECONDS = 1.0  # for an operation to notice its own deadline
 
 
 class GroupBrokenError(RuntimeError):
-    """An operation failed or took too long; the group is of no use any more."""
+    """An operation failed or took too long; the process group cannot be used any more."""
 
 
 class WeightGroup:
-    """Operations are called one after another."""
+    """One process group with some engines. Not thread-safe: operations are called one after another."""
 
     def __init__(
         self, name: str, world_size: int, *, address: str, backend: str, device: torch.device, timeout_seconds: float
     ) -> None:
-        """Listen at ``address``; the port is the system's choice, and held, so nobody can take it before engines join.
+        """Listen at ``address``. The system chooses the port; it stays bound, so that nobody takes it before
+        engines join.
 
-        ``timeout_seconds``: of one broadcast and, at most, of joining.
+        ``timeout_seconds``: for one broadcast, and at most for joining.
         """
         self.name = name
         self._world_size = world_size
@@ -62,11 +63,14 @@ class WeightGroup:
         self._process_group: dist.ProcessGroup | None = None
 
     def join(self) -> None:
-        """Returns when all members are there. Raises GroupBrokenError if they don't come in time."""
+        """Wait for all members. Raises GroupBrokenError if they don't join in time."""
         self._process_group = self._within(self._join_timeout, self._new_process_group)
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Returns when the last byte has left, and been taken as far as the backend knows. Raises GroupBrokenError."""
+        """Send ``data``; return when, as far as the backend knows, all of it has been received.
+
+        Raises GroupBrokenError.
+        """
         process_group = self._process_group
         if process_group is None:
             raise GroupBrokenError("it was never complete, or is broken")
@@ -78,16 +82,17 @@ class WeightGroup:
         self._within(self._timeout, send)
 
     def leave(self) -> None:
-        """Members that wait for it hear that it is gone. Idempotent."""
+        """End this side; members that wait for it get an error. Idempotent."""
         process_group, self._process_group, self._store = self._process_group, None, None
         if process_group is not None:
             dist.destroy_process_group(process_group)
 
     def _within(self, seconds: float, call: Callable[[], Result]) -> Result:
-        """``call`` in a thread of its own: operations have deadlines, but NCCL has none while it sets up a
-        communicator, which is part of the first one. A thread that stays in one is given up.
+        """Run ``call`` in a thread of its own and give that up at the deadline.
+
+        Operations have deadlines, but NCCL has none while it sets up a communicator, which is part of the first one.
         """
-        outcome: Future[tuple[Result | None, str | None]] = Future()  # no exception: its traceback would keep the group
+        outcome: Future[tuple[Result | None, str | None]] = Future()  # no exception: a traceback keeps objects alive
 
         def run() -> None:
             if self._device.type == "cuda":
@@ -115,10 +120,7 @@ class WeightGroup:
             _abort_process_group(process_group)
 
     def _new_process_group(self) -> dist.ProcessGroup:
-        """Do what SGLang does on its side, as rank 0.
-
-        ``dist.new_group`` can't: its members would have to be ranks of the trainer's own world.
-        """
+        """Do what SGLang does on its side, as rank 0. ``dist.new_group`` takes ranks of the trainer's world only."""
         with errors_are_raised():
             process_group, _ = _new_process_group_helper(
                 self._world_size,
@@ -130,6 +132,6 @@ class WeightGroup:
                 timeout=datetime.timedelta(seconds=self._join_timeout),
             )
         _world.pg_group_ranks[process_group] = {rank: rank for rank in range(self._world_size)}
-        # Of sending; joining has to be quick.
+        # The timeout of sending: joining has to be quick.
         _set_pg_timeout(datetime.timedelta(seconds=self._timeout), process_group)
         return process_group

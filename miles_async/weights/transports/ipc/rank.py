@@ -1,46 +1,44 @@
-"""Staged buckets in device memory that engines on the same device open by a CUDA IPC handle.
+"""The sending rank's half of ``ipc``: staged buckets in device memory, opened by engines through CUDA IPC handles.
 
-What SGLang's ``/update_weights_from_tensor`` (0.5.23, ``load_format`` "flattened_bucket") unpickles, made without
-importing SGLang: the bucket as one uint8 tensor, and where each tensor is in it.
+A handle is what SGLang's ``/update_weights_from_tensor`` (0.5.23, ``load_format`` "flattened_bucket") unpickles, made
+without importing SGLang: the bucket as one uint8 tensor, and where each tensor is in it.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
 from miles_async.types import TensorMeta
-from miles_async.weights.senders.own_stream import own_stream
-from miles_async.weights.staging import Staging, StagingOptions
+from miles_async.weights.staging import Staging
+from miles_async.weights.transports.own_stream import own_stream
+from miles_async.weights.transports.spec import RankSide
 
 _DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 
 
 class IpcSender(Staging):
-    """Implements WeightSender."""
+    """Implements SharesMemory, which describes its methods."""
 
-    def __init__(self, staging: StagingOptions, *, device: torch.device) -> None:
-        super().__init__(staging)
-        self._device = device
+    def __init__(self, side: RankSide) -> None:
+        super().__init__(side.staging)
+        self._device = torch.device(side.device)
         self._shared: dict[str, Tensor] = {}
 
     def share_bucket(self, name: str, version: int, index: int) -> str:
-        """Its handle. The memory stays until the next call with that name, or :meth:`release`."""
         self.release(name)
         with own_stream(self._device):
             shared = self._shared[name] = self.bucket(version, index).to(self._device)
         return handles(shared, self.metas(version, index))
 
     def release(self, name: str) -> None:
-        """Give the memory back that was shared with that name; engines have copied what they need."""
         self._shared.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
@@ -52,7 +50,7 @@ class IpcSender(Staging):
 
 
 def handles(data: Tensor, tensors: Sequence[TensorMeta]) -> str:
-    """``data``: uint8 [bytes], ``tensors`` one after another. Base64 of the pickle, since it travels in JSON."""
+    """Base64 of the pickle, since it travels in JSON. ``data``: uint8 [bytes], ``tensors`` one after another."""
     buffer = io.BytesIO()
     pickler = ForkingPickler(buffer)
     pickler.dispatch_table[Tensor] = _by_handle
@@ -61,7 +59,7 @@ def handles(data: Tensor, tensors: Sequence[TensorMeta]) -> str:
 
 
 def _places(tensors: Sequence[TensorMeta]) -> list[SimpleNamespace]:
-    """FlattenedTensorMetadata by its attributes; the class itself is not among those that SGLang unpickles."""
+    """SGLang's FlattenedTensorMetadata by its attributes: it doesn't unpickle the class itself."""
     places, start = [], 0
     for meta in tensors:
         dtype, shape = getattr(torch, meta.dtype), torch.Size(meta.shape)
@@ -73,8 +71,8 @@ def _places(tensors: Sequence[TensorMeta]) -> list[SimpleNamespace]:
     return places
 
 
-def _by_handle(tensor: Tensor) -> tuple[Any, ...]:
-    """The device by its UUID, as SGLang does on its side: an index means another device in another process."""
+def _by_handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[object, ...]]:
+    """Name the device by its UUID, as SGLang does on its side: an index means another device in another process."""
     rebuild, arguments = reductions.reduce_tensor(tensor)
     if rebuild is not reductions.rebuild_cuda_tensor:
         return rebuild, arguments

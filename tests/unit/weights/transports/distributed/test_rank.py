@@ -10,22 +10,18 @@ import pytest
 import torch
 
 from miles_async.errors import TrainerError
-from miles_async.weights.senders import weight_group
-from miles_async.weights.senders.distributed import DistributedSender
-from miles_async.weights.staging import StagingOptions
+from miles_async.weights.staging_options import StagingOptions
+from miles_async.weights.transports.distributed import weight_group
+from miles_async.weights.transports.distributed.rank import DistributedSender
+from miles_async.weights.transports.spec import RankSide
 
 Sent = list[list[float]]
 
 
 @pytest.fixture
 def sender(tmp_path: Path) -> Iterator[DistributedSender]:
-    opened = DistributedSender(
-        StagingOptions(parent=tmp_path, bucket_bytes=8),
-        address="127.0.0.1",
-        backend="gloo",
-        device=torch.device("cpu"),
-        timeout_seconds=5,
-    )
+    staging = StagingOptions(parent=tmp_path, bucket_bytes=8)
+    opened = DistributedSender(RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=5))
     stage(opened, 0, 1.0)
     yield opened
     opened.close()

@@ -1,0 +1,54 @@
+"""The driver's half of ``disk``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles_async.errors import ConfigurationError
+from miles_async.seams import EngineErrors, WeightSender, WeightTransport
+from miles_async.types import Incarnation, StagedWeights
+from miles_async.weights.files import MANIFEST
+from miles_async.weights.survivors import Survivors
+from miles_async.weights.transports.local_files import LocalFilesTransport
+from miles_async.weights.transports.spec import DriverSide
+
+
+def make_driver(side: DriverSide[WeightSender]) -> WeightTransport:
+    """Engines load the staged files in place, unless changes are sent: those are applied to files of each host."""
+    return LocalFilesTransport(side, _path) if side.delta else DiskTransport(side)
+
+
+class DiskTransport:
+    """Implements WeightTransport: engines load the staged files in place."""
+
+    sent_fraction = 1.0
+
+    def __init__(self, side: DriverSide[WeightSender]) -> None:
+        self._fleet = side.fleet
+        self._flush_cache = side.flush_cache
+
+    async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
+        """Check that each host sees the files: SGLang would look for a missing directory on a model hub."""
+        survivors = Survivors(engines)
+        await survivors.each(lambda left: self._fleet.on_host(left, expect_staged, staged.directory))
+        return survivors.errors
+
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
+        """Have each engine read all files."""
+        return await self._fleet.load_files(dict.fromkeys(engines, staged.directory), staged.version, self._flush_cache)
+
+    async def close(self) -> None: ...
+
+
+def expect_staged(_: Path, directory: str) -> None:
+    """On an engine's host: raise ConfigurationError if it does not see what the trainer wrote."""
+    if not (Path(directory) / MANIFEST).exists():
+        raise ConfigurationError(
+            f"--weight-transport disk: expected the staged weights in {directory}, which this node does not see; put "
+            "--weight-staging-dir on a file system that all nodes share, or use --weight-transport object_store"
+        )
+
+
+async def _path(staged: StagedWeights, _: int, name: str) -> str:
+    return str(Path(staged.directory) / name)

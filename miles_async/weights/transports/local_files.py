@@ -1,0 +1,104 @@
+"""The driver's half of transports that give each engine's host files of its own: ``object_store``, and any by files
+with ``--weight-delta``.
+
+Hosts get their files while engines generate; in the pause a server only loads files of its own host. A host that has
+the version before, and whose server holds that version too, gets what changed since, and its server loads the buckets
+in which something did; any other host gets everything. ``host_files.py`` is what runs on the hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+from miles_async.seams import EngineErrors, EngineFleet
+from miles_async.types import Incarnation, StagedWeights
+from miles_async.weights.files import bucket_file, delta_file
+from miles_async.weights.survivors import Survivors
+from miles_async.weights.transports import host_files
+from miles_async.weights.transports.host_files import Source
+from miles_async.weights.transports.spec import DriverSide, Half
+
+Ts = TypeVarTuple("Ts")
+Answer = TypeVar("Answer")
+
+FindSource = Callable[[StagedWeights, int, str], Awaitable[Source]]
+"""(staged weights, index of a bucket, name of a file of that bucket) → where hosts get its bytes from."""
+
+
+class LocalFilesTransport:
+    """Implements WeightTransport."""
+
+    def __init__(self, side: DriverSide[Half], source: FindSource) -> None:
+        """With ``side.delta`` the files stay on the hosts, as the base of the next version; else they are removed once
+        loaded.
+        """
+        self._fleet = side.fleet
+        self._flush_cache = side.flush_cache
+        self._keep = side.delta
+        self._source = source
+        self._directories: dict[Incarnation, str] = {}  # engine → what its server has to load
+        self.sent_fraction = 1.0
+
+    async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
+        """Bring files to all hosts, one bucket after another: an object store never holds more than one."""
+        hosts = _Hosts(self._fleet, staged, engines)
+        changing = await self._that_have_base(staged, hosts)
+        storing = [engine for engine in engines if engine not in changing]
+        for index, tensors in staged.buckets.items():
+            if storing:
+                source = await self._source(staged, index, bucket_file(index))
+                await hosts.run(storing, host_files.store_bucket, staged.version, index, source)
+            if changing:
+                assert staged.delta is not None
+                changed = staged.delta.bucket_bytes[index] > 0
+                delta = await self._source(staged, index, delta_file(index)) if changed else None
+                base = staged.delta.base_version
+                await hosts.run(changing, host_files.change_bucket, staged.version, index, delta, base, tensors)
+        self._directories = dict(await hosts.run(engines, host_files.complete, staged.version))
+        sent = len(storing) * staged.total_bytes + len(changing) * _delta_bytes(staged)
+        self.sent_fraction = sent / max(1, len(engines) * staged.total_bytes)
+        return hosts.survivors.errors
+
+    async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
+        """Have each server load from its own host."""
+        directories = {engine: self._directories[engine] for engine in engines}
+        errors = await self._fleet.load_files(directories, staged.version, self._flush_cache)
+        if not self._keep:
+            await self._fleet.on_host(engines, host_files.discard)  # files that this misses go with the engine
+        return errors
+
+    async def close(self) -> None: ...
+
+    async def _that_have_base(self, staged: StagedWeights, hosts: _Hosts) -> Sequence[Incarnation]:
+        """Engines whose host and whose server hold the version that the delta starts from."""
+        if staged.delta is None:
+            return ()
+        serving = await hosts.survivors.each(self._fleet.weight_versions)
+        held = await hosts.run(hosts.survivors.left, host_files.held_version)
+        base = staged.delta.base_version
+        return [engine for engine, version in held.items() if version == base and serving[engine] == str(base)]
+
+
+class _Hosts:
+    """The hosts of engines that get files, as long as nothing fails on them."""
+
+    def __init__(self, fleet: EngineFleet, staged: StagedWeights, engines: Sequence[Incarnation]) -> None:
+        self.survivors = Survivors(engines)
+        self._fleet = fleet
+        self._room = 2 * staged.total_bytes  # two versions, while the next one is put together
+
+    async def run(
+        self, engines: Sequence[Incarnation], function: Callable[[Path, *Ts], Answer], *arguments: *Ts
+    ) -> Mapping[Incarnation, Answer]:
+        """Run ``function(directory, *arguments)`` on the hosts of those of ``engines`` that are left."""
+
+        def step(left: Sequence[Incarnation]) -> Awaitable[Mapping[Incarnation, Answer | Exception]]:
+            return self._fleet.on_host(left, function, *arguments, room=self._room)
+
+        return await self.survivors.each(step, only=engines)
+
+
+def _delta_bytes(staged: StagedWeights) -> int:
+    return sum(staged.delta.bucket_bytes.values()) if staged.delta else 0

@@ -1,0 +1,32 @@
+"""The driver's half of ``object_store``."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from miles_async.seams import WeightSender
+from miles_async.types import StagedWeights
+from miles_async.weights.transports.host_files import Source
+from miles_async.weights.transports.local_files import LocalFilesTransport
+from miles_async.weights.transports.spec import DriverSide
+
+
+class PutsFiles(WeightSender, Protocol):
+    """The sending rank's half as this one calls it."""
+
+    def put_file(self, version: int, name: str) -> list[Source]:
+        """Put a staged file into the object store: a list of one reference, which hosts resolve to its bytes.
+
+        In a list, nobody on the way resolves it. The bytes stay in the store as long as somebody has the reference.
+        """
+        ...
+
+
+def make_driver(side: DriverSide[PutsFiles]) -> LocalFilesTransport:
+    """Hosts get the bytes of files through the object store."""
+
+    async def put(staged: StagedWeights, index: int, name: str) -> Source:
+        [reference] = await side.sender(index % staged.senders).call(PutsFiles.put_file, staged.version, name)
+        return reference
+
+    return LocalFilesTransport(side, put)

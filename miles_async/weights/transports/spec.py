@@ -1,0 +1,54 @@
+"""What a weight transport declares about itself: one ``TransportSpec`` each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from miles_async.arguments.cluster import Device
+from miles_async.seams import EngineFleet, SenderHandle, WeightSender, WeightTransport
+from miles_async.weights.staging_options import StagingOptions
+
+Half = TypeVar("Half", bound=WeightSender)
+"""What the driver's half calls of the rank's half: a protocol."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverSide(Generic[Half]):
+    """What a driver's half is made from."""
+
+    sender: Callable[[int], SenderHandle[Half]]  # index of a sending rank → its half
+    fleet: EngineFleet
+    name: str  # names what is shared with engines, such as process groups; unique in a run
+    device: Device = "cpu"  # of the run
+    flush_cache: bool = True  # engines flush their caches as they take weights; they refuse to while they keep requests
+    delta: bool = False  # --weight-delta is on: engines that hold the version before are sent what changed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSide:
+    """What a rank's half is made from, in the process of a sending rank."""
+
+    staging: StagingOptions
+    address: str  # where engines reach this process
+    device: Device
+    timeout_seconds: float  # for members of a process group to wait for each other
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransportSpec(Generic[Half]):
+    """A transport: its two halves, and what it can do.
+
+    A transport of your own is such an object, named by ``--weight-transport my_module:SPEC``:
+
+    >>> SPEC = TransportSpec(name="rsync", driver=RsyncTransport, rank=make_sender, external_engines=False)
+    """
+
+    name: str
+    driver: Callable[[DriverSide[Half]], WeightTransport]
+    rank: Callable[[RankSide], Half]  # imports torch when it is called, not before: the driver knows this object too
+    devices: tuple[Device, ...] = ("cpu", "cuda")  # on which it works
+    sender_per_stage: bool = False  # every pipeline stage sends a share; else rank 0 sends all
+    delta: bool = False  # can send what changed (--weight-delta)
+    external_engines: bool = False  # reaches engines on whose hosts nothing of ours runs (--rollout-external)
