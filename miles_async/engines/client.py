@@ -22,12 +22,12 @@ import msgspec
 import structlog
 
 from miles_async.engines.http import ERROR_TEXT, Http
+from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.runtime.clock import now
 from miles_async.runtime.turns import Turns
-from miles_async.seams import InferenceServer
 from miles_async.types import GenerateRequest, Generation, VersionSpan
 
 log = structlog.get_logger(__name__)

@@ -18,11 +18,12 @@ from typing import TypeVar, TypeVarTuple
 import structlog
 
 from miles_async.arguments.weights import PauseMode
+from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.supervisor import EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineTimeoutError
-from miles_async.seams import EngineErrors, InferenceServer
+from miles_async.seams import EngineErrors
 from miles_async.types import CanaryScore, FleetMembers, HeldWeights, Incarnation, TensorMeta, TensorShare
 
 log = structlog.get_logger(__name__)

@@ -6,9 +6,9 @@ import asyncio
 
 import structlog
 
+from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRecord, EngineState
 from miles_async.errors import EngineError
-from miles_async.seams import InferenceServer
 
 log = structlog.get_logger(__name__)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
@@ -13,9 +13,18 @@ from typing import Protocol, TypeVar, TypeVarTuple
 import msgspec
 
 from miles_async.arguments.cluster import Device
+from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import Http
 from miles_async.runtime.fork_server_process import ForkServerProcess
-from miles_async.seams import InferenceServer
+from miles_async.types import (
+    CanaryScore,
+    EngineLoad,
+    GenerateRequest,
+    HeldWeights,
+    ServerAnswer,
+    TensorMeta,
+    TensorShare,
+)
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -70,6 +79,113 @@ class LaunchServer(Protocol):
     """Makes the handle of an engine's next start; nothing runs before ``start`` of the handle."""
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle: ...
+
+
+class InferenceServer(Protocol):
+    """One kind of inference server (``engines/sglang``): the requests that a run sends to such a server, and what its
+    answers mean.
+
+    Generation goes through the router, so only its path, body and answer are described here. Every other method calls
+    the server at ``url`` directly and raises EngineError with the server's own words, EngineTimeoutError if there is no
+    answer within ``timeout`` seconds.
+    """
+
+    generate_path: str  # of generation requests, such as "/generate"
+
+    def encode(self, request: GenerateRequest, *, request_id: str, version: int) -> bytes:
+        """Body of a generation request. It must not reuse cached prefixes of requests with another ``version``."""
+        ...
+
+    def decode(self, body: bytes, content_type: str, url: str) -> ServerAnswer:
+        """Read the answer to a generation request. Raises TransientEngineError, naming ``url``, if it is unusable."""
+        ...
+
+    async def abort(self, url: str, request_id: str, timeout: float) -> None:
+        """End one request. No-op if the server does not have it."""
+        ...
+
+    async def abort_all(self, url: str, timeout: float) -> None: ...
+
+    # State
+    async def weight_version(self, url: str, timeout: float) -> str:
+        """Version of the weights that the server claims to hold. Answered at once, paused or not."""
+        ...
+
+    async def probe(self, url: str, timeout: float) -> int:
+        """Wait until all of the server has answered, paused or not. Returns the number of tokens of one request that a
+        forward pass may yield: 1 without speculative decoding.
+        """
+        ...
+
+    async def make_progress(self, url: str, timeout: float) -> None:
+        """Wait until a token was generated after this call; an idle server generates one for it. Not while paused."""
+        ...
+
+    async def load(self, url: str, timeout: float) -> EngineLoad: ...
+
+    async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
+        """Log-probs of tokens[1:] at temperature 1, computed without cached prefixes. Not while paused."""
+        ...
+
+    async def held_weights(self, url: str, share: TensorShare, timeout: float) -> HeldWeights:
+        """Report the weights that the server holds, with digests of a share of them."""
+        ...
+
+    # Publication: pause → weights by one of the ways below → resume.
+    async def pause(self, url: str, mode: PauseMode, timeout: float) -> None: ...
+
+    async def resume(self, url: str, timeout: float) -> None: ...
+
+    async def flush_cache(self, url: str, timeout: float) -> None:
+        """Forget all cached prefixes. Raises EngineError while requests use them."""
+        ...
+
+    async def join_group(
+        self,
+        url: str,
+        *,
+        group_name: str,
+        address: str,
+        port: int,
+        first_rank: int,
+        world_size: int,
+        backend: str,
+        timeout: float,
+    ) -> None:
+        """Join a process group of torch's with the server's ranks, from ``first_rank`` on."""
+        ...
+
+    async def leave_group(self, url: str, group_name: str, timeout: float) -> None: ...
+
+    async def begin_update(self, url: str, timeout: float) -> None: ...
+
+    async def receive_bucket(
+        self,
+        url: str,
+        group_name: str,
+        tensors: Sequence[TensorMeta],
+        version: int,
+        flush_cache: bool,
+        timeout: float,
+    ) -> None:
+        """Receive one broadcast with the bytes of ``tensors``, one after another."""
+        ...
+
+    async def receive_handles(
+        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, timeout: float
+    ) -> None:
+        """Load one bucket from device memory that the server's ``ranks`` share with the sender."""
+        ...
+
+    async def end_update(self, url: str, timeout: float) -> None:
+        """Post-process what was received since :meth:`begin_update`."""
+        ...
+
+    async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
+        """Replace the tensors of all safetensors files of ``directory``, which is on the server's host. Needs no
+        :meth:`begin_update` and :meth:`end_update`.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from miles_async.arguments.weights import WeightsArguments
 from miles_async.engines.client import ParseVersions, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
+from miles_async.engines.kind import InferenceServer
 from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
@@ -25,7 +26,6 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime.addresses import node_host
 from miles_async.runtime.tasks import afterwards, gathered, quietly
-from miles_async.seams import InferenceServer
 from miles_async.types import EngineStats
 
 

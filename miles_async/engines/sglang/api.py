@@ -101,7 +101,7 @@ def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
 
 
 class SGLangServer:
-    """Implements ``seams.InferenceServer``."""
+    """Implements ``kind.InferenceServer``."""
 
     generate_path = "/generate"
 

@@ -16,14 +16,13 @@ import pytest
 
 from miles_async.engines.client import ROUTED_WORKER, RouterClient
 from miles_async.engines.fleet import Fleet
-from miles_async.engines.kind import EngineKind, ServerSpec
+from miles_async.engines.kind import EngineKind, InferenceServer, ServerSpec
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
-from miles_async.seams import InferenceServer
 from miles_async.simulation.engines import ROUTER_URL, SimulatedRouter
 from miles_async.simulation.network import Network, Response, SimulatedHttp
 from miles_async.staleness.versions import parse_spans
