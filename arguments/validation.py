@@ -48,10 +48,9 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
     if cluster.trainer_world_size % replica:
         yield (
             f"{cluster.trainer_world_size} trainer ranks (--actor-num-nodes {cluster.actor_num_nodes} × "
-            f"--actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}) do not divide into replicas of "
-            f"{replica} "
-            f"(--tensor-model-parallel-size {model.tensor_model_parallel_size} × "
-            f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}): change one of them"
+            f"--actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}) do not divide into replicas of {replica} "
+            f"(--tensor-model-parallel-size {model.tensor_model_parallel_size} × --pipeline-model-parallel-size "
+            f"{model.pipeline_model_parallel_size}): change one of them"
         )
     experts = model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
     if experts != replica and cluster.trainer_world_size % experts:
@@ -75,14 +74,13 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
     if samples % batch:
         yield (
             f"--rollout-batch-size {rollout.rollout_batch_size} × --n-samples-per-prompt "
-            f"{rollout.n_samples_per_prompt} "
-            f"= {samples} samples do not divide into optimizer steps of --global-batch-size {batch}"
+            f"{rollout.n_samples_per_prompt} = {samples} samples do not divide into optimizer steps of "
+            f"--global-batch-size {batch}"
         )
     if batch < arguments.data_parallel_size:
         yield (
-            f"{batch} samples per optimizer step cannot be split over {arguments.data_parallel_size} "
-            "data-parallel ranks: "
-            "raise --global-batch-size (or --rollout-batch-size), or train with fewer ranks "
+            f"{batch} samples per optimizer step cannot be split over {arguments.data_parallel_size} data-parallel "
+            "ranks: raise --global-batch-size (or --rollout-batch-size), or train with fewer ranks "
             "(--actor-num-gpus-per-node)"
         )
     prompt = arguments.data.rollout_max_prompt_len
@@ -108,10 +106,8 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
     algorithm, samples = arguments.algorithm, arguments.rollout.n_samples_per_prompt
     if samples == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
         yield (
-            f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a group "
-            "of one has "
-            "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator "
-            "reinforce"
+            f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a group of one has "
+            "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator reinforce"
         )
     elif arguments.staleness.min_samples(samples) == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
         yield (
@@ -168,9 +164,8 @@ def check_staleness(arguments: Arguments) -> Iterator[str]:
         return
     if asked_lead is not None and asked_lead > bound + 1:
         yield (
-            f"--max-rollout-lead {asked_lead} is more than --max-weight-staleness {bound} + 1: what is "
-            "admitted further "
-            f"ahead would be too old when it is trained; lower the lead to {bound + 1} or raise the bound"
+            f"--max-rollout-lead {asked_lead} is more than --max-weight-staleness {bound} + 1: what is admitted "
+            f"further ahead would be too old when it is trained; lower the lead to {bound + 1} or raise the bound"
         )
     if weights.debug_publication_lag > bound:
         yield (
@@ -184,8 +179,7 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
     algorithm, staleness, weights = arguments.algorithm, arguments.staleness, arguments.weights
     if algorithm.use_tis and algorithm.use_rollout_logprobs:
         yield (
-            "--use-tis with --use-rollout-logprobs corrects twice: the ratio against the engines' "
-            "log-probs already "
+            "--use-tis with --use-rollout-logprobs corrects twice: the ratio against the engines' log-probs already "
             "weighs by π_trainer / π_rollout; use one of them"
         )
     reasons = {
@@ -197,9 +191,8 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
     corrected = algorithm.use_tis or algorithm.use_rollout_logprobs
     if asynchronous and not corrected and not algorithm.allow_uncorrected_off_policy:
         yield (
-            f"asynchronous training ({', '.join(asynchronous)}) without an off-policy correction learns "
-            "worse with every "
-            "version of age: add --use-rollout-logprobs or --use-tis (or --on-policy; or, if it is intended, "
+            f"asynchronous training ({', '.join(asynchronous)}) without an off-policy correction learns worse with "
+            "every version of age: add --use-rollout-logprobs or --use-tis (or --on-policy; or, if it is intended, "
             "--allow-uncorrected-off-policy)"
         )
 
@@ -316,8 +309,7 @@ def check_deadlines(arguments: Arguments) -> Iterator[str]:
     for flag, seconds in watched.items():
         if limit < seconds:
             yield (
-                f"--stall-timeout {limit:g} is shorter than {flag} {seconds:g}: a run that only waits for "
-                "one slow "
+                f"--stall-timeout {limit:g} is shorter than {flag} {seconds:g}: a run that only waits for one slow "
                 "answer would be stopped as stalled; raise the first or lower the second"
             )
 

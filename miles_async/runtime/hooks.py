@@ -75,9 +75,8 @@ def _module(name: str, named: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise ConfigurationError(
-                f"{named}: there is no module {error.name!r}; put the directory that holds it into "
-                "PYTHONPATH "
-                "(it reaches every Ray worker, see --forward-env)"
+                f"{named}: there is no module {error.name!r}; put the directory that holds it into PYTHONPATH (it "
+                "reaches every Ray worker, see --forward-env)"
             ) from None
         raise ConfigurationError(f"{named}: importing {name} failed: {error}") from error
     except Exception as error:  # the user's own code runs here: whatever it raises is told together with the flag
