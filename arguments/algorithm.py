@@ -73,5 +73,5 @@ class AlgorithmArguments:
 
     @property
     def heeds_rollout_logprobs(self) -> bool:
-        """Whether the loss knows with which probability a token was sampled."""
+        """True if the loss uses the probability with which a token was sampled."""
         return self.use_rollout_logprobs or self.use_tis

@@ -105,7 +105,7 @@ def _is_close(words: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _are_among(words: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether each word is one of the others, or a misspelling of it."""
+    """True if each word is one of the others, or a misspelling of it."""
     return all(get_close_matches(word, others, n=1, cutoff=_CLOSE_WORD) for word in words)
 
 

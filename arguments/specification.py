@@ -1,4 +1,4 @@
-"""What every field of the argument groups is as a flag: its name, type and how its value is read.
+"""Flags derived from the fields of the argument groups: name, type and parsing of values.
 
 The command line (``parser.py``), configuration files (``config_file.py``) and the checks (``validation.py``)
 all work from this one table.
@@ -21,7 +21,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.flag import FlagValue, ModuleAttr
 
 MODULE_ATTR = r"[\w.]+:\w+"
-"""What a ModuleAttr looks like."""
+"""Pattern of a ModuleAttr."""
 
 Kind = type[bool | int | float | str | Path]
 
@@ -60,7 +60,7 @@ class FlagSpecification:
         return "--no-" + self.name.replace("_", "-")
 
     def is_choice(self, value: FlagValue) -> bool:
-        """Whether the flag takes ``value``, as far as its choices say."""
+        """True if the flag's choices allow ``value``."""
         own = self.or_path and isinstance(value, str) and re.fullmatch(MODULE_ATTR, value)
         return value in self.choices or bool(own)
 

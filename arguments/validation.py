@@ -1,4 +1,4 @@
-"""What flags mean together: every combination that cannot work is refused before anything starts (C3, C12).
+"""Checks of flags together: combinations that cannot work are refused before anything starts (C3, C12).
 
 All problems are reported at once, each naming the flags and what to change.
 """

@@ -1,4 +1,4 @@
-"""What users of the library implement: rewards, filters, generation, environments, agents, losses, trackers, backends.
+"""Protocols that users implement: rewards, filters, generation, environments, agents, losses, trackers, backends.
 
 A hook is named on the command line as ``module:attr``, loaded once at the start and checked against its protocol here.
 """

@@ -1,4 +1,4 @@
-"""What the rooms of the project exchange: the boundaries between the controller, the two sides and the engines.
+"""Boundaries between rooms: protocols of the controller, the two sides and the engines.
 
 ``controller.py`` sees these protocols only; the wiring chooses the implementations.
 """
@@ -49,7 +49,7 @@ class PromptSource(Protocol):
 
 
 class EngineLoads(Protocol):
-    """How many engines there are to generate and how loaded they are: what the dispatcher's concurrency follows."""
+    """Number and load of the engines that generate; the dispatcher's concurrency follows it."""
 
     async def serving(self, other_than: int) -> int:
         """Wait until the number of serving engines is not ``other_than``, and return it."""
@@ -61,7 +61,7 @@ class EngineLoads(Protocol):
 
 
 class Sessions(Protocol):
-    """Where agents get their sessions: one conversation each, at a URL of its own."""
+    """Source of sessions for agents: one conversation each, at a URL of its own."""
 
     async def open(self, routing_key: str) -> OpenSession:
         """Raises TransientEngineError if the session server is gone."""
@@ -102,7 +102,7 @@ class RolloutSide(Protocol):
     async def evaluate(self) -> Metrics: ...
 
     async def describe(self) -> str:
-        """Who waits for whom, in lines; for ``stall.txt`` (C10)."""
+        """Describe who waits for whom, in lines for ``stall.txt`` (C10)."""
         ...
 
     async def count_stale(self, version: int) -> int:
@@ -140,7 +140,7 @@ class RolloutSide(Protocol):
         ...
 
     async def engines(self) -> str:
-        """All engines with their states, for people."""
+        """Describe all engines and their states in one line."""
         ...
 
     async def stop(self) -> None:
@@ -174,7 +174,7 @@ class WeightSenders(Protocol):
 
 
 class TrainerSide(WeightSenders, Protocol):
-    """All trainer ranks as the controller and the publisher see them."""
+    """The trainer's ranks as the controller and the publisher see them."""
 
     async def start(self) -> None: ...
 

@@ -121,7 +121,7 @@ class Sample(Branch, frozen=True, kw_only=True):
 
 
 class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said in one turn, as an environment sees it."""
+    """One turn of the model, as an environment sees it."""
 
     index: int  # 0 for the first
     message: JsonObject  # role, content, and if they could be read: tool_calls, reasoning_content
@@ -130,7 +130,7 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment answers to a turn."""
+    """An environment's answer to a turn."""
 
     messages: tuple[JsonObject, ...] = ()  # to append before the next turn: of the user, tools or the system
     done: bool = False  # the episode is over; messages are not looked at
@@ -193,7 +193,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
-    """What one data-parallel rank trains on in one rollout step.
+    """Training data of one data-parallel rank for one rollout step.
 
     ``optimizer_steps[i]`` are the micro-batches of the i-th optimizer step, each a TrainBatch packed into one
     sequence of at most ``--max-tokens-per-gpu`` tokens, or one branch that is longer. Every rank has the same number of
@@ -217,14 +217,14 @@ class TensorMeta(msgspec.Struct, frozen=True):
 
 
 class WeightDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What changed since an earlier version: beside each bucket's file one with its changed tensors, encoded."""
+    """Changes since an earlier version: beside each bucket's file one with its changed tensors, encoded."""
 
     base_version: int
     bucket_bytes: dict[int, int]  # of each bucket's file; 0: nothing changed, and there is none
 
 
 class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer staged for publication, and what the canary must score; or one sender's share of it.
+    """Manifest of staged weights and the expected canary scores; or one sender's share of it.
 
     Its files: ``weights/files.py``. It is their manifest, too, without the canary.
     """
@@ -274,7 +274,7 @@ class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has to do at the moment."""
+    """Current load of an engine."""
 
     running: int  # requests that generate
     waiting: int  # requests in its queue, those that were put back for want of KV cache included
@@ -282,7 +282,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CanaryScore(msgspec.Struct, frozen=True):
-    """What an engine makes of the canary sequence."""
+    """An engine's scores of the canary sequence."""
 
     weight_version: str
     logprobs: tuple[float, ...]  # of tokens[1:]
@@ -320,7 +320,7 @@ class HeldWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
-    """What one publication did."""
+    """Result of one publication."""
 
     version: int  # the version that became visible
     sent_version: int  # differs from version only under --debug-publication-lag
@@ -351,7 +351,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent left in its session."""
+    """Contents of an agent's session."""
 
     ending: SessionEnding
     sample: Sample | None  # of its trajectory; None: it had no turn

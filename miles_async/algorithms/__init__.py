@@ -1,4 +1,4 @@
-"""What a batch teaches: advantages, losses, corrections, KL estimates, and how tokens are averaged.
+"""Algorithms: advantages, losses, corrections, KL estimators and aggregations.
 
 One small file each, and one row in ``registry``; their protocols are in ``miles_async/api.py``. ``advantages`` runs on
 the rollout side and is numpy; the rest runs on the trainer and is torch. ``objective`` puts a run's choice together.

@@ -1,4 +1,4 @@
-"""Of which things the loss of an optimizer step is the mean (``--loss-aggregation``).
+"""Aggregation of the loss: what an optimizer step's loss is the mean over (``--loss-aggregation``).
 
 A sequence is one branch of a sample: a sample whose history was edited counts once per branch.
 """

@@ -1,4 +1,4 @@
-"""How far the engines' log-probs are from the trainer's: correctness where the weights agree, drift where not."""
+"""Difference of the engines' log-probs from the trainer's: an error where weights agree, drift where they differ."""
 
 from __future__ import annotations
 

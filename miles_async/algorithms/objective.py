@@ -1,4 +1,4 @@
-"""What the trainer minimises: a policy loss, weighed by a correction, plus a KL loss.
+"""The trainer's objective: a policy loss, weighted by a correction, plus a KL loss.
 
 For each token that carries loss, with the weight w of the correction (1 without ``--use-tis``)::
 
@@ -31,7 +31,7 @@ from miles_async.errors import ContractViolation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSums:
-    """Of one micro-batch."""
+    """Sums of one micro-batch."""
 
     loss: Tensor  # the sum that gradients come from
     count: Tensor  # integer: tokens or sequences, which the loss of an optimizer step is the mean of
@@ -53,7 +53,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the trainer computes for any of the parts."""
+        """Arrays that the trainer computes for any of the parts."""
         needs: set[Need] = {"entropy"} if self.log_entropy else set()
         if self.kl is not None:
             needs.add("ref_logprobs")
@@ -92,7 +92,7 @@ class Objective:
 
 
 def make_objective(arguments: AlgorithmArguments) -> Objective:
-    """What the flags ask for. Raises ConfigurationError."""
+    """Make the objective that the flags describe. Raises ConfigurationError."""
     return Objective(
         policy_loss=registry.policy_loss(arguments),
         aggregation=registry.aggregation(arguments),

@@ -1,4 +1,4 @@
-"""What flags can name, and where it is: one row per algorithm, one function per flag that makes what the run chose.
+"""Registry: one row per algorithm that a flag can name, one function per flag that makes the chosen one.
 
 A name stands for the ``module:attr`` of its row; another ``module:attr`` is the user's own. Modules are imported when
 they are asked for: the rollout side, which makes its estimator here, has no use for torch.
@@ -50,25 +50,25 @@ AGGREGATIONS = {
 }
 
 UNAVAILABLE: Mapping[Need, str] = {"values": "a critic, which there is not yet"}
-"""What no trainer computes, and what it would take."""
+"""Needs that no trainer computes yet, with what is missing."""
 
 
 class Make(Protocol):
-    """What a row or the user's ``module:attr`` names, except for KL estimates and aggregations, which are the part."""
+    """A factory, as rows and users' ``module:attr`` name it; KL estimators and aggregations are named directly."""
 
     def __call__(self, arguments: AlgorithmArguments) -> Any: ...
 
 
 # All raise ConfigurationError for what cannot be used.
 def advantage_estimator(arguments: AlgorithmArguments) -> AdvantageEstimator:
-    """What the rollout side computes advantages with: ``--advantage-estimator``."""
+    """Make the rollout side's estimator (``--advantage-estimator``)."""
     path, flag = _row(ADVANTAGE_ESTIMATORS, arguments.advantage_estimator), "--advantage-estimator"
     made: AdvantageEstimator = load_factory(path, Make, AdvantageEstimator, flag)(arguments)
     return made
 
 
 def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
-    """What the trainer makes of them: ``--token-advantages``."""
+    """Make the trainer's estimator (``--token-advantages``), if there is one."""
     if arguments.token_advantages is None:
         return None
     path, flag = _row(TOKEN_ADVANTAGES, arguments.token_advantages), "--token-advantages"

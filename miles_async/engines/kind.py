@@ -195,7 +195,7 @@ class EngineKind:
     process: Callable[[ServerSpec, int, int], ServerHandle]
     """The class of a server process: (settings, engine index, incarnation). Ray makes actors of it."""
     calls: Callable[[Http], InferenceServer]
-    """What its servers understand."""
+    """Makes the client of its servers' protocol."""
     imports: Callable[[Path, ServerSpec, Mapping[str, str]], ForkServerProcess | None]
     """Make the process from which servers are forked: (its socket, settings of a group, variables that the servers'
     parents have beyond ours). None where servers must not be forked.

@@ -1,4 +1,4 @@
-"""All engines, their states, and whether requests may go out. The router mirrors what is decided here.
+"""States of all engines, and whether requests may be sent. The router mirrors what is decided here.
 
 ::
 
@@ -45,7 +45,7 @@ class EngineState(Enum):
 
 @dataclass(slots=True)
 class EngineRecord:
-    """What is known about one engine. ``incarnation`` changes whenever that became void."""
+    """Facts about one engine; ``incarnation`` changes when they become void."""
 
     engine_id: str
     ranks: int = 1
@@ -76,7 +76,7 @@ class EngineRecord:
 
 @dataclass(slots=True)
 class EngineRegistry:
-    """All engines of a run."""
+    """The engines of a run."""
 
     engines: dict[str, EngineRecord] = field(default_factory=dict)
     version: int = 0  # the oldest that serving engines hold; the dispatch version of new requests
@@ -95,7 +95,7 @@ class EngineRegistry:
         return tuple(record for record in self.engines.values() if record.state is state)
 
     def may_dispatch(self) -> bool:
-        """Whether a new request may go out now. O(1)."""
+        """True if a new request may be sent now. O(1)."""
         return self._open
 
     def pick_serving(self, number: int) -> str:

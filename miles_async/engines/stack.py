@@ -30,7 +30,7 @@ from miles_async.types import EngineStats
 
 
 class EngineStack:
-    """All parts, with one registry and one HTTP session, on one event loop."""
+    """The parts around one registry and one HTTP session, on one event loop."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class EngineStack:
 
 
 def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str, float]) -> EngineStats:
-    """What the rollout manager is told about engines, requests and router."""
+    """Statistics of engines, requests and router."""
     return EngineStats(
         in_flight=traffic.in_flight,
         oldest_request_seconds=traffic.oldest_seconds(),

@@ -49,7 +49,7 @@ class _Engine:
 
 
 class EngineSupervisor:
-    """All engines of one registry."""
+    """Starts, restarts and scales the engines of one registry."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
 from miles_async.runtime.hooks import load_object
 
 Settings = Mapping[str, object]
-"""All flags of the run, by group, for trackers that keep them."""
+"""The run's flags by group, for trackers that keep them."""
 
 Open = Callable[[ObservabilityArguments, Settings], Tracker | None]
 """Opens a tracker; None if the flags don't ask for it."""

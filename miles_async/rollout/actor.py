@@ -27,7 +27,7 @@ PartName = Literal["manager", "fleet", "evaluation_fleet"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutParts:
-    """What the actor hosts, by the names of the fields."""
+    """The objects that the actor hosts, addressed by field name."""
 
     manager: RolloutSide
     fleet: EngineFleet
@@ -76,7 +76,7 @@ def _forwarding(method: str, forward: Forward) -> Callable[..., Awaitable[object
 
 
 async def _result(reference: Awaitable[T]) -> T:
-    """What a call returned; what it raised, as it was raised there."""
+    """Await a remote call; raise its error as it was raised there."""
     try:
         return await reference
     except ray.exceptions.RayTaskError as error:

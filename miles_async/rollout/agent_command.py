@@ -41,7 +41,7 @@ class CommandAgent:
         self._log_path = log_path
 
     async def __call__(self, base_url: str, prompt: Prompt) -> Any:
-        """What it says it returns, None if nothing.
+        """Run the command and return its result, None if it wrote none.
 
         Raises RequestRejectedError with its last words if it fails, ConnectionError if it wants to be run again.
         """
@@ -95,7 +95,7 @@ def _last_lines(output: IO[bytes]) -> list[str]:
 
 
 def prompt_json(prompt: Prompt) -> bytes:
-    """What the command reads."""
+    """Encode the prompt as the command reads it."""
     return msgspec.json.encode(
         {
             "prompt_id": prompt.prompt_id,

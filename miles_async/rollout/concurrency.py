@@ -1,4 +1,4 @@
-"""How many samples may be under way at once: a limit per engine, fixed or adapted, times the engines that serve.
+"""Limit on samples in flight: a limit per engine, fixed or adapted, times the number of serving engines.
 
 A request that an engine has taken cannot be called back. So the limit takes effect where a slot changes hands: raised,
 it lets in who waits at once; lowered, it leaves alone who is in and lets nobody in until it is kept.
@@ -124,7 +124,7 @@ class Concurrency:
         self.slots = ConcurrencyLimit(self._total())
 
     async def run(self) -> None:
-        """For ever."""
+        """Adapt the limit until cancelled."""
         async with asyncio.TaskGroup() as scope:
             scope.create_task(self._follow_engines())
             if self._adaptive is not None:

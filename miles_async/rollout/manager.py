@@ -238,7 +238,7 @@ class RolloutManager:
         await self._engines.scale(group, engines)
 
     async def engines(self) -> str:
-        """All engines with their states, for people."""
+        """Describe all engines and their states in one line."""
         return self._engines.stats().engines
 
     async def canary(self) -> tuple[int, ...]:

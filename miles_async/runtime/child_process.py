@@ -99,12 +99,12 @@ class ChildProcess:
         return None if self._process is None else self._process.poll()
 
     def note_shared_memory(self) -> frozenset[Path]:
-        """All that it has had so far; :meth:`stop` removes it even if the process has died before."""
+        """Shared memory seen so far; :meth:`stop` removes it even if the process has died before."""
         self._segments |= _shared_memory(_family(self.pid))
         return frozenset(self._segments)
 
     async def wait(self) -> int:
-        """Until it ends by itself or by :meth:`stop`; its exit status (negative: the signal)."""
+        """Wait for the end, by itself or by :meth:`stop`; return the exit status (negative: a signal)."""
         while (status := self.returncode) is None:  # noqa: ASYNC110  (no event: only waitpid knows)
             await asyncio.sleep(_POLL_SECONDS)
         return status

@@ -1,4 +1,4 @@
-"""How commands talk to a run: one line of JSON each way, over a Unix socket that only this user can reach.
+"""Control socket of a run: one line of JSON each way, over a Unix socket that only this user can reach.
 
 The socket is in the run's temporary directory, since paths of sockets are short; ``run.json`` says where.
 """
@@ -69,7 +69,7 @@ class ControlServer:
 
 
 def call(path: Path, command: str, **arguments: object) -> str:
-    """What the run says to a command. Raises ConfigurationError with what it has against it, or if it is not there."""
+    """Send a command and return the run's answer. Raises ConfigurationError if the run refuses or is gone."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(REQUEST_SECONDS)
         try:

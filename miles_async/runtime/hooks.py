@@ -36,7 +36,7 @@ def load_object(path: str, protocol: type, flag: str) -> Any:
 
 
 def load_factory(path: str, make: type, made: type, flag: str) -> Any:
-    """What ``flag`` names, to be called as ``make`` says: a class with the methods of ``made``, or a function.
+    """Load the factory that ``flag`` names, to be called as ``make`` says: a class like ``made``, or a function.
 
     >>> make_environment = load_factory("my_package:Calculator", MakeEnvironment, Environment, "--environment-path")
     """

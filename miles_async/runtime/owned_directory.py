@@ -46,7 +46,7 @@ class OwnedDirectory:
             self._elsewhere.add(file)
 
     def remove(self) -> None:
-        """With everything in it and of it; idempotent."""
+        """Remove the directory, its contents and the files it owns elsewhere; idempotent."""
         _remove(self.path)
         lock, self._lock = self._lock, -1
         if lock >= 0:
@@ -54,7 +54,7 @@ class OwnedDirectory:
 
 
 def temporary_parent() -> Path:
-    """Where small temporary files of this machine go, sockets among them."""
+    """Return the directory for small temporary files, sockets among them."""
     chosen = tempfile.gettempdir()
     return Path(chosen if len(chosen) <= _LONGEST else "/tmp")
 

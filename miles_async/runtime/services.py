@@ -90,7 +90,7 @@ class Circuit:
 
     @property
     def paused_until(self) -> float:
-        """When work last had to wait for the service, on the loop's clock: now if it does, -inf if it never did."""
+        """Last time that work waited for the service, on the loop's clock: now during an outage, -inf if never."""
         if self._down_since is None:
             return self._back_at
         return min(now(), self._down_since + self._outage_timeout)
@@ -202,7 +202,7 @@ class Services:
         return self._circuits[service]
 
     def paused_until(self) -> float:
-        """When work last had to wait for one of them, on the loop's clock: now if it does, -inf if it never did."""
+        """Last time that work waited for any service, on the loop's clock: now during an outage, -inf if never."""
         return max((circuit.paused_until for circuit in self._circuits.values()), default=-math.inf)
 
     def gauges(self) -> dict[str, float]:

@@ -51,7 +51,7 @@ def share_then_pack(lengths: Sequence[int], work: Float64, ranks: int, max_token
 
 
 def pack_then_share(lengths: Sequence[int], ranks: int, max_tokens: int) -> Ranks:
-    """All sequences are packed, then micro-batches are dealt out, as many to each rank.
+    """Pack all sequences, then deal out micro-batches, as many to each rank.
 
     In rounds of one per rank, most tokens first, the largest of a round goes to the rank with the fewest tokens.
     """

@@ -24,7 +24,7 @@ from miles_async.types import Branch, Float32, Group, Int32, Int64, TrainBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BranchTable:
-    """All branches of a batch, checked, in the order of their samples."""
+    """The branches of a batch, checked, in the order of their samples."""
 
     branches: tuple[Branch, ...]  # [S]
     lengths: Int64  # [S] tokens
@@ -59,7 +59,7 @@ class BranchTable:
 
 
 def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
-    """All branches of all samples of the groups, in order.
+    """Tabulate the branches of all samples of the groups, in order.
 
     Args:
         groups: at least one.

@@ -1,4 +1,4 @@
-"""Whether two batches are the same to the last bit, and if not, what of them differs."""
+"""Digests of a batch's arrays, to compare batches to the last bit."""
 
 from __future__ import annotations
 

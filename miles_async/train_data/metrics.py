@@ -1,4 +1,4 @@
-"""What is in a batch: rewards, lengths, versions, ages (M3, M18). Of the trained, not of the rejected."""
+"""Metrics of a trained batch: rewards, lengths, versions, ages (M3, M18); rejected samples don't count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a model computes for one sequence: one part grows with its tokens, attention with their square."""
+"""Compute cost of a sequence: one part is linear in its tokens, attention is quadratic."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ REPAIRS_THREAD = "repairs"  # of engines, beside deliveries to the others
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """What the group learns of a rank after its start."""
+    """Facts about a rank that the group learns at its start."""
 
     rank: int
     data_parallel_rank: int

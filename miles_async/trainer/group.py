@@ -1,4 +1,4 @@
-"""All trainer ranks from outside: TrainerSide on top of Ray actors.
+"""The trainer's ranks as one object: TrainerSide on top of Ray actors.
 
 A call that concerns all ranks is made on all at once. The first rank that fails ends the whole group, since the
 others would wait for it in a collective for ever: they are killed, and the failure surfaces as TrainerError with rank
@@ -80,7 +80,7 @@ class TrainerGroup:
         self._ranks: list[RankInfo] = []
 
     async def start(self) -> None:
-        """All ranks up, models loaded.
+        """Start all ranks and load their models.
 
         Raises ConfigurationError, TrainerError or StalledError, with nothing left running.
         """
@@ -220,7 +220,7 @@ class RankSender:
 
 
 def united(shares: Sequence[StagedWeights]) -> StagedWeights:
-    """What all senders staged, who take turns; ``shares`` in their order."""
+    """Merge the senders' shares, given in their order of sending, into one manifest."""
     deltas = [share.delta for share in shares if share.delta is not None]
     delta = None
     if len(deltas) == len(shares):
@@ -237,7 +237,7 @@ def united(shares: Sequence[StagedWeights]) -> StagedWeights:
 
 
 def _cause(errors: dict[int, Exception]) -> MilesAsyncError:
-    """The error to show of those that came within the grace time: the one that the others follow from."""
+    """Choose the error to raise from those within the grace time: the one that caused the others."""
     rank, error = min(errors.items(), key=lambda item: (_rank_of_suspicion(item[1]), item[0]))
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, MilesAsyncError):

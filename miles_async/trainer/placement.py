@@ -1,4 +1,4 @@
-"""Where trainer ranks run: one Ray bundle per rank, ranks of one node next to each other."""
+"""Placement of trainer ranks: one Ray bundle per rank, ranks of one node next to each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from miles_async.errors import TrainerError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResources:
-    """What one rank takes of the cluster, and what its process sees."""
+    """Resources of one rank, and the environment of its process."""
 
     num_cpus: float
     num_gpus: float
@@ -63,7 +63,7 @@ class Placement:
         self._bundles = sorted(range(self._world_size), key=lambda index: (nodes[index], index))
 
     def options(self, rank: int) -> dict[str, object]:
-        """For ``ray.remote(...).options``."""
+        """Options of rank ``rank`` for ``ray.remote(...).options``."""
         runtime_env: dict[str, object] = {"env_vars": dict(self._resources.env)}
         if self._resources.interpreter is not None:
             runtime_env["py_executable"] = self._resources.interpreter

@@ -68,7 +68,7 @@ class Turn:
 
 @dataclass(eq=False)
 class Trajectory:
-    """All turns of one episode. Methods may be called from several threads; turns are only ever added."""
+    """The turns of one episode. Thread-safe; turns are only ever added."""
 
     renderer: Renderer
     parser: ReplyParser

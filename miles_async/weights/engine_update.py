@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 
 
 class PublicationState(Enum):
-    """What the publisher is doing; shown by the watchdog."""
+    """Step of a publication, shown by the watchdog."""
 
     IDLE = "idle"
     STAGING = "staging"  # while the fleet may be in one of these:

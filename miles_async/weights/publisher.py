@@ -56,12 +56,12 @@ class WeightPublisher:
 
     @property
     def state(self) -> PublicationState:
-        """What is being done; for the watchdog."""
+        """Current step, for the watchdog."""
         return PublicationState.STAGING if self._staging else self._engines.state
 
     @property
     def evaluates_apart(self) -> bool:
-        """Whether evaluation has engines of its own, so that publications don't disturb it."""
+        """True if evaluation has engines of its own, so that publications don't disturb it."""
         return self._evaluation is not None
 
     async def publish(self, version: int) -> Publication:

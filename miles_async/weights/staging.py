@@ -72,7 +72,7 @@ class Staging:
         return Path(self._staged[version].directory) / name
 
     def bucket(self, version: int, index: int) -> Tensor:
-        """All tensors of a bucket one after another, uint8 [bytes]; mapped, not read."""
+        """Map a bucket's tensors, one after another, as uint8 [bytes]; nothing is read yet."""
         path = self.file(version, bucket_file(index))
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")  # safetensors: length, JSON header, data

@@ -1,4 +1,4 @@
-"""Where and how weights are staged: plain data, which the driver can name without torch."""
+"""Options of staging: plain data, which the driver can name without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engines of an update report, judged by ``--verify-weights``: which of them do not hold what was staged."""
+"""Verification of an update: which engines do not hold what was staged (``--verify-weights``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Findings:
-    """What was found in one update, beside the engines that failed."""
+    """Findings of one update, beside the engines that failed."""
 
     canary_difference: float = 0.0  # largest over engines
     canary_undecided: list[Incarnation] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Verification:
     def compare_digests(
         self, staged: StagedWeights, held: Mapping[Incarnation, HeldWeights], share: TensorShare, findings: Findings
     ) -> dict[Incarnation, str]:
-        """What is wrong with each engine that holds anything else than was staged."""
+        """Describe, per engine, how its weights differ from what was staged."""
         problems: dict[Incarnation, str] = {}
         good: tuple[HeldWeights, Comparison] | None = None
         for engine, weights in held.items():
@@ -63,7 +63,7 @@ class Verification:
     def judge_scores(
         self, staged: StagedWeights, scores: Mapping[Incarnation, CanaryScore], findings: Findings
     ) -> dict[Incarnation, str]:
-        """What is wrong with each engine whose canary disagrees."""
+        """Describe, per engine, how its canary disagrees."""
         problems: dict[Incarnation, str] = {}
         for engine, score in scores.items():
             verdict = judge_canary(staged, score, self._tolerance)

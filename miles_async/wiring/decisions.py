@@ -19,7 +19,7 @@ def make_pool(
     observer: PoolObserver | None = None,
     record: Record | None = None,
 ) -> Pool:
-    """For a whole run of ``--num-rollout`` steps. ``record``: told of every call and what followed from it."""
+    """Make the pool of a run of ``--num-rollout`` steps. ``record`` is told every call and its result."""
     policy = StalenessPolicy.from_arguments(staleness, rollout)
     retries = RetryPolicy(
         max_prompt_attempts=rollout.max_prompt_attempts,
@@ -33,7 +33,7 @@ def make_pool(
 
 
 def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: RecordBatch | None = None) -> BatchMaker:
-    """For the trainer that the flags describe. ``quadratic_work``: of its model, see ``train_data.work``."""
+    """Make batches for the trainer that the flags describe. ``quadratic_work``: see ``train_data.work``."""
     return BatchMaker(
         estimator=advantage_estimator(arguments.algorithm),
         dp_size=arguments.data_parallel_size,

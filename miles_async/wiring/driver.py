@@ -301,7 +301,7 @@ class Run:
             os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
 
     def _balance_on_disk(self) -> dict[str, int]:
-        """What the ledger knows when the rollout side is gone: all but its last moment."""
+        """Balance by the ledger on disk, for when the rollout side is gone: all but its last moment."""
         try:
             with open_ledger(self._run_dir / LEDGER_FILE) as ledger:
                 return ledger.balance().summary()
@@ -310,7 +310,7 @@ class Run:
 
 
 def _commands(rollout: RolloutSide) -> Mapping[str, Handler]:
-    """What ``miles-async scale`` may ask of the run."""
+    """Commands that the control socket accepts."""
 
     async def scale(group: str, engines: int) -> str:
         await rollout.scale(group, engines)
@@ -320,7 +320,7 @@ def _commands(rollout: RolloutSide) -> Mapping[str, Handler]:
 
 
 async def _last_stats(manager: RolloutSide) -> RolloutStats | None:
-    """For the summary; None from a rollout side that is gone."""
+    """Return the last statistics for the summary; None if the rollout side is gone."""
     try:
         async with asyncio.timeout(STATS_SECONDS):
             return await manager.last_stats()

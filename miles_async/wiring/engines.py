@@ -41,7 +41,7 @@ class Service(Protocol):
 
 
 class RunEngines:
-    """All engines of a run, and what else runs beside them: the manager's ``Engines``."""
+    """The engines of a run and the services beside them, as the manager's ``Engines``."""
 
     def __init__(self, arguments: Arguments, run_dir: Path, device: Device, imports: Path | None) -> None:
         """Starts nothing. Raises ConfigurationError for a file of groups that cannot be used.
@@ -65,7 +65,7 @@ class RunEngines:
         self._services.append(service)
 
     async def start(self) -> None:
-        """All up; raises what any of them raises, having stopped everything."""
+        """Start everything. On an error, stop everything and raise it."""
         try:
             await gathered(*(service.start() for service in self._services))
         except BaseException:

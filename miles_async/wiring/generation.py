@@ -1,4 +1,4 @@
-"""How this run makes trajectories: in one turn, with an environment, by an agent, or as the user's own Generate does.
+"""Choose the run's Generate: single-turn, with an environment, by an agent, or the user's own.
 
 A part of the composition root, for the rollout actor's process.
 """

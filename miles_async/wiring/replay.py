@@ -80,7 +80,7 @@ class Replay:
 
     @classmethod
     def of_run(cls, run_dir: Path) -> Replay:
-        """With the flags in its directory. Raises ConfigurationError if it was not recorded."""
+        """Replay the run with the flags in its directory. Raises ConfigurationError if it was not recorded."""
         path = run_dir / SCHEDULE_FILE
         if not path.is_file():
             raise ConfigurationError(f"expected a run with --record, found no {SCHEDULE_FILE} in {run_dir}")
@@ -205,7 +205,7 @@ def _brief(value: object) -> str:
 
 
 def _difference(expected: object, found: object) -> str | None:
-    """What is to be told, as plain data; None: they are equal. NaN, which may be in metadata, equals NaN."""
+    """Describe the first difference, or return None if equal. NaN, which may be in metadata, equals NaN."""
     if encode(expected) == encode(found):
         return None
     path, left, right = _first_difference(_plain(expected), _plain(found))

@@ -1,4 +1,4 @@
-"""What the rollout actor is made of: the half of the composition root that runs in the actor's process."""
+"""The rollout actor's process: flags in, the manager and its parts out."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ REPORT_SECONDS = 1.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server is started with."""
+    """Settings of the session server."""
 
     hf_checkpoint: str
     host: str  # name or IP of this node, for agents
@@ -40,7 +40,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def serve(settings: ServerSettings, socket_path: Path) -> None:
-    """Until the rollout process is gone."""
+    """Serve until the rollout process is gone."""
     template = ChatTemplate(load_tokenizer(Path(settings.hf_checkpoint)), apply_chat_template=True)
     make = trajectory_factory(
         template, settings.tool_call_parser, settings.reasoning_parser, turn_history=settings.turn_history

@@ -1,4 +1,4 @@
-"""What the trainer's ranks are made of: the half of the composition root that runs in their processes."""
+"""The trainer ranks' processes: flags in, backend and sender of each rank out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def trainer_group(
 
 
 def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
-    """Where each sending rank makes a directory for exported weights."""
+    """Return the directory in which each sending rank makes its own for exported weights."""
     return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
 
 

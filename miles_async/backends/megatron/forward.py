@@ -20,7 +20,7 @@ LossFunction = Callable[[PackedBatch, Tensor], LossSums]
 """(micro-batch, logits [1, T, V / TP]) → sums over the micro-batch."""
 
 OfLogits = Callable[[Tensor], Any]
-"""What the last pipeline stage makes of the logits [1, T, V / TP] of a micro-batch."""
+"""Function of a micro-batch's logits [1, T, V / TP] on the last pipeline stage."""
 
 
 def score(modules: Sequence[Module], packs: Sequence[PackedSequences], temperature: float) -> list[Tensor]:

@@ -43,7 +43,7 @@ Packs = list[PackedBatch]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRunner:
-    """What one rank needs to train: built once by the backend, holds no state of its own."""
+    """Parts that one rank trains with; built once by the backend, stateless."""
 
     modules: Sequence[Module]
     reference: Sequence[Module] | None  # frozen model; there if the objective needs its log-probs
@@ -55,7 +55,7 @@ class StepRunner:
     device: torch.device
 
     def train(self, shard: TrainShard) -> dict[str, float]:
-        """All optimizer steps of the shard; metrics over all ranks. Collective.
+        """Run all optimizer steps of the shard; return metrics over all ranks. Collective.
 
         Raises TrainerError when a gradient is not finite, ContractViolation when the ranks' loss tokens are not
         those that the shard promises.

@@ -74,7 +74,7 @@ class AbsentPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def is_absent(root: str) -> bool:
-    """Whether ``import root`` would fail."""
+    """True if ``import root`` would fail."""
     return root not in sys.modules and importlib.util.find_spec(root) is None
 
 

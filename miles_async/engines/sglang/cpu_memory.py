@@ -1,4 +1,4 @@
-"""How much of a machine's memory an engine on CPU takes: SGLang's own defaults are for GPUs, which nobody shares.
+"""Memory of an engine on CPU: SGLang's defaults are for GPUs, which nobody shares.
 
 SGLang takes what is free before it loads the model, times ``--mem-fraction-static``, less what is not free any more
 afterwards, whoever took it meanwhile. So the fraction leaves room for neighbours that start in the same moment, and

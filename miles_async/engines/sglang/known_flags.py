@@ -35,7 +35,7 @@ def unknown_flags(words: Sequence[str], known: Collection[str], prefix: str) -> 
 
 
 def sglang_flags() -> frozenset[str]:
-    """All flags of the installed SGLang's server; empty if it isn't installed.
+    """Return the flags of the installed SGLang's server; empty if it isn't installed.
 
     They are the annotated fields of its argument classes, and the flags that its source spells out.
     """
@@ -59,7 +59,7 @@ def _flags_in(tree: ast.Module) -> Iterator[str]:
 
 
 def smg_flags() -> frozenset[str]:
-    """All flags of ``smg launch``; empty if it isn't installed."""
+    """Return the flags of ``smg launch``; empty if it isn't installed."""
     try:
         shown = subprocess.run(
             [sys.executable, "-m", "smg", "launch", "--help"],

@@ -24,7 +24,7 @@ from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP
 
 
 def _runs_on_cpu(arguments: list[str]) -> bool:
-    """Whether ``--device`` is cpu. The last one counts, as in argparse."""
+    """True if ``--device`` is cpu. The last one counts, as in argparse."""
     device = ""
     for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
         if name == "--device":

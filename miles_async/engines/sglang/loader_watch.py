@@ -1,4 +1,4 @@
-"""Which memory the tensors that a loader is given end in.
+"""Watch a weight loader: which memory each given tensor ends in.
 
 Loaders fuse, split and shard tensors, each in its own way; all end in ``parameter.copy_(a part of a tensor)``. While
 one runs, those copies are noted: which elements of which tensor went to which memory. Tensors that are joined with

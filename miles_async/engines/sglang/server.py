@@ -78,7 +78,7 @@ class EngineServer:
         return self._report(f"ended with status {status}")
 
     async def alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         return self._process is not None and self._process.returncode is None
 
     async def pid(self) -> int:

@@ -1,4 +1,4 @@
-"""How staged weights reach the engines. Each transport is a folder with both of its halves:
+"""Transports: ways for staged weights to reach the engines. Each is a folder with both of its halves:
 
 - ``driver.py``: the driver's half, a ``seams.WeightTransport``. It imports no torch.
 - ``rank.py``: the sending rank's half, a ``seams.WeightSender``.

@@ -1,4 +1,4 @@
-"""What a weight transport declares about itself: one ``TransportSpec`` each."""
+"""``TransportSpec``: what a weight transport declares about itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from miles_async.seams import EngineFleet, SenderHandle, WeightSender, WeightTra
 from miles_async.weights.staging_options import StagingOptions
 
 Half = TypeVar("Half", bound=WeightSender)
-"""What the driver's half calls of the rank's half: a protocol."""
+"""Protocol of the rank half, as the driver half calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverSide(Generic[Half]):
-    """What a driver's half is made from."""
+    """Parts for a driver half."""
 
     sender: Callable[[int], SenderHandle[Half]]  # index of a sending rank → its half
     fleet: EngineFleet
@@ -28,7 +28,7 @@ class DriverSide(Generic[Half]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSide:
-    """What a rank's half is made from, in the process of a sending rank."""
+    """Parts for a rank half, in the process of a sending rank."""
 
     staging: StagingOptions
     address: str  # where engines reach this process
