@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from types import FrameType
 
 MAX_TASKS = 50
+_MACHINERY = Path(__file__).parent
 
 
 def waiting_tasks() -> list[str]:
@@ -24,12 +27,16 @@ def _name(task: asyncio.Task[object]) -> str:
 
 
 def _where(task: asyncio.Task[object]) -> str:
-    """The innermost frame of this project, through coroutines that await each other."""
+    """The innermost frame of this project but for its machinery, through coroutines that await each other."""
     found = "nothing of ours"
     waiting: object = task.get_coro()
     while waiting is not None:
         frame = getattr(waiting, "cr_frame", None)
-        if frame is not None and "miles_async" in frame.f_code.co_filename:
+        if frame is not None and "miles_async" in frame.f_code.co_filename and not _is_machinery(frame):
             found = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
         waiting = getattr(waiting, "cr_await", None)
     return found
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    return Path(frame.f_code.co_filename).parent == _MACHINERY

@@ -295,7 +295,7 @@ MUTANTS = (
     Mutant(
         name="slots are free when trained, not when visible",
         function=Admission.trained,
-        old="self._trained[version] = self._trained.get(version, 0) + count",
+        old="self._trained[leads_to] = self._trained.get(leads_to, 0) + count",
         new="pass",
         caught_by=in_order,
         where="test_nothing_is_swept_when_groups_finish_in_order",

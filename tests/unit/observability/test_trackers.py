@@ -129,10 +129,10 @@ def test_ages_become_flat_metrics(ages: dict[int, int], metrics: dict[str, float
 
 
 def user_tracker(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> ObservabilityArguments:
-    (folder / "my_trackers.py").write_text(source)
+    (folder / "noting_trackers.py").write_text(source)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "my_trackers", raising=False)
-    return ObservabilityArguments(run_dir=folder / "run", custom_tracker_path="my_trackers:Notes")
+    monkeypatch.delitem(sys.modules, "noting_trackers", raising=False)
+    return ObservabilityArguments(run_dir=folder / "run", custom_tracker_path="noting_trackers:Notes")
 
 
 NOTES = """
@@ -153,9 +153,9 @@ def test_a_tracker_of_the_users_is_given_what_the_others_get(tmp_path: Path, mon
     trackers = open_trackers(user_tracker(tmp_path, monkeypatch, NOTES), {})
     trackers.log({"reward/mean": 0.5}, step=3)
     trackers.finish()
-    import my_trackers
+    import noting_trackers
 
-    assert my_trackers.steps == [(3, 0.5)]
+    assert noting_trackers.steps == [(3, 0.5)]
     assert '"reward/mean": 0.5' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 

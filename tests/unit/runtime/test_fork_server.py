@@ -233,10 +233,10 @@ async def test_an_interpreter_without_a_server_is_python(server: ForkServerProce
 
 
 async def _interpreted(server: ForkServerProcess, *arguments: str) -> asyncio.subprocess.Process:
-    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ["PYTHONPATH"]])
+    path = [str(Path(__file__).parents[3]), *filter(None, os.environ["PYTHONPATH"].split(os.pathsep))]
     return await asyncio.create_subprocess_exec(
         *shlex.split(server.interpreter("a title")),
         *arguments,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path.split(os.pathsep))), "LATE": "x"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "LATE": "x"},
         stdout=asyncio.subprocess.PIPE,
     )
