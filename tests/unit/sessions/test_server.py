@@ -199,10 +199,11 @@ async def test_a_session_that_nobody_uses_expires_unless_there_is_a_heartbeat() 
 
 async def test_late_turns_never_revive_a_session_that_was_collected() -> None:
     # covers: A11
-    model = ScriptedModel(says("68"), seconds=0.2)
+    model = ScriptedModel(says("68"), seconds=30)
     async with agent_of(model) as agent:
         late = asyncio.ensure_future(agent.chat(QUESTION))
-        await asyncio.sleep(0.1)
+        while not model.requests:  # noqa: ASYNC110  (the fake tells nobody)
+            await asyncio.sleep(0.01)
         collected = await agent.collect()
         with pytest.raises(openai.APIConnectionError):
             await late
