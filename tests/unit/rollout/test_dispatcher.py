@@ -384,7 +384,8 @@ async def test_a_group_goes_on_without_its_samples_in_flight_that_are_too_old() 
         cut.cancel()
 
 
-async def test_nothing_of_a_lost_try_is_held_against_the_next() -> None:
+@pytest.mark.parametrize("error", [TransientEngineError("lost"), ServiceUnavailableError("down")], ids=["lost", "down"])
+async def test_nothing_of_a_lost_try_is_held_against_the_next(error: Exception) -> None:
     # covers: C5, C6
     bench = Bench(n_samples_per_prompt=1, total_groups=BATCH)
     slots = bench.dispatcher.concurrency.slots
@@ -394,7 +395,7 @@ async def test_nothing_of_a_lost_try_is_held_against_the_next() -> None:
             return answer([7], 0, "abort")  # kept, as of version 0
         if call < 2 * BATCH:
             slots.resize(0)  # so that the next try has to wait
-            return TransientEngineError("lost")
+            return error
         return None
 
     bench.engine.script = lost_halfway
