@@ -40,7 +40,7 @@ class LossSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """The parts of ``arguments``, ready to be called for every micro-batch."""
+    """The chosen algorithms, called for every micro-batch."""
 
     policy_loss: PolicyLoss
     aggregation: Aggregation

@@ -1,4 +1,4 @@
-"""Import modules once, then fork a process that has them for every request: what importing costs is paid once.
+"""Import modules once, then fork a process that has them for every request.
 
     python -m miles_async.runtime.fork_server DESCRIPTOR LATE MODULE... PADDING
 
