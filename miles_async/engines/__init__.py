@@ -1,3 +1,3 @@
-"""Inference servers and their router: ``supervisor`` keeps them alive, ``fleet`` publishes to them, ``client`` sends
-requests, ``stack`` is all of it. ``sglang`` is the kind of server that runs use.
+"""Inference servers and their router: ``server_process`` runs a server, ``supervisor`` keeps servers alive, ``fleet``
+publishes to them, ``client`` sends requests, ``stack`` puts these together. ``sglang`` is the kind of server in use.
 """

@@ -1,21 +1,21 @@
 """A kind of inference server: how its processes are started, and the calls that they understand.
 
-``engines/sglang`` is one. Another is a folder beside it, with an :class:`EngineKind` in a row of ``wiring/engines.py``.
+``engines/sglang`` is one. Another is a folder beside it with an :class:`EngineKind`, which ``wiring/engines.py`` names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
 
+import aiohttp
 import msgspec
 
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import Http
-from miles_async.runtime.fork_server_process import ForkServerProcess
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -188,15 +188,21 @@ class InferenceServer(Protocol):
         ...
 
 
+class ServerCommand(Protocol):
+    """Makes the arguments of the Python interpreter that start a server."""
+
+    def __call__(self, spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:
+        """The server shall listen at ``host`` and ``port``; ``rendezvous_port`` is for its own ranks to meet."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineKind:
-    """An inference server that runs can use."""
+    """An inference server that runs can use; ``server_process.py`` starts and supervises it."""
 
-    process: Callable[[ServerSpec, int, int], ServerHandle]
-    """The class of a server process: (settings, engine index, incarnation). Ray makes actors of it."""
-    calls: Callable[[Http], InferenceServer]
-    """Makes the client of its servers' protocol."""
-    imports: Callable[[Path, ServerSpec, Mapping[str, str]], ForkServerProcess | None]
-    """Make the process from which servers are forked: (its socket, settings of a group, variables that the servers'
-    parents have beyond ours). None where servers must not be forked.
-    """
+    name: str  # in messages
+    command: ServerCommand
+    environment: Callable[[ServerSpec], dict[str, str]]  # variables to add to our own
+    is_up: Callable[[aiohttp.ClientSession, str], Awaitable[bool]]  # asked with its URL until it is
+    calls: Callable[[Http], InferenceServer]  # makes the client of the servers' protocol
+    imports: tuple[str, ...] = ()  # modules to import once per node; servers are forked from there. (): each by itself

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerHandle, ServerSpec
+from miles_async.engines.server_process import ServerProcess
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.ray_errors import why_gone
 
@@ -28,16 +29,15 @@ class RayServers:
 
 class _RayServer:
     def __init__(self, kind: EngineKind, spec: ServerSpec, engine_index: int, incarnation: int) -> None:
-        self._process = kind.process
         self._spec = spec
-        self._arguments = (spec, engine_index, incarnation)
+        self._arguments = (kind, spec, engine_index, incarnation)
         self._gpus = spec.tensor_parallel_size if spec.device == "cuda" else 0
         self._actor: Any = None
 
     async def start(self) -> str:
         import ray
 
-        self._actor = ray.remote(self._process).options(num_cpus=0, num_gpus=self._gpus).remote(*self._arguments)
+        self._actor = ray.remote(ServerProcess).options(num_cpus=0, num_gpus=self._gpus).remote(*self._arguments)
         # The actor keeps its own deadline; ours is for Ray, which waits for free resources without end.
         deadline = self._spec.start_timeout + 60
         try:

@@ -14,8 +14,9 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
-from miles_async.engines.kind import EngineKind, LaunchServer, ServerSpec
+from miles_async.engines.kind import LaunchServer, ServerSpec
 from miles_async.engines.placement import RayServers
+from miles_async.engines.server_process import server_imports
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
@@ -25,7 +26,8 @@ from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats
 
-ENGINES: Mapping[str, EngineKind] = {"sglang": SGLANG}
+KIND = SGLANG
+"""The inference server of runs."""
 
 SEEDS_PER_GROUP = 10_000  # engine i of a group samples with the i-th
 
@@ -108,7 +110,6 @@ class _StackMaker:
         self._imports = imports
         self._log_dir = run_dir / "logs"
         self._device = device
-        self._kind = ENGINES["sglang"]
         self._seed = arguments.data.rollout_seed  # of the next group's first engine
 
     def __call__(
@@ -122,7 +123,7 @@ class _StackMaker:
             log_dir=self._log_dir,
             single_node=arguments.cluster.ray_address is None,
             parse_versions=parse_spans,
-            calls=self._kind.calls,
+            calls=KIND.calls,
             name=name,
             port=port,
         )
@@ -130,11 +131,11 @@ class _StackMaker:
     def _group(self, group: ServerGroup) -> EngineGroup:
         launch: LaunchServer
         if group.external:
-            launch = ExternalServers(group.external, self._arguments.engines.engine_start_timeout, self._kind.calls)
+            launch = ExternalServers(group.external, self._arguments.engines.engine_start_timeout, KIND.calls)
         else:
             spec = server_spec(self._arguments, group, self._log_dir, self._device)
             spec = msgspec.structs.replace(spec, random_seed=self._seed, fork_server=self._imports)
-            launch = RayServers(self._kind, spec)
+            launch = RayServers(KIND, spec)
             self._seed += SEEDS_PER_GROUP
         return EngineGroup(name=group.name, engines=group.num_engines, ranks=group.gpus_per_engine, launch=launch)
 
@@ -149,7 +150,7 @@ def engine_imports(
     groups = [group for group in server_groups(arguments) if not group.external]
     if not groups:
         return None
-    return ENGINES["sglang"].imports(socket, server_spec(arguments, groups[0], run_dir / "logs", device), environment)
+    return server_imports(KIND, server_spec(arguments, groups[0], run_dir / "logs", device), socket, environment)
 
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:

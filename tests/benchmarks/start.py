@@ -21,8 +21,8 @@ import psutil
 
 from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.sglang.kind import sglang_imports
-from miles_async.engines.sglang.server import EngineServer
+from miles_async.engines.server_process import ServerProcess, server_imports
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.runtime.fork_server_process import running
 from tests.benchmarks.report import RESULTS, ROOT, Row
 
@@ -41,23 +41,27 @@ def rows() -> Iterator[Row]:
 async def _engines(directory: Path) -> list[Row]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     spec = ServerSpec(model_path=str(MODEL), device="cpu", dtype="float32", log_dir=str(directory), dummy_weights=True)
-    found = [await _start("an engine that imports everything itself", EngineServer(spec, 0, 0))]
-    imports = sglang_imports(directory / "socket", spec, {})
+    found = [await _start("an engine that imports everything itself", ServerProcess(SGLANG, spec, 0, 0))]
+    imports = server_imports(SGLANG, spec, directory / "socket", {})
     assert imports is not None
     forked = msgspec.structs.replace(spec, fork_server=imports.path)
     async with running(imports):
-        first = EngineServer(forked, 1, 0)
+        first = ServerProcess(SGLANG, forked, 1, 0)
         found.append(await _start("the first that is forked, with the imports", first, importing=imports.pid))
-        found.append(await _start("the second", EngineServer(forked, 2, 0)))
+        found.append(await _start("the second", ServerProcess(SGLANG, forked, 2, 0)))
         started = time.perf_counter()
         os.kill(await first.pid(), signal.SIGKILL)
         await first.wait_exit()
         await first.stop()
-        found.append(await _start("the first again, since it was killed", EngineServer(forked, 1, 1), started=started))
+        found.append(
+            await _start("the first again, since it was killed", ServerProcess(SGLANG, forked, 1, 1), started=started)
+        )
     return found
 
 
-async def _start(what: str, server: EngineServer, *, importing: int | None = None, started: float | None = None) -> Row:
+async def _start(
+    what: str, server: ServerProcess, *, importing: int | None = None, started: float | None = None
+) -> Row:
     """``importing``: pid of the process that imports for it; it then goes on running."""
     started = time.perf_counter() if started is None else started
     await server.start()

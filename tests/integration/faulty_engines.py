@@ -12,8 +12,8 @@ from aiohttp import web
 
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.kind import LaunchServer
+from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import EngineServer
 
 PassOn = Callable[[], Awaitable[web.Response]]
 Fault = Callable[["FaultyEngine", PassOn], Awaitable[web.Response]]
@@ -57,7 +57,7 @@ class FaultyEngine:
         self._launch = launch
         self._index = index
         self._starts = 0
-        self._server: EngineServer | None = None
+        self._server: ServerProcess | None = None
         self._target = ""
         self._address = ""
         self._runner: web.AppRunner | None = None

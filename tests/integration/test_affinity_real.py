@@ -18,8 +18,9 @@ from miles_async.engines.client import ROUTED_WORKER, ROUTING_KEY
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineState
+from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import EngineServer
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.staleness.versions import parse_spans
 from tests.integration.served_models import save_served
@@ -77,7 +78,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fro
         model_path=str(model), device="cpu", dtype="float32", start_timeout=START_SECONDS, log_dir=str(folder)
     )
     stack = FrozenEngines(
-        [EngineGroup(engines=2, launch=partial(EngineServer, spec))],
+        [EngineGroup(engines=2, launch=partial(ServerProcess, SGLANG, spec))],
         EnginesArguments(),
         WeightsArguments(),
         log_dir=folder,

@@ -26,10 +26,10 @@ from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.placement import RayServers
 from miles_async.engines.registry import EngineState
+from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, read_answer
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
-from miles_async.engines.sglang.server import EngineServer
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
@@ -503,7 +503,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     spec = ServerSpec(model_path=str(tmp_path / "nothing-here"), device="cpu", dtype="float32", log_dir=str(tmp_path))
-    group = EngineGroup(engines=1, launch=partial(EngineServer, spec))
+    group = EngineGroup(engines=1, launch=partial(ServerProcess, SGLANG, spec))
     arguments = EnginesArguments(), WeightsArguments()
     stack = EngineStack(
         [group], *arguments, log_dir=tmp_path, single_node=True, calls=SGLangServer, parse_versions=parse_spans

@@ -14,8 +14,9 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import EngineServer
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from tests.fakes.fake_engine import FakeRouter
@@ -59,7 +60,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
-    group = EngineGroup(engines=1, ranks=ranks, launch=partial(EngineServer, spec))
+    group = EngineGroup(engines=1, ranks=ranks, launch=partial(ServerProcess, SGLANG, spec))
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])
     await router.start()
     await supervisor.start()

@@ -23,7 +23,8 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.paths import with_absolute_paths
 from miles_async.arguments.server_groups import server_groups
-from miles_async.engines.sglang.server import EngineServer
+from miles_async.engines.server_process import ServerProcess
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.ledger.reader import AttemptRecord
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
@@ -127,7 +128,7 @@ async def _plain_steps(arguments: Arguments, directory: Path) -> list[Step]:
     prompts = [prompt for _, prompt in FilePromptSource(arguments.data, template.encode).take(count)]
     [group] = server_groups(arguments)
     spec = msgspec.structs.replace(server_spec(arguments, group, directory / "logs", "cpu"), dummy_weights=False)
-    server = EngineServer(spec, engine_index=0, incarnation=0)
+    server = ServerProcess(SGLANG, spec, engine_index=0, incarnation=0)
     try:
         rest = (await server.start(), arguments, prompts, directory)
         results = await asyncio.to_thread(run_ranks, 1, plain_loop, *rest, timeout=RUN_SECONDS)

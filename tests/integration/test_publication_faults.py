@@ -23,8 +23,9 @@ from aiohttp import web
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineState
+from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import EngineServer
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, PublicationError
@@ -155,7 +156,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         log_dir=str(logs),
         weight_group_seconds=limits.group_timeout,
     )
-    engines = {engine: FaultyEngine(partial(EngineServer, spec), index) for index, engine in enumerate(BOTH)}
+    engines = {engine: FaultyEngine(partial(ServerProcess, SGLANG, spec), index) for index, engine in enumerate(BOTH)}
     stack = EngineStack(
         [EngineGroup(engines=2, launch=lambda index, _: engines[BOTH[index]])],
         EnginesArguments(request_timeout=60.0, engine_start_timeout=200.0, engine_max_restarts=1000),

@@ -19,8 +19,9 @@ from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import EngineServer
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.traffic import Traffic
 from miles_async.staleness.versions import parse_spans
 from tests.fakes.chat_formats import TOOLS, chat_format
@@ -59,7 +60,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     spec = ServerSpec(
         model_path=str(model), device="cpu", dtype="float32", start_timeout=200, log_dir=str(folder), grammars=True
     )
-    server, http = EngineServer(spec, 0, 0), Http()
+    server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
     url = await server.start()
     body = {"new_version": "1", "abort_all_requests": False}
     async with http.session.post(f"{url}/update_weight_version", json=body) as response:

@@ -24,8 +24,9 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.server import EngineServer
+from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
@@ -127,7 +128,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(
-        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=partial(EngineServer, spec))]
+        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=partial(ServerProcess, SGLANG, spec))]
     )
     fleet = RecordingFleet(registry, supervisor, SGLangServer(http), Traffic())
     await router.start()

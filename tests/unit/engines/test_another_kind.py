@@ -16,7 +16,7 @@ import pytest
 
 from miles_async.engines.client import ROUTED_WORKER, RouterClient
 from miles_async.engines.fleet import Fleet
-from miles_async.engines.kind import EngineKind, InferenceServer, ServerSpec
+from miles_async.engines.kind import InferenceServer, ServerSpec
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
@@ -177,14 +177,10 @@ def test_an_implementation_has_the_methods_of_the_protocol(implementation: type)
 
 async def test_weights_reach_another_kind_of_server_and_it_generates_with_them() -> None:  # covers: C8
     network, registry, traffic = Network(), EngineRegistry(), Traffic()
-    kind = EngineKind(
-        process=partial(EchoProcess, network), calls=lambda http: EchoServer(network), imports=lambda *_: None
-    )
-    http = SimulatedHttp(network)
-    server = kind.calls(http)
+    http, server = SimulatedHttp(network), EchoServer(network)
     router = cast(Router, SimulatedRouter(registry, network, "consistent_hashing", random.Random(0)))
     spec = ServerSpec(group="echo", model_path="none", device="cpu", dtype="float32")
-    group = EngineGroup(name="echo", engines=2, launch=partial(kind.process, spec))
+    group = EngineGroup(name="echo", engines=2, launch=partial(EchoProcess, network, spec))
     supervisor = EngineSupervisor(registry, router, server, [group])
     fleet = Fleet(registry, supervisor, server, traffic)
     client = RouterClient(

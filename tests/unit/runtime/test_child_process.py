@@ -6,26 +6,19 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from miles_async.arguments import Arguments
-from miles_async.arguments.server_groups import ServerGroup
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.router import router_command
-from miles_async.engines.sglang.server import EngineServer, server_command
-from miles_async.errors import ConfigurationError, EngineStartError
+from miles_async.errors import ConfigurationError
 from miles_async.runtime import addresses
 from miles_async.runtime.addresses import LOOPBACK, HeldPort, node_host
 from miles_async.runtime.child_process import ChildProcess
-from miles_async.wiring.engines import server_spec
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
 
@@ -159,99 +152,3 @@ async def _until_gone(pid: int) -> None:
     async with asyncio.timeout(5):
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-async def test_a_server_that_ends_early_is_reported_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "miles_async.engines.sglang.server.server_command", lambda *_: ["-c", "raise SystemExit('no such model')"]
-    )
-    spec = ServerSpec(model_path="m", device="cpu", dtype="float32", log_dir=str(tmp_path))
-    with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*no such model"):
-        await EngineServer(spec, 0, 0).start()
-
-
-async def test_a_server_that_never_answers_is_ended_at_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "miles_async.engines.sglang.server.server_command",
-        lambda *_: ["-c", "import time; print('loading', flush=True); time.sleep(60)"],
-    )
-    spec = ServerSpec(model_path="m", device="cpu", dtype="float32", log_dir=str(tmp_path), start_timeout=1.0)
-    server = EngineServer(spec, 0, 0)
-    with pytest.raises(EngineStartError, match=r"--engine-start-timeout(.|\n)*loading"):
-        await server.start()
-    assert not await server.alive()
-
-
-def test_engines_know_grammars_where_agents_may_ask_for_them() -> None:
-    with_grammars = ServerSpec(model_path="m", device="cpu", dtype="float32", grammars=True)
-    assert "--grammar-backend=xgrammar" in server_command(with_grammars, LOOPBACK, 1, 2, 0)
-    assert "--grammar-backend=none" in server_command(SPEC, LOOPBACK, 1, 2, 0)
-
-
-def test_cpu_servers_get_what_runs_without_a_gpu_and_cuda_servers_do_not() -> None:
-    cpu = server_command(SPEC, LOOPBACK, 1, 2, 0)
-    assert "--attention-backend=torch_native" in cpu
-    cuda = server_command(
-        ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=4), "node7", 1, 2, 0
-    )
-    assert not any("attention-backend" in argument for argument in cuda)
-    assert {"--tp-size=4", "--dtype=bfloat16", "--host=0.0.0.0"} <= set(cuda)
-
-
-def test_engines_that_get_publications_start_with_random_weights_and_a_draft_model_with_its_own() -> None:
-    # covers: C8
-    dummy = ServerSpec(model_path="m", device="cpu", dtype="float32", dummy_weights=True)
-    expected = {"--load-format=dummy", "--speculative-draft-load-format=auto"}
-    assert expected <= set(server_command(dummy, LOOPBACK, 1, 2, 0))
-    assert not expected & set(server_command(SPEC, LOOPBACK, 1, 2, 0))
-
-
-@pytest.mark.parametrize(("role", "published"), [("train", True), ("evaluation", True), ("frozen", False)])
-def test_only_frozen_engines_start_with_the_weights_of_their_checkpoint(
-    role: Any, published: bool, tmp_path: Path
-) -> None:
-    # covers: C8
-    spec = server_spec(Arguments(), ServerGroup(name="group", role=role), tmp_path, "cpu")
-    assert (spec.dummy_weights, spec.held_weights) == (published, published)
-
-
-async def test_a_server_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it makes in the temporary directory, SGLang's sockets for instance, goes with it."""
-    program = "import tempfile; [tempfile.NamedTemporaryFile(delete=False) for _ in range(5)]; raise SystemExit('done')"
-    monkeypatch.setattr("miles_async.engines.sglang.server.server_command", lambda *_: ["-c", program])
-    monkeypatch.setattr("miles_async.engines.sglang.server.temporary_parent", lambda: tmp_path / "tmp")
-    spec = ServerSpec(model_path="m", device="cpu", dtype="float32", log_dir=str(tmp_path))
-    with pytest.raises(EngineStartError, match="done"):
-        await EngineServer(spec, 0, 0).start()
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_the_users_own_arguments_come_last() -> None:
-    spec = ServerSpec(model_path="m", device="cpu", dtype="float32", extra=("--max-running-requests=7",))
-    assert server_command(spec, LOOPBACK, 1, 2, 0)[-1] == "--max-running-requests=7"
-    assert router_command(LOOPBACK, 1, 2, "random", ("--log-level=info",))[-1] == "--log-level=info"
-
-
-def test_absent_packages_can_be_mentioned_and_not_used() -> None:
-    code = textwrap.dedent("""
-        from miles_async.engines.sglang.absent_modules import allow_mentioning, is_absent
-        assert is_absent("no_such_package") and not is_absent("json")
-        allow_mentioning("no_such_package", {"__version__": "1", "deep.value": 7})
-        import no_such_package as p, no_such_package.language as language
-        from no_such_package.deep import value
-        assert p.__version__ == "1" and value == 7
-        @p.jit
-        def kernel(x: language.constexpr): ...
-        class Derived(p.Base): ...
-        try:
-            p.run(1)
-        except NotImplementedError as error:
-            assert "no_such_package.run" in str(error)
-        else:
-            raise AssertionError
-    """)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)

@@ -1,0 +1,65 @@
+"""Commands of SGLang servers and the launcher's stand-ins for absent packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from miles_async.engines.kind import ServerSpec
+from miles_async.engines.router import router_command
+from miles_async.engines.sglang.server import server_command
+from miles_async.runtime.addresses import LOOPBACK
+
+SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
+
+
+def test_engines_know_grammars_where_agents_may_ask_for_them() -> None:
+    with_grammars = ServerSpec(model_path="m", device="cpu", dtype="float32", grammars=True)
+    assert "--grammar-backend=xgrammar" in server_command(with_grammars, LOOPBACK, 1, 2, 0)
+    assert "--grammar-backend=none" in server_command(SPEC, LOOPBACK, 1, 2, 0)
+
+
+def test_cpu_servers_get_what_runs_without_a_gpu_and_cuda_servers_do_not() -> None:
+    cpu = server_command(SPEC, LOOPBACK, 1, 2, 0)
+    assert "--attention-backend=torch_native" in cpu
+    cuda = server_command(
+        ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=4), "node7", 1, 2, 0
+    )
+    assert not any("attention-backend" in argument for argument in cuda)
+    assert {"--tp-size=4", "--dtype=bfloat16", "--host=0.0.0.0"} <= set(cuda)
+
+
+def test_engines_that_get_publications_start_with_random_weights_and_a_draft_model_with_its_own() -> None:
+    # covers: C8
+    dummy = ServerSpec(model_path="m", device="cpu", dtype="float32", dummy_weights=True)
+    expected = {"--load-format=dummy", "--speculative-draft-load-format=auto"}
+    assert expected <= set(server_command(dummy, LOOPBACK, 1, 2, 0))
+    assert not expected & set(server_command(SPEC, LOOPBACK, 1, 2, 0))
+
+
+def test_the_users_own_arguments_come_last() -> None:
+    spec = ServerSpec(model_path="m", device="cpu", dtype="float32", extra=("--max-running-requests=7",))
+    assert server_command(spec, LOOPBACK, 1, 2, 0)[-1] == "--max-running-requests=7"
+    assert router_command(LOOPBACK, 1, 2, "random", ("--log-level=info",))[-1] == "--log-level=info"
+
+
+def test_absent_packages_can_be_mentioned_and_not_used() -> None:
+    code = textwrap.dedent("""
+        from miles_async.engines.sglang.absent_modules import allow_mentioning, is_absent
+        assert is_absent("no_such_package") and not is_absent("json")
+        allow_mentioning("no_such_package", {"__version__": "1", "deep.value": 7})
+        import no_such_package as p, no_such_package.language as language
+        from no_such_package.deep import value
+        assert p.__version__ == "1" and value == 7
+        @p.jit
+        def kernel(x: language.constexpr): ...
+        class Derived(p.Base): ...
+        try:
+            p.run(1)
+        except NotImplementedError as error:
+            assert "no_such_package.run" in str(error)
+        else:
+            raise AssertionError
+    """)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)

@@ -1,0 +1,116 @@
+"""Supervision of a server's process, whatever kind of server it is."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import psutil
+import pytest
+
+from miles_async.engines.kind import EngineKind, ServerSpec
+from miles_async.engines.server_process import ServerProcess, server_imports
+from miles_async.engines.sglang.api import SGLangServer
+from miles_async.errors import EngineStartError
+from miles_async.runtime.fork_server_process import running as process_running
+
+
+def command(spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:
+    return ["-m", "http.server", str(port), f"--bind={host}", f"--directory={spec.model_path}"]
+
+
+async def is_up(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/made") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+FILES = EngineKind(
+    name="file server",
+    command=command,
+    environment=lambda spec: {"SEEN_BY_IMPORTS": spec.group, "MILES_ASYNC_SEEN_LATER": "1"},
+    is_up=is_up,
+    calls=SGLangServer,
+)
+"""A kind of server with nothing of SGLang."""
+
+
+def running(program: str) -> EngineKind:
+    return replace(FILES, command=lambda *_: ["-c", program])  # type: ignore[misc]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ServerSpec:
+    return ServerSpec(model_path=str(tmp_path), device="cpu", dtype="float32", log_dir=str(tmp_path), start_timeout=20)
+
+
+async def test_any_server_is_started_watched_and_ended(spec: ServerSpec) -> None:
+    (Path(spec.model_path) / "made").touch()
+    server = ServerProcess(FILES, spec, 1, 0)
+    url = await server.start()
+    async with aiohttp.ClientSession() as session:
+        assert await is_up(session, url)
+    process = psutil.Process(await server.pid())
+    environment = process.environ()
+    temporary = Path(environment["TMPDIR"])
+    assert environment["SEEN_BY_IMPORTS"] == "engine"
+    assert await server.on_host(Path.is_dir, 1)
+
+    process.kill()
+    report = await server.wait_exit()
+    assert re.search(r"engine-1 \(file server, model .* ended with status -9(.|\n)*GET /made", report)
+    await server.stop()
+    assert not await asyncio.to_thread(temporary.exists)
+
+
+async def test_a_server_that_ends_early_is_reported_with_its_last_words(spec: ServerSpec) -> None:
+    with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*no such model"):
+        await ServerProcess(running("raise SystemExit('no such model')"), spec, 0, 0).start()
+
+
+async def test_a_server_that_never_answers_is_ended_at_its_deadline(spec: ServerSpec) -> None:
+    program = "import time; print('loading', flush=True); time.sleep(60)"
+    server = ServerProcess(running(program), msgspec.structs.replace(spec, start_timeout=1.0), 0, 0)
+    with pytest.raises(EngineStartError, match=r"--engine-start-timeout(.|\n)*loading"):
+        await server.start()
+    assert not await server.alive()
+
+
+async def test_a_server_leaves_no_files_behind(
+    spec: ServerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it makes in the temporary directory, SGLang's sockets for instance, goes with it."""
+    program = "import tempfile; [tempfile.NamedTemporaryFile(delete=False) for _ in range(5)]; raise SystemExit('done')"
+    monkeypatch.setattr("miles_async.engines.server_process.temporary_parent", lambda: tmp_path / "tmp")
+    with pytest.raises(EngineStartError, match="done"):
+        await ServerProcess(running(program), spec, 0, 0).start()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+async def test_servers_are_forked_from_a_process_with_the_imports_and_the_variables_of_their_kind(
+    spec: ServerSpec, tmp_path: Path
+) -> None:
+    (Path(spec.model_path) / "made").touch()
+    kind = replace(FILES, imports=("http.server",))
+    imports = server_imports(kind, spec, tmp_path / "socket", {})
+    assert imports is not None
+    async with process_running(imports):
+        assert "MILES_ASYNC_SEEN_LATER" not in psutil.Process(imports.pid).environ()
+        server = ServerProcess(kind, msgspec.structs.replace(spec, fork_server=imports.path), 0, 0)
+        await server.start()
+        process = psutil.Process(await server.pid())
+        assert process.ppid() == imports.pid
+        await server.stop()
+
+
+def test_a_kind_without_imports_and_servers_on_cuda_are_not_forked(spec: ServerSpec, tmp_path: Path) -> None:
+    assert server_imports(FILES, spec, tmp_path / "socket", {}) is None
+    with_imports = replace(FILES, imports=("http.server",))
+    on_cuda = msgspec.structs.replace(spec, device="cuda")
+    assert server_imports(with_imports, on_cuda, tmp_path / "socket", {}) is None
