@@ -19,10 +19,12 @@ COMPARING_REWARDS = ("exact_match", "math", "f1", "multiple_choice")
 REWARD_NAMES = (*COMPARING_REWARDS, "code", "format", "reasoning_gym", "remote_rm", "judge")
 """Names for ``--rm-type`` and the rows' ``rm_type``."""
 
-FILTER_NAMES = ("zero_variance", "aborted", "max_length", "truncated")
+FILTERS = ("zero_variance", "aborted")
+NUMBERED_FILTERS = ("max_length", "truncated")
+"""Filters that have a number behind a colon."""
 
 Named = tuple[str, float | None]
-"""A name of a hub, and the number behind its colon."""
+"""A name and the number behind its colon."""
 
 SandboxMode = Literal["auto", "strict", "off"]
 
@@ -111,11 +113,11 @@ def parse_group_filters(words: Sequence[str]) -> tuple[Named, ...]:
     >>> parse_group_filters(["zero_variance", "max_length:512"])
     (('zero_variance', None), ('max_length', 512.0))
     """
-    filters = tuple(_named(word, "--group-filter", FILTER_NAMES) for word in words)
+    filters = tuple(_named(word, "--group-filter", (*FILTERS, *NUMBERED_FILTERS)) for word in words)
     for name, number in filters:
-        if number is None and name in ("max_length", "truncated"):
+        if number is None and name in NUMBERED_FILTERS:
             raise ConfigurationError(f"--group-filter {name}: expected a number after it, such as {name}:0.5")
-        if number is not None and name in ("zero_variance", "aborted"):
+        if number is not None and name in FILTERS:
             raise ConfigurationError(f"--group-filter {name}:{number:g}: {name} takes no number")
     return filters
 

@@ -164,12 +164,12 @@ def check_hooks(arguments: Arguments) -> None:
     """
     from miles_async.algorithms import registry
     from miles_async.api import Generate
-    from miles_async.rollout.filter_hub import resolve_group_filter
+    from miles_async.rollout.group_filters.registry import group_filter
     from miles_async.runtime.hooks import load_object
     from miles_async.wiring import generation as episode
 
     episode.check_hooks(arguments)
-    resolve_group_filter(arguments.rewards)
+    group_filter(arguments.rewards)
     registry.check_own(arguments.algorithm)
     if arguments.rollout.custom_generate_function_path:
         load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")

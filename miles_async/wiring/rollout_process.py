@@ -26,8 +26,8 @@ from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.rollout.actor import RolloutParts
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
-from miles_async.rollout.filter_hub import resolve_group_filter
 from miles_async.rollout.generate import sampling_parameters
+from miles_async.rollout.group_filters.registry import group_filter
 from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.addresses import node_host
 from miles_async.runtime.proxies import without_proxies_for
@@ -130,7 +130,7 @@ def _dispatcher(
         hooks=Hooks(
             generate=episodes.generate(sampling_parameters(rollout), trained=True),
             reward=reward,
-            group_filter=resolve_group_filter(arguments.rewards),
+            group_filter=group_filter(arguments.rewards),
             service=episodes.circuit,
         ),
         arguments=rollout,

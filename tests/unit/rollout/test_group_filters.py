@@ -1,4 +1,4 @@
-"""Which groups are replaced instead of trained. That they are replaced is tests/unit/rollout/test_dispatcher.py's.
+"""Which groups are filtered. That they are replaced is tested in tests/unit/rollout/test_dispatcher.py.
 
 # covers: C3, M10, R10
 """
@@ -14,9 +14,9 @@ import pytest
 
 from miles_async.api import GroupFilter
 from miles_async.arguments import RewardArguments
-from miles_async.arguments.rewards import FILTER_NAMES
+from miles_async.arguments.rewards import FILTERS, NUMBERED_FILTERS
 from miles_async.errors import ConfigurationError
-from miles_async.rollout.filter_hub import _FILTERS, resolve_group_filter
+from miles_async.rollout.group_filters import registry
 from miles_async.staleness.versions import group_of
 from miles_async.types import Group
 from tests.property.builders import make_attempt, make_sample
@@ -32,13 +32,14 @@ def group(*rewards: float, tokens: int = 3, finish_reasons: Any = ()) -> Group:
 
 
 def reason(words: str, of_group: Group) -> str | None:
-    group_filter = resolve_group_filter(RewardArguments(group_filter=tuple(words.split())))
+    group_filter = registry.group_filter(RewardArguments(group_filter=tuple(words.split())))
     assert isinstance(group_filter, GroupFilter)
     return group_filter(of_group)
 
 
 def test_names_are_those_that_the_flag_may_say():
-    assert set(_FILTERS) == set(FILTER_NAMES)
+    assert set(registry.GROUP_FILTERS) == set(FILTERS)
+    assert set(registry.NUMBERED_GROUP_FILTERS) == set(NUMBERED_FILTERS)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_reasons(words: str, of_group: Group, expected: str | None):
 
 
 def test_without_filters_there_is_none():
-    assert resolve_group_filter(RewardArguments()) is None
+    assert registry.group_filter(RewardArguments()) is None
 
 
 @pytest.fixture
@@ -79,8 +80,8 @@ def own_filters() -> Iterator[types.ModuleType]:
     del sys.modules["own_filters"]
 
 
-def test_the_users_own_filter_is_asked_about_what_the_hub_lets_pass(own_filters: types.ModuleType):
-    group_filter = resolve_group_filter(
+def test_the_users_own_filter_is_asked_after_the_others(own_filters: types.ModuleType):
+    group_filter = registry.group_filter(
         RewardArguments(group_filter=("zero_variance",), group_filter_path="own_filters:odd")
     )
     assert group_filter is not None
@@ -99,6 +100,6 @@ def test_the_users_own_filter_is_asked_about_what_the_hub_lets_pass(own_filters:
         ("aborted:1", "aborted takes no number"),
     ],
 )
-def test_what_is_no_filter_is_refused(word: str, message: str):
+def test_unusable_filters_are_refused(word: str, message: str):
     with pytest.raises(ConfigurationError, match=message):
-        resolve_group_filter(RewardArguments(group_filter=(word,)))
+        registry.group_filter(RewardArguments(group_filter=(word,)))
