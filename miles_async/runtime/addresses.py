@@ -20,6 +20,7 @@ _LOWEST_PORT = 15000
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL_START = 32768
 _TRIES = 200
+_random = random.SystemRandom()  # not seeded: two runs with one seed on one machine must not choose the same ports
 
 
 def node_host(*, single_node: bool) -> str:
@@ -88,7 +89,7 @@ def _bind(host: str, number: int | None) -> socket.socket:
     candidates = range(_LOWEST_PORT, lowest_ephemeral) if lowest_ephemeral > _LOWEST_PORT + 1000 else range(0, 1)
     for _ in range(_TRIES):
         with suppress(OSError):
-            return _bound(address, random.choice(candidates))
+            return _bound(address, _random.choice(candidates))
     raise ConfigurationError(f"no free port among {_TRIES} tried in [{candidates.start}, {candidates.stop})")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import sys
@@ -42,6 +43,16 @@ def test_a_server_can_listen_on_a_port_that_we_still_hold() -> None:
 def test_held_ports_are_outside_the_ephemeral_range() -> None:
     with HeldPort(LOOPBACK) as port:
         assert port.number < addresses._ephemeral_start()
+
+
+def test_processes_with_the_same_seed_hold_different_ports() -> None:
+    """Megatron seeds Python's generator; a port that two processes hold would be either's to listen on."""
+    held = []
+    for _ in range(2):
+        random.seed(1234)
+        with HeldPort(LOOPBACK) as port, HeldPort(LOOPBACK) as another:
+            held.append((port.number, another.number))
+    assert held[0] != held[1]
 
 
 def test_a_wanted_port_that_is_taken_is_a_clear_error() -> None:
