@@ -22,10 +22,10 @@ quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack
 
 test: lint typecheck ## every check, and the tests on CPU (PYTEST_ARGS="tests/unit -k word": only those)
 	$(BIN)/pytest $(or $(PYTEST_ARGS),-n auto tests/unit tests/property tests/simulation)
-	$(if $(PYTEST_ARGS),,$(BIN)/pytest --durations=15 -m "not long" tests/integration)
+	$(if $(PYTEST_ARGS),,$(BIN)/pytest --durations=15 -m "not long" tests/integration tests/cluster)
 
 test-long: setup ## variants, campaigns and examples to their end, which `test` leaves out: for the night
-	$(BIN)/pytest --durations=30 -m "long or e2e" tests/integration tests/e2e
+	$(BIN)/pytest --durations=30 -m "long or e2e" tests/integration tests/cluster tests/e2e
 
 lint: setup ## style (ruff) and layers (import-linter)
 	$(BIN)/ruff check .

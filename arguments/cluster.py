@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from miles_async.arguments.flag import flag
+from miles_async.errors import ConfigurationError
 
 Device = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto"] | Device
@@ -25,6 +27,24 @@ class ClusterArguments:
         "join this Ray cluster (host:port, or auto) instead of starting one on this machine (local); default: "
         "RAY_ADDRESS of the environment, else local",
     )
+    actor_node_labels: tuple[str, ...] = flag(
+        (), "train only on nodes with these labels (`ray start --labels`)", metavar="NAME=VALUE"
+    )
+    rollout_node_labels: tuple[str, ...] = flag((), "generate only on nodes with these labels", metavar="NAME=VALUE")
+    host: str | None = flag(
+        None,
+        "address of this machine at which router and session server listen, for agents that reach it by another one; "
+        "default: the one that Ray knows it by, 127.0.0.1 without a cluster",
+    )
+    port_range: str | None = flag(
+        None, "ports for servers and rendezvous of this run, on every node; default: any free ones", metavar="LOW-HIGH"
+    )
+    network_interface: str | None = flag(
+        None,
+        "interface that gloo and NCCL bind on every node; default: the one that has the address by which Ray knows "
+        "the node",
+        metavar="NAME",
+    )
     forward_env: tuple[str, ...] = flag(
         ("PYTHONPATH", "CUDA_HOME", "NCCL_*", "GLOO_*", "HF_HOME", "WANDB_*"),
         "environment variables that reach every Ray worker; * matches any ending",
@@ -35,5 +55,37 @@ class ClusterArguments:
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 
     @property
+    def ports(self) -> range | None:
+        """``port_range`` as numbers. Raises ConfigurationError."""
+        return None if self.port_range is None else parse_port_range(self.port_range)
+
+    @property
+    def actor_labels(self) -> dict[str, str]:
+        """``actor_node_labels`` as a mapping. Raises ConfigurationError."""
+        return parse_labels(self.actor_node_labels, "--actor-node-labels")
+
+    @property
+    def rollout_labels(self) -> dict[str, str]:
+        """``rollout_node_labels`` as a mapping. Raises ConfigurationError."""
+        return parse_labels(self.rollout_node_labels, "--rollout-node-labels")
+
+    @property
     def num_engines(self) -> int:
         return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+
+def parse_port_range(text: str) -> range:
+    """``LOW-HIGH``, both included. Raises ConfigurationError."""
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    low, high = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= low <= high <= 65535:
+        raise ConfigurationError(f"--port-range {text}: expected LOW-HIGH, two ports, as in 20000-20999")
+    return range(low, high + 1)
+
+
+def parse_labels(words: tuple[str, ...], flag: str) -> dict[str, str]:
+    """``NAME=VALUE`` words. Raises ConfigurationError, naming ``flag``."""
+    pairs = [word.partition("=") for word in words]
+    if wrong := [word for word, (name, _, value) in zip(words, pairs, strict=True) if not (name and value)]:
+        raise ConfigurationError(f"{flag} {' '.join(wrong)}: expected NAME=VALUE, as in pool=train")
+    return {name: value for name, _, value in pairs}

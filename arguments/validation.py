@@ -67,6 +67,20 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
         )
 
 
+def check_network(arguments: Arguments) -> Iterator[str]:
+    """Ports and labels are written as expected; labels are those of a cluster's nodes."""
+    cluster = arguments.cluster
+    for read in (lambda: cluster.ports, lambda: cluster.actor_labels, lambda: cluster.rollout_labels):
+        try:
+            read()
+        except ConfigurationError as error:
+            yield str(error)
+    labels = {"--actor-node-labels": cluster.actor_node_labels, "--rollout-node-labels": cluster.rollout_node_labels}
+    for flag, given in labels.items():
+        if given and cluster.ray_address is None:
+            yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
+
+
 def check_batches(arguments: Arguments) -> Iterator[str]:
     """Rollout batches divide into optimizer steps, these over ranks, and samples fit micro-batches."""
     rollout, optimizer = arguments.rollout, arguments.optimizer
@@ -354,6 +368,7 @@ CHECKS: tuple[Check, ...] = (
     check_weights,
     check_outputs,
     check_router_port,
+    check_network,
 )
 
 DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches, check_server_groups)

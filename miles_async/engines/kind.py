@@ -16,6 +16,7 @@ import msgspec
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import Http
+from miles_async.runtime.addresses import LOCAL, Network
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -40,7 +41,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1  # GPUs, or on CPU processes, per engine
     random_seed: int = 0  # engine i samples with random_seed + i
     start_timeout: float = 600.0  # seconds
-    single_node: bool = True  # then addresses are 127.0.0.1
+    network: Network = LOCAL
     log_dir: str = "logs"
     longest_sample: int = 2048  # tokens of prompt and response
     concurrency: int = 64  # requests that it is given at once

@@ -17,8 +17,9 @@ import structlog
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.runtime.addresses import LOOPBACK, HeldPort
+from miles_async.runtime.addresses import LOOPBACK
 from miles_async.runtime.child_process import ChildProcess
+from miles_async.runtime.ports import HeldPort
 
 log = structlog.get_logger(__name__)
 
@@ -52,11 +53,12 @@ class Router:
         policy: str = "consistent_hashing",
         host: str = LOOPBACK,
         port: int | None = None,
+        ports: range | None = None,
         start_timeout: float = 60.0,
         max_restarts: int = 10,
         extra: Sequence[str] = (),
     ) -> None:
-        """``port``: None for a free one. ``extra``: arguments of smg, which override ours."""
+        """``port``: None for a free one, of ``ports`` if given. ``extra``: arguments of smg, which override ours."""
         self._registry = registry
         self._http = http
         self._log_dir = log_dir
@@ -64,6 +66,7 @@ class Router:
         self._policy = policy
         self._host = host
         self._port = port
+        self._ports = ports
         self._start_timeout = start_timeout
         self._max_restarts = max_restarts
         self._extra = tuple(extra)
@@ -77,7 +80,7 @@ class Router:
         log_path = self._log_dir / f"{self._name}.{self._starts}.log"
         self._starts += 1
         # The ports stay held until smg listens: Linux lets it, since it binds with SO_REUSEADDR like us.
-        with HeldPort(self._host, self._port) as port, HeldPort(LOOPBACK) as metrics_port:
+        with HeldPort(self._host, self._port, ports=self._ports) as port, HeldPort(LOOPBACK) as metrics_port:
             self._port = port.number
             self.url = f"http://{self._host}:{port.number}"
             self.metrics_url = f"http://{LOOPBACK}:{metrics_port.number}/metrics"

@@ -16,10 +16,10 @@ import aiohttp
 
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.runtime.addresses import HeldPort, node_host
 from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
 from miles_async.runtime.owned_directory import OwnedDirectory, temporary_parent
+from miles_async.runtime.ports import HeldPort
 from miles_async.runtime.scratch import scratch_directory
 from miles_async.runtime.tasks import quietly
 
@@ -47,13 +47,15 @@ class ServerProcess:
 
         Raises EngineStartError with its last log lines when the process ends or the deadline passes.
         """
-        host = node_host(single_node=self._spec.single_node)
+        network = self._spec.network
+        host = network.address()
         # The ports stay held until the server listens, seconds later: Linux lets it, since it binds with
         # SO_REUSEADDR like us.
-        with HeldPort(host) as port, HeldPort(host) as rendezvous:
+        with HeldPort(host, ports=network.ports) as port, HeldPort(host, ports=network.ports) as rendezvous:
             command = self._kind.command(self._spec, host, port.number, rendezvous.number, self._seed)
             self._temporary = await asyncio.to_thread(OwnedDirectory, temporary_parent(), mode=0o700)
-            environment = self._kind.environment(self._spec) | {"TMPDIR": str(self._temporary.path)}
+            environment = {**self._kind.environment(self._spec), **network.variables()}
+            environment["TMPDIR"] = str(self._temporary.path)
             self._process = ChildProcess(self._name, command, log_path=self._log_path, environment=environment)
             url = f"http://{host}:{port.number}"
             await self._until_up_or_stopped(url)

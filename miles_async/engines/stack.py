@@ -1,7 +1,7 @@
 """Router, engines and client put together for the rollout manager.
 
 >>> group = EngineGroup(engines=2, launch=RayServers(SGLANG, spec))
->>> options = {"log_dir": logs, "single_node": True, "parse_versions": parse_spans, "calls": SGLANG.calls}
+>>> options = {"log_dir": logs, "network": Network(), "parse_versions": parse_spans, "calls": SGLANG.calls}
 >>> stack = EngineStack([group], engines_arguments, weights_arguments, **options)
 >>> await stack.start()  # engines are joining: publish weights to them, through stack.fleet
 >>> await stack.client.generate(request)  # beside a running stack.supervise()
@@ -24,7 +24,7 @@ from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import RouterMetrics
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.runtime.addresses import node_host
+from miles_async.runtime.addresses import Network
 from miles_async.runtime.tasks import afterwards, gathered, quietly
 from miles_async.types import EngineStats
 
@@ -39,7 +39,7 @@ class EngineStack:
         weights: WeightsArguments,
         *,
         log_dir: Path,
-        single_node: bool,
+        network: Network,
         parse_versions: ParseVersions,
         calls: Callable[[Http], InferenceServer],
         name: str = "router",
@@ -61,8 +61,9 @@ class EngineStack:
             name=name,
             log_dir=log_dir,
             policy=arguments.sglang_router_policy,
-            host=node_host(single_node=single_node),
+            host=network.entrance(),
             port=port,
+            ports=network.ports,
             extra=arguments.router_extra,
         )
         self.supervisor = EngineSupervisor(

@@ -1,112 +1,94 @@
-"""Addresses for other processes: this node's host, and ports that stay bound until they are used.
+"""How the processes of a run reach each other: one address per node, which is Ray's own.
 
-An address handed to another machine must mean something there (A6): the fully qualified name where it
-resolves to something routable, else the IP of the interface that routes outwards. 127.0.0.1 only where Ray
-has one node.
+Everything uses it: HTTP servers, the rendezvous of process groups, and the interface that gloo and NCCL bind. Servers
+listen at this address only, so what is given to others (A6) and what is open are the same. A run on one machine uses
+127.0.0.1, which no other machine can reach.
 """
 
 from __future__ import annotations
 
-import random
+import os
 import socket
-from contextlib import suppress
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import psutil
+
+from miles_async.arguments.cluster import ClusterArguments
 from miles_async.errors import ConfigurationError
 
 LOOPBACK = "127.0.0.1"
-_LOWEST_PORT = 15000
-_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_DEFAULT_EPHEMERAL_START = 32768
-_TRIES = 200
-_random = random.SystemRandom()  # not seeded: two runs with one seed on one machine must not choose the same ports
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-def node_host(*, single_node: bool) -> str:
-    """Return the name or IP under which other processes of the run reach this node."""
-    if single_node:
-        return LOOPBACK
-    name = socket.getfqdn()
-    with suppress(OSError):
-        if not socket.gethostbyname(name).startswith("127."):
-            return name
-    return _outward_ip()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """The network of a run, as its flags describe it. Each process asks it for the facts of its own node."""
+
+    single_node: bool = True  # then every address is 127.0.0.1
+    host: str | None = None  # --host
+    interface: str | None = None  # --network-interface
+    ports: range | None = None  # --port-range
+
+    @classmethod
+    def of_run(cls, cluster: ClusterArguments) -> Network:
+        return cls(
+            single_node=cluster.ray_address is None,
+            host=cluster.host,
+            interface=cluster.network_interface,
+            ports=cluster.ports,
+        )
+
+    def address(self) -> str:
+        """Return the address at which servers on this node listen and are reached; in a cluster, in a process of Ray's.
+
+        Raises ConfigurationError if this node does not have the address that Ray knows it by.
+        """
+        if self.single_node:
+            return LOOPBACK
+        import ray  # here, since tools and tests use engines without Ray
+
+        address: str = ray.util.get_node_ip_address()
+        _interface_of(address)
+        return address
+
+    def entrance(self) -> str:
+        """Return the address of the router and the session server, which clients outside of the run may use, too."""
+        return self.host or self.address()
+
+    def variables(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Variables to add to ``environment``, so that gloo and NCCL bind the interface of this node's address.
+
+        By themselves they take what the host name resolves to (127.0.1.1 on Debian), and any interface. What
+        ``environment`` says wins, unless --network-interface was given.
+        """
+        if self.interface is not None:
+            _check_interface(self.interface)
+            return dict.fromkeys((_GLOO, _NCCL), self.interface)
+        # On one machine NCCL's data goes through memory and NVLink.
+        names = (_GLOO,) if self.single_node else (_GLOO, _NCCL)
+        return {name: _interface_of(self.address()) for name in names if name not in environment}
 
 
-def _outward_ip() -> str:
-    """Return the IP of the interface with the default route; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737)
-        except OSError as error:
-            raise ConfigurationError(
-                "expected an IP that other machines can reach, found no route outwards and no resolvable "
-                "host name on this node; run on one node or fix its name resolution"
-            ) from error
-        return str(probe.getsockname()[0])
+LOCAL = Network()
+"""The network of a run on one machine."""
 
 
-class HeldPort:
-    """A free TCP port, bound by us until :meth:`release`, so that nobody else gets it meanwhile.
-
-    Bound with SO_REUSEADDR and never listened on: on Linux a server that sets SO_REUSEADDR too (they all
-    do) can listen on it while we hold it, so hold it until the server is up. Chosen below the kernel's
-    ephemeral range, from which outgoing connections of other processes take theirs.
-
-    >>> with HeldPort("127.0.0.1") as port:
-    ...     start_server(port.number)
-    ...     wait_until_it_listens()
-    """
-
-    def __init__(self, host: str, number: int | None = None) -> None:
-        """``number``: this very port instead of a free one. Raises ConfigurationError if it is taken."""
-        self._socket = _bind(host, number)
-        self.number = int(self._socket.getsockname()[1])
-
-    def release(self) -> int:
-        """Release the port and return its number."""
-        self._socket.close()
-        return self.number
-
-    def __enter__(self) -> HeldPort:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
+def _interface_of(address: str) -> str:
+    """Return the name of this node's interface that has ``address``."""
+    number = socket.gethostbyname(address)  # `ray start --node-ip-address` takes names, too
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(number == each.address for each in addresses):
+            return interface
+    raise ConfigurationError(
+        f"Ray knows this node as {address}, and none of its interfaces ({', '.join(psutil.net_if_addrs())}) has that "
+        "address: start Ray on it with --node-ip-address=<address of the interface that other nodes reach>"
+    )
 
 
-def _bind(host: str, number: int | None) -> socket.socket:
-    address = host if host == LOOPBACK else ""
-    if number is not None:
-        try:
-            return _bound(address, number)
-        except OSError as error:
-            raise ConfigurationError(f"port {number} is not free: {error}; choose another, or none") from error
-    lowest_ephemeral = _ephemeral_start()
-    candidates = range(_LOWEST_PORT, lowest_ephemeral) if lowest_ephemeral > _LOWEST_PORT + 1000 else range(0, 1)
-    for _ in range(_TRIES):
-        with suppress(OSError):
-            return _bound(address, _random.choice(candidates))
-    raise ConfigurationError(f"no free port among {_TRIES} tried in [{candidates.start}, {candidates.stop})")
-
-
-def _bound(address: str, number: int) -> socket.socket:
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        # A listener that also set SO_REUSEADDR refuses us all the same: Linux shares only unlistened sockets.
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((address, number))
-    except OSError:
-        holder.close()
-        raise
-    return holder
-
-
-def _ephemeral_start() -> int:
-    try:
-        return int(_EPHEMERAL_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return _DEFAULT_EPHEMERAL_START
+def _check_interface(name: str) -> None:
+    if name not in (found := psutil.net_if_addrs()):
+        raise ConfigurationError(
+            f"--network-interface {name}: expected an interface of every node, found {', '.join(found)} on "
+            f"{socket.gethostname()}"
+        )

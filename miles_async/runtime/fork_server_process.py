@@ -13,7 +13,7 @@ from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.forking import listen
 from miles_async.runtime.tasks import afterwards
 
-READ_LATE = "TMPDIR|MILES_ASYNC_.*|RAY_.*|PYTHONBREAKPOINT"  # no import reads them, but for Ray's
+READ_LATE = "TMPDIR|MILES_ASYNC_.*|RAY_.*|(GLOO|NCCL)_SOCKET_IFNAME|PYTHONBREAKPOINT"  # no import but Ray's reads them
 _ROOM_FOR_TITLES = 600  # characters: children write theirs over the arguments of the server
 
 

@@ -14,6 +14,7 @@ import ray
 
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.own_ray import OwnRay
+from miles_async.runtime.ray_address import TOKEN_MODE, find_entry
 from miles_async.runtime.run_process import MARK
 
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
@@ -102,12 +103,13 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our runtime environments: unused
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has variables of its own
     where = f"--ray-address {address}" if address else "Ray cannot start on this machine"
+    if address and address != "auto" and find_entry(address) == "token":
+        os.environ[TOKEN_MODE] = "token"  # by itself Ray shows its token to no address that it was given
+        ray._raylet.Config.initialize("")  # Ray has read its environment when it was imported
     try:
         ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **options)
     except Exception as error:  # supervision point: no cluster, another version, no memory; Ray raises what it likes
-        # Ray sends its token to no address that it was given, unless it is told to.
-        token = "; a cluster with tokens, which `ray start` makes by default, wants RAY_AUTH_MODE=token here"
-        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}{token if address else ''}") from error
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:

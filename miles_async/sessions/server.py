@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -32,6 +31,7 @@ from aiohttp import web
 from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, NoRoomError, first_error
 from miles_async.runtime.clock import now
+from miles_async.runtime.ports import bind_port
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
 from miles_async.sessions import chat
@@ -91,8 +91,8 @@ class SessionServer:
         return began
 
     # -------------------------------------------------------------------------------------------- life
-    async def start(self, host: str) -> None:
-        """Listen on a free port. ``host``: the name or IP given to agents."""
+    async def start(self, host: str, ports: range | None = None) -> None:
+        """Listen at ``host``, which is also what agents are given, on a free port, of ``ports`` if given."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json])
         app.add_routes(
             [
@@ -110,11 +110,7 @@ class SessionServer:
         )
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        # Other machines reach it by the name that they are given; on one node no other machine should.
-        everywhere = "127.0.0.1" if host == "127.0.0.1" else "0.0.0.0"
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((everywhere, 0))
+        with bind_port(host, ports) as listener:
             self.url = f"http://{host}:{listener.getsockname()[1]}"
             await web.SockSite(self._runner, listener.dup(), backlog=_BACKLOG).start()
 

@@ -20,6 +20,7 @@ import msgspec
 import ray
 
 from miles_async.api import TrainBackend
+from miles_async.runtime.addresses import Network
 from miles_async.seams import WeightSender
 from miles_async.types import StagedWeights, TrainShard
 
@@ -51,24 +52,25 @@ class RankInfo:
 class TrainerActor:
     """Made by TrainerGroup. Every method is called on all ranks at once, except :meth:`call_sender`."""
 
-    def __init__(self, rank: int, world_size: int, *, single_node: bool, log_file: Path | None) -> None:
+    def __init__(self, rank: int, world_size: int, *, network: Network, log_file: Path | None) -> None:
         if log_file is not None:
             _redirect_output(log_file)
         warnings.filterwarnings("ignore", module="megatron")  # about fused kernels that are absent by choice
         self._rank = rank
         self._world_size = world_size
-        self._address = "127.0.0.1" if single_node else ray.util.get_node_ip_address()
+        self._network = network
         self._store: dist.Store | None = None
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
         self._canary: tuple[float, ...] = ()  # log-probs of it with the weights that were staged last
 
     def listen(self) -> tuple[str, int]:
-        """Rank 0: the rendezvous of all ranks, on a port of the system's choice that is held from now on."""
-        import torch.distributed as dist
+        """Rank 0: the rendezvous of all ranks, on a port that is held from now on."""
+        from miles_async.runtime.rendezvous import open_store
 
-        self._store = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-        return self._address, self._store.port
+        address = self._network.address()
+        self._store = open_store(address, self._network.ports)
+        return address, self._store.port
 
     def initialize(
         self,
@@ -87,13 +89,14 @@ class TrainerActor:
 
         if threads is not None:
             torch.set_num_threads(threads)
+        os.environ.update(self._network.variables())  # of this node, before the first process group
         if self._store is None:
             self._store = dist.TCPStore(address, port, is_master=False)
         # Ray shows each actor its own GPU only, as device 0.
         self._backend = backend(rank=self._rank, world_size=self._world_size, local_rank=0, store=self._store)
         stage = self._backend.pipeline_stage
         if stage is not None and stage < senders:
-            self._sender = sender(self._address, sender=stage, senders=senders)
+            self._sender = sender(self._network.address(), sender=stage, senders=senders)
         return RankInfo(
             rank=self._rank,
             data_parallel_rank=self._backend.data_parallel_rank,

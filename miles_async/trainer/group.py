@@ -1,7 +1,7 @@
 """The trainer's ranks as one object: TrainerSide on top of Ray actors.
 
 A call that concerns all ranks is made on all at once. The first rank that fails ends the whole group, since the
-others would wait for it in a collective forever: they are killed, and the failure surfaces as TrainerError with rank
+others would wait for it in a collective for ever: they are killed, and the failure surfaces as TrainerError with rank
 and cause.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from miles_async.api import Metrics
 from miles_async.errors import MilesAsyncError, StalledError, TrainerError
+from miles_async.runtime.addresses import LOCAL, Network
 from miles_async.runtime.ray_errors import why_gone
 from miles_async.runtime.tasks import quietly
 from miles_async.seams import WeightSender
@@ -54,11 +55,12 @@ class TrainerGroup:
         *,
         world_size: int,
         resources: RankResources,
+        nodes: int = 1,
         backend: BackendFactory,
         sender: SenderFactory,
         senders: int = 1,
         canary_tokens: Sequence[int] = (),
-        single_node: bool = True,
+        network: Network = LOCAL,
         log_directory: Path | None = None,
         start_timeout: float = 600.0,
         step_timeout: float = 3600.0,
@@ -69,14 +71,14 @@ class TrainerGroup:
         :meth:`start`, and of any other call on all ranks.
         """
         self._world_size = world_size
-        self._placement = Placement(resources, world_size)
+        self._placement = Placement(resources, nodes, world_size // nodes)
         self._threads = resources.threads
         self._backend, self._sender, self._senders = backend, sender, senders
         self.canary_tokens = tuple(canary_tokens)
-        self._single_node = single_node
+        self._network = network
         self._log_directory = log_directory
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
-        self._actors: list[Any] = []  # Ray's handles of TrainerActor, which have no types
+        self._actors: list[Any] = []
         self._ranks: list[RankInfo] = []
 
     async def start(self) -> None:
@@ -88,9 +90,13 @@ class TrainerGroup:
             await self._placement.reserve(self._start_timeout)
             actor_class = ray.remote(concurrency_groups={WEIGHTS_THREAD: 1, REPAIRS_THREAD: 1})(TrainerActor)
             self._actors = [self._create(actor_class, rank) for rank in range(self._world_size)]
-            [(address, port)] = await self._call(TrainerActor.listen, [()], self._start_timeout)
-            ready = address, port, self._backend, self._sender, self._senders, self._threads
-            self._ranks = await self._call(TrainerActor.initialize, [ready] * self._world_size, self._start_timeout)
+            [(address, port)] = await self._call([0], lambda actor, _: actor.listen.remote(), self._start_timeout)
+            self._ranks = await self._on_all(
+                lambda actor, _: actor.initialize.remote(
+                    address, port, self._backend, self._sender, self._senders, self._threads
+                ),
+                self._start_timeout,
+            )
         except BaseException:
             await quietly(self.stop())
             raise
@@ -110,12 +116,14 @@ class TrainerGroup:
             raise TrainerError(
                 f"expected {self.data_parallel_size} shards, one per data-parallel rank, got {len(shards)}"
             )
-        own = [(shards[info.data_parallel_rank],) for info in self._ranks]
-        return (await self._call(TrainerActor.train, own, self._step_timeout))[0]
+        results = await self._on_all(
+            lambda actor, rank: actor.train.remote(shards[self._ranks[rank].data_parallel_rank])
+        )
+        return results[0]
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        shares = await self._on_all(TrainerActor.stage_weights, version, self.canary_tokens)
-        return united([share for share in shares if share is not None])
+        results = await self._on_all(lambda actor, _: actor.stage_weights.remote(version, self.canary_tokens))
+        return united([staged for staged in results if staged is not None])
 
     def sender(self, index: int, *, repair: bool = False) -> RankSender:
         return RankSender(self, index, REPAIRS_THREAD if repair else WEIGHTS_THREAD)
@@ -138,13 +146,13 @@ class TrainerGroup:
             raise _cause({rank: error}) from None
 
     async def save(self, directory: Path) -> None:
-        await self._on_all(TrainerActor.save, directory)
+        await self._on_all(lambda actor, _: actor.save.remote(directory))
 
     async def save_hf(self, directory: Path) -> None:
-        await self._on_all(TrainerActor.save_hf, directory)
+        await self._on_all(lambda actor, _: actor.save_hf.remote(directory))
 
     async def load(self, directory: Path) -> None:
-        await self._on_all(TrainerActor.load, directory)
+        await self._on_all(lambda actor, _: actor.load.remote(directory))
 
     async def stop(self) -> None:
         """End all processes; idempotent. What isn't saved is lost, and the sender's files are removed."""
@@ -159,23 +167,19 @@ class TrainerGroup:
     def _create(self, actor_class: Any, rank: int) -> Any:
         log_file = self._log_directory / f"trainer-{rank}.log" if self._log_directory else None
         options = self._placement.options(rank)
-        return actor_class.options(**options).remote(
-            rank, self._world_size, single_node=self._single_node, log_file=log_file
-        )
+        return actor_class.options(**options).remote(rank, self._world_size, network=self._network, log_file=log_file)
 
-    async def _on_all(self, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts) -> list[Answer]:
-        return await self._call(method, [arguments] * self._world_size, self._step_timeout)
+    async def _on_all(self, call: Callable[[Any, int], Any], timeout: float | None = None) -> list[Any]:
+        """``call(actor, rank)`` on every rank; results in rank order."""
+        return await self._call(range(len(self._actors)), call, timeout or self._step_timeout)
 
-    async def _call(
-        self, method: Callable[[TrainerActor, *Ts], Answer], arguments: Sequence[tuple[*Ts]], timeout: float
-    ) -> list[Answer]:
-        """Call ``method`` on the first ranks, one for each tuple of ``arguments``. Answers in rank order."""
+    async def _call(self, ranks: Sequence[int], call: Callable[[Any, int], Any], timeout: float) -> list[Any]:
         if not self._actors:
             raise TrainerError("the trainer is not running")
-        results: dict[int, Answer] = {}
+        results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
 
-        async def settle(rank: int, reference: Awaitable[Answer]) -> None:
+        async def settle(rank: int, reference: Any) -> None:
             try:
                 results[rank] = await reference
             except RayError as error:
@@ -185,17 +189,17 @@ class TrainerGroup:
 
         try:
             async with asyncio.timeout(timeout) as deadline, asyncio.TaskGroup() as scope:
-                for rank, own in enumerate(arguments):
-                    scope.create_task(settle(rank, getattr(self._actors[rank], method.__name__).remote(*own)))
+                for rank in ranks:
+                    scope.create_task(settle(rank, call(self._actors[rank], rank)))
         except TimeoutError:
             if not errors:
                 self._kill()
-                waiting = [rank for rank in range(len(arguments)) if rank not in results]
+                waiting = sorted(set(ranks) - set(results))
                 raise StalledError(f"trainer ranks {waiting} did not answer within {timeout:g} s") from None
         if errors:
             self._kill()
             raise _cause(errors)
-        return [results[rank] for rank in range(len(arguments))]
+        return [results[rank] for rank in ranks]
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []

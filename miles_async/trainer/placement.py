@@ -1,4 +1,4 @@
-"""Placement of trainer ranks: one Ray bundle per rank, ranks of one node next to each other."""
+"""Placement of trainer ranks: as many nodes as were asked for, with as many ranks each."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_async.arguments.cluster import Device
 from miles_async.errors import TrainerError
+from miles_async.runtime.nodes import NO_LABELS, describe_nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,44 +23,54 @@ class RankResources:
     env: Mapping[str, str] = field(default_factory=dict)
     threads: int | None = None  # of torch; None: its default
     interpreter: str | None = None  # command that Ray starts its process with; None: the one of this process
+    labels: Mapping[str, str] = field(default_factory=dict)  # of the nodes that may have it
 
     @classmethod
-    def for_device(cls, device: Device, env: Mapping[str, str], interpreter: str | None = None) -> RankResources:
+    def for_device(
+        cls,
+        device: Device,
+        env: Mapping[str, str],
+        interpreter: str | None = None,
+        labels: Mapping[str, str] = NO_LABELS,
+    ) -> RankResources:
         """On CPU a rank is one thread that shares cores with all others."""
         if device == "cuda":
-            return cls(num_cpus=1, num_gpus=1, env=env)
+            return cls(num_cpus=1, num_gpus=1, env=env, labels=labels)
         hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # megatron takes CUDA wherever it sees it
-        return cls(num_cpus=0.01, num_gpus=0, env={**env, **hidden}, threads=1, interpreter=interpreter)
+        return cls(num_cpus=0.01, num_gpus=0, env={**env, **hidden}, threads=1, interpreter=interpreter, labels=labels)
 
-    @property
-    def bundle(self) -> dict[str, float]:
-        return {"CPU": self.num_cpus} | ({"GPU": self.num_gpus} if self.num_gpus else {})
+    def bundle(self, ranks: int) -> dict[str, float]:
+        """Resources of several ranks together."""
+        return {"CPU": ranks * self.num_cpus} | ({"GPU": ranks * self.num_gpus} if self.num_gpus else {})
 
 
 class Placement:
-    """A placement group and its bundles in rank order."""
+    """A placement group with a bundle per node, which holds the ranks of that node: consecutive ones, since they form
+    tensor-parallel groups.
+    """
 
-    def __init__(self, resources: RankResources, world_size: int) -> None:
+    def __init__(self, resources: RankResources, nodes: int, ranks_per_node: int) -> None:
         self._resources = resources
-        self._world_size = world_size
+        self._nodes, self._ranks_per_node = nodes, ranks_per_node
         self._group: PlacementGroup | None = None
-        self._bundles: list[int] = []
 
     async def reserve(self, deadline_seconds: float) -> None:
         """Raises TrainerError when the cluster hasn't got the resources within the deadline."""
-        bundle = self._resources.bundle
-        self._group = placement_group([bundle] * self._world_size, strategy="PACK")
+        bundle = self._resources.bundle(self._ranks_per_node)
+        labels = dict(self._resources.labels)
+        self._group = placement_group(
+            [bundle] * self._nodes, strategy="STRICT_SPREAD", bundle_label_selector=[labels] * self._nodes
+        )
         try:
             async with asyncio.timeout(deadline_seconds):
                 await self._group.ready()
         except TimeoutError:
+            where = f" labelled {labels} (--actor-node-labels)" if labels else ""
             raise TrainerError(
-                f"Ray did not place {self._world_size} trainer ranks with {bundle} each within {deadline_seconds:g} s; "
-                f"the cluster has {ray.cluster_resources()} (--actor-num-nodes, --actor-num-gpus-per-node)"
+                f"Ray did not find {self._nodes} nodes{where} with {bundle} each for {self._ranks_per_node} trainer "
+                f"ranks within {deadline_seconds:g} s; the cluster has {describe_nodes()} (--actor-num-nodes, "
+                "--actor-num-gpus-per-node)"
             ) from None
-        # Consecutive ranks form tensor-parallel groups: they belong on one node.
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        self._bundles = sorted(range(self._world_size), key=lambda index: (nodes[index], index))
 
     def options(self, rank: int) -> dict[str, object]:
         """Options of rank ``rank`` for ``ray.remote(...).options``."""
@@ -72,7 +82,7 @@ class Placement:
             "num_gpus": self._resources.num_gpus,
             "runtime_env": runtime_env,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._bundles[rank]
+                self._group, placement_group_bundle_index=rank // self._ranks_per_node
             ),
         }
 

@@ -37,4 +37,5 @@ def named_parser(name: str | None) -> ParseCalls | None:
     """``--tool-call-parser``. Raises ConfigurationError for a hook that cannot be used."""
     if name is None or name in PARSERS:
         return PARSERS.get(name or "")
-    return load_object(name, ParseCalls, "--tool-call-parser")
+    parser: ParseCalls = load_object(name, ParseCalls, "--tool-call-parser")
+    return parser

@@ -21,6 +21,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.addresses import Network
 from miles_async.runtime.fork_server_process import ForkServerProcess
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
@@ -121,7 +122,7 @@ class _StackMaker:
             arguments.engines,
             arguments.weights,
             log_dir=self._log_dir,
-            single_node=arguments.cluster.ray_address is None,
+            network=Network.of_run(arguments.cluster),
             parse_versions=parse_spans,
             calls=KIND.calls,
             name=name,
@@ -135,7 +136,7 @@ class _StackMaker:
         else:
             spec = server_spec(self._arguments, group, self._log_dir, self._device)
             spec = msgspec.structs.replace(spec, random_seed=self._seed, fork_server=self._imports)
-            launch = RayServers(KIND, spec)
+            launch = RayServers(KIND, spec, self._arguments.cluster.rollout_labels)
             self._seed += SEEDS_PER_GROUP
         return EngineGroup(name=group.name, engines=group.num_engines, ranks=group.gpus_per_engine, launch=launch)
 
@@ -164,7 +165,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         tensor_parallel_size=group.gpus_per_engine,
         random_seed=arguments.data.rollout_seed,
         start_timeout=arguments.engines.engine_start_timeout,
-        single_node=arguments.cluster.ray_address is None,
+        network=Network.of_run(arguments.cluster),
         log_dir=str(log_dir),
         longest_sample=longest_sample(arguments),
         concurrency=arguments.rollout.rollout_concurrency_per_engine,

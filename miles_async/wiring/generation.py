@@ -18,7 +18,7 @@ from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.rollout.generate import Began, SingleTurnGenerate
 from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
-from miles_async.runtime.addresses import node_host
+from miles_async.runtime.addresses import Network
 from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.hooks import load_factory, load_object
 from miles_async.runtime.services import Circuit, Services
@@ -103,10 +103,11 @@ class Episodes:
         return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log")
 
     def _session_service(self, client: EngineClient) -> SessionService:
-        arguments = self._arguments
+        arguments, network = self._arguments, Network.of_run(self._arguments.cluster)
         settings = ServerSettings(
             hf_checkpoint=str(arguments.model.hf_checkpoint),
-            host=node_host(single_node=arguments.cluster.ray_address is None),
+            host=network.entrance(),
+            ports=(network.ports.start, network.ports.stop) if network.ports else None,
             session_timeout=arguments.sessions.session_timeout,
             tool_call_parser=arguments.sessions.tool_call_parser,
             reasoning_parser=arguments.sessions.reasoning_parser,
@@ -174,7 +175,8 @@ def _environment_factory(path: str) -> MakeEnvironment:
 
 
 def _loaded_agent(path: str) -> RunAgent:
-    return load_object(path, Agent, "--agent-path")
+    agent: RunAgent = load_object(path, Agent, "--agent-path")
+    return agent
 
 
 def check_hooks(arguments: Arguments) -> None:

@@ -29,7 +29,7 @@ from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import sampling_parameters
 from miles_async.rollout.group_filters.registry import group_filter
 from miles_async.rollout.manager import RolloutManager
-from miles_async.runtime.addresses import node_host
+from miles_async.runtime.addresses import Network
 from miles_async.runtime.proxies import without_proxies_for
 from miles_async.runtime.run_directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.runtime.services import Services
@@ -49,7 +49,7 @@ async def build_rollout(arguments: Arguments, run_dir: Path, device: Device, imp
     """Start engines and router, build the manager. Returns the actor's parts by name. ``imports``: see RunEngines."""
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
-    os.environ.update(without_proxies_for(node_host(single_node=arguments.cluster.ray_address is None), os.environ))
+    os.environ.update(without_proxies_for(Network.of_run(arguments.cluster).entrance(), os.environ))
     template = _template(arguments)
     limit = prompt_limit(arguments)
     source = FilePromptSource(arguments.data, template.encode, limit)

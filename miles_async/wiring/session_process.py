@@ -28,7 +28,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the session server."""
 
     hf_checkpoint: str
-    host: str  # name or IP of this node, for agents
+    host: str  # address of this node at which agents reach it
+    ports: tuple[int, int] | None = None  # of which to choose one: range(*ports)
     session_timeout: float  # seconds
     tool_call_parser: str | None
     reasoning_parser: ReasoningParser | None
@@ -48,7 +49,7 @@ async def serve(settings: ServerSettings, socket_path: Path) -> None:
     link = EngineLink(socket_path)
     server = SessionServer(link, make, session_timeout=settings.session_timeout)
     try:
-        await server.start(settings.host)
+        await server.start(settings.host, range(*settings.ports) if settings.ports else None)
         garbage.settle()
         async with asyncio.TaskGroup() as scope:
             scope.create_task(server.expire())

@@ -10,6 +10,7 @@ from miles_async.api import TrainBackend
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
 from miles_async.backends import create_backend
+from miles_async.runtime.addresses import Network
 from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
 from miles_async.runtime.run_directory import STAGING_DIRECTORY
 from miles_async.trainer.actor import TrainerActor
@@ -44,15 +45,16 @@ def trainer_group(
     imports: ForkServerProcess | None,
 ) -> TrainerGroup:
     """The trainer of this run, not started. ``imports``: what its ranks are forked from."""
-    weights = arguments.weights
+    weights, network = arguments.weights, Network.of_run(arguments.cluster)
     interpreter = imports.interpreter(f"ray::{TrainerActor.__name__}") if imports is not None else None
     return TrainerGroup(
         world_size=arguments.cluster.trainer_world_size,
-        resources=RankResources.for_device(device, environment, interpreter),
+        nodes=arguments.cluster.actor_num_nodes,
+        resources=RankResources.for_device(device, environment, interpreter, arguments.cluster.actor_labels),
         backend=partial(make_backend, arguments, device),
-        sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device),
+        sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device, ports=network.ports),
         senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
-        single_node=arguments.cluster.ray_address is None,
+        network=network,
         log_directory=run_dir / "logs",
     )
 

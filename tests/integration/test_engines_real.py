@@ -33,6 +33,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
+from miles_async.runtime.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest, Generation, Incarnation, TensorMeta
 from miles_async.weights.staging_options import StagingOptions
@@ -87,7 +88,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
         EnginesArguments(request_timeout=120.0, engine_start_timeout=200.0),
         WeightsArguments(publication_timeout=60.0),
         log_dir=folder / "logs",
-        single_node=True,
+        network=LOCAL,
         calls=SGLangServer,
         parse_versions=parse_spans,
     )
@@ -506,7 +507,7 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     group = EngineGroup(engines=1, launch=partial(ServerProcess, SGLANG, spec))
     arguments = EnginesArguments(), WeightsArguments()
     stack = EngineStack(
-        [group], *arguments, log_dir=tmp_path, single_node=True, calls=SGLangServer, parse_versions=parse_spans
+        [group], *arguments, log_dir=tmp_path, network=LOCAL, calls=SGLangServer, parse_versions=parse_spans
     )
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
         async with asyncio.timeout(120):

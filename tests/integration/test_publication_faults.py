@@ -29,6 +29,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, PublicationError
+from miles_async.runtime.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import CanaryScore, GenerateRequest, Generation
 from tests.integration.faulty_engines import Fault, FaultyEngine, PassOn, dies, does_nothing, hangs, refuses
@@ -162,7 +163,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         EnginesArguments(request_timeout=60.0, engine_start_timeout=200.0, engine_max_restarts=1000),
         limits,
         log_dir=logs,
-        single_node=True,
+        network=LOCAL,
         calls=SGLangServer,
         parse_versions=parse_spans,
     )

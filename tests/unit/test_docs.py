@@ -66,7 +66,8 @@ MADE_LATER = {
 }
 """What pages may name though the repository does not hold it."""
 
-OTHER_TOOLS_FLAGS = {"--no-deps", "--help", "--version", "--X"}  # pip's; the command's own; a placeholder
+RAY_START_FLAGS = {"--head", "--port", "--address", "--node-ip-address", "--labels"}
+OTHER_TOOLS_FLAGS = {"--no-deps", "--help", "--version", "--X"} | RAY_START_FLAGS  # pip's; the command's; a placeholder
 
 
 def on_pages(pages: list[Path] = PAGES) -> pytest.MarkDecorator:

@@ -13,7 +13,6 @@ import aiohttp
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.sglang.cpu_memory import memory_flags
 from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
-from miles_async.runtime.addresses import LOOPBACK
 
 _KEEP_ALIVE_SECONDS = "86400"  # closing a connection of the router's just as a request comes fails the request
 
@@ -32,8 +31,7 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
         "-m",
         "miles_async.engines.sglang.launcher",
         f"--model-path={spec.model_path}",
-        # Other machines reach it by the name that we give them; on one node nobody else should.
-        f"--host={LOOPBACK if host == LOOPBACK else '0.0.0.0'}",
+        f"--host={host}",
         f"--port={port}",
         f"--nccl-port={rendezvous_port}",
         f"--device={spec.device}",

@@ -42,11 +42,19 @@ def make_transport(
 
 
 def make_sender(
-    arguments: WeightsArguments, directory: Path, device: Device, address: str, *, sender: int = 0, senders: int = 1
+    arguments: WeightsArguments,
+    directory: Path,
+    device: Device,
+    address: str,
+    *,
+    ports: range | None = None,
+    sender: int = 0,
+    senders: int = 1,
 ) -> WeightSender:
     """The half of sending rank number ``sender``, in its process.
 
-    ``directory``: in which it makes a directory for its files. ``address``: where engines reach this process.
+    ``directory``: in which it makes a directory for its files. ``address``: where engines reach this
+    process, on one of ``ports``.
     """
     staging = StagingOptions(
         parent=directory,
@@ -58,7 +66,7 @@ def make_sender(
         delta=arguments.delta_encoding,
     )
     return find_transport(arguments.weight_transport).rank(
-        RankSide(staging=staging, address=address, device=device, timeout_seconds=arguments.group_timeout)
+        RankSide(staging=staging, address=address, ports=ports, device=device, timeout_seconds=arguments.group_timeout)
     )
 
 

@@ -32,6 +32,7 @@ class RankSide:
 
     staging: StagingOptions
     address: str  # where engines reach this process
+    ports: range | None = None  # to listen on; None: any
     device: Device
     timeout_seconds: float  # for members of a process group to wait for each other
 

@@ -16,6 +16,7 @@ from miles_async.engines.registry import EngineState
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError
+from miles_async.runtime.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
@@ -53,7 +54,7 @@ async def test_frozen_engines_serve_when_they_are_up_and_again_when_they_are_bac
         EnginesArguments(),
         WeightsArguments(),
         log_dir=tmp_path,
-        single_node=True,
+        network=LOCAL,
         calls=SGLangServer,
         parse_versions=parse_spans,
     )

@@ -4,68 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
-import socket
 import sys
 import textwrap
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from miles_async.engines.kind import ServerSpec
-from miles_async.errors import ConfigurationError
-from miles_async.runtime import addresses
-from miles_async.runtime.addresses import LOOPBACK, HeldPort, node_host
 from miles_async.runtime.child_process import ChildProcess
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
-
-
-def test_a_held_port_is_ours_until_released() -> None:
-    with HeldPort(LOOPBACK) as port:
-        stranger = socket.socket()
-        with pytest.raises(OSError, match="in use"):
-            stranger.bind((LOOPBACK, port.number))
-        stranger.close()
-    with socket.create_server((LOOPBACK, port.number)):
-        pass
-
-
-def test_a_server_can_listen_on_a_port_that_we_still_hold() -> None:
-    """What lets us hold it until an engine is up; create_server sets SO_REUSEADDR as servers do."""
-    with HeldPort(LOOPBACK) as port, socket.create_server((LOOPBACK, port.number)) as server:
-        server.listen()
-
-
-def test_held_ports_are_outside_the_ephemeral_range() -> None:
-    with HeldPort(LOOPBACK) as port:
-        assert port.number < addresses._ephemeral_start()
-
-
-def test_processes_with_the_same_seed_hold_different_ports() -> None:
-    """Megatron seeds Python's generator; a port that two processes hold would be either's to listen on."""
-    held = []
-    for _ in range(2):
-        random.seed(1234)
-        with HeldPort(LOOPBACK) as port, HeldPort(LOOPBACK) as another:
-            held.append((port.number, another.number))
-    assert held[0] != held[1]
-
-
-def test_a_wanted_port_that_is_taken_is_a_clear_error() -> None:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        number = server.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"port {number} is not free"):
-            HeldPort(LOOPBACK, number)
-
-
-def test_addresses_for_other_machines_are_never_loopback() -> None:  # covers: A6
-    assert node_host(single_node=True) == LOOPBACK
-    with suppress(ConfigurationError):  # a sandbox without a network: refused, rather than localhost
-        assert not socket.gethostbyname(node_host(single_node=False)).startswith("127.")
 
 
 async def test_a_child_writes_to_its_file_with_our_interpreter(tmp_path: Path) -> None:  # covers: A7

@@ -45,6 +45,7 @@ class DistributedSender(Staging):
             group_name,
             world_size,
             address=self._side.address,
+            ports=self._side.ports,
             backend=process_group_backend(self._side.device),
             device=self._device,
             timeout_seconds=self._side.timeout_seconds,

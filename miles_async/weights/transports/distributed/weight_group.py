@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from miles_async.runtime.group_errors import errors_are_raised
+from miles_async.runtime.rendezvous import open_store
 from miles_async.weights.transports.own_stream import own_stream
 
 Result = TypeVar("Result")
@@ -41,10 +42,17 @@ class WeightGroup:
     """One process group with some engines. Not thread-safe: operations are called one after another."""
 
     def __init__(
-        self, name: str, world_size: int, *, address: str, backend: str, device: torch.device, timeout_seconds: float
+        self,
+        name: str,
+        world_size: int,
+        *,
+        address: str,
+        ports: range | None = None,
+        backend: str,
+        device: torch.device,
+        timeout_seconds: float,
     ) -> None:
-        """Listen at ``address``. The system chooses the port; it stays bound, so that nobody takes it before
-        engines join.
+        """Listen at ``address``, on one of ``ports`` that stays bound, so that nobody takes it before engines join.
 
         ``timeout_seconds``: for one broadcast, and at most for joining.
         """
@@ -56,9 +64,7 @@ class WeightGroup:
         self._timeout = timeout_seconds
         self._join_timeout = min(timeout_seconds, JOIN_SECONDS)
         seconds = datetime.timedelta(seconds=self._join_timeout)
-        self._store: dist.TCPStore | None = dist.TCPStore(
-            address, 0, world_size, is_master=True, timeout=seconds, wait_for_workers=False
-        )
+        self._store: dist.TCPStore | None = open_store(address, ports, world_size, seconds)
         self.port = self._store.port
         self._process_group: dist.ProcessGroup | None = None
 

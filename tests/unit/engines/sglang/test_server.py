@@ -24,10 +24,10 @@ def test_cpu_servers_get_what_runs_without_a_gpu_and_cuda_servers_do_not() -> No
     cpu = server_command(SPEC, LOOPBACK, 1, 2, 0)
     assert "--attention-backend=torch_native" in cpu
     cuda = server_command(
-        ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=4), "node7", 1, 2, 0
+        ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=4), "10.0.0.7", 1, 2, 0
     )
     assert not any("attention-backend" in argument for argument in cuda)
-    assert {"--tp-size=4", "--dtype=bfloat16", "--host=0.0.0.0"} <= set(cuda)
+    assert {"--tp-size=4", "--dtype=bfloat16", "--host=10.0.0.7"} <= set(cuda)
 
 
 def test_engines_that_get_publications_start_with_random_weights_and_a_draft_model_with_its_own() -> None:

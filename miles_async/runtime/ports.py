@@ -1,0 +1,91 @@
+"""TCP ports that stay bound from their choice until they are used."""
+
+from __future__ import annotations
+
+import random
+import socket
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from miles_async.errors import ConfigurationError
+
+_LOWEST_PORT = 15000
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DEFAULT_EPHEMERAL_START = 32768
+_TRIES = 200
+_random = random.SystemRandom()  # not seeded: two runs with one seed on one machine must not choose the same ports
+
+
+def bind_port(address: str, ports: range | None = None) -> socket.socket:
+    """Bind a free port of ``address``, which no other call of this function gets meanwhile. Not listening yet.
+
+    ``ports``: to choose from (--port-range). By default they are below the kernel's ephemeral range, from which
+    outgoing connections of other processes take theirs. Raises ConfigurationError if none is free.
+    """
+    candidates = ports or _default_ports()
+    for number in _random.sample(candidates, min(_TRIES, len(candidates))):
+        with suppress(OSError):
+            return _bound(address, number)
+    raise ConfigurationError(
+        f"{address} has no free port among {candidates[0]}-{candidates[-1]}: give a wider --port-range, or another one"
+    )
+
+
+class HeldPort:
+    """A free TCP port, bound by us until :meth:`release`, so that nobody else gets it meanwhile.
+
+    Never listened on: on Linux a server that sets SO_REUSEADDR (they all do) can listen on it while we hold it, so hold
+    it until the server is up.
+
+    >>> with HeldPort("127.0.0.1") as port:
+    ...     start_server(port.number)
+    ...     wait_until_it_listens()
+    """
+
+    def __init__(self, address: str, number: int | None = None, *, ports: range | None = None) -> None:
+        """``number``: this very port instead of a free one of ``ports``. Raises ConfigurationError if it is taken."""
+        if number is None:
+            self._socket = bind_port(address, ports)
+            # Set after binding: it lets the server in, and still keeps out whoever binds without it, as above.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            try:
+                self._socket = _bound(address, number, reuse=True)  # connections of its last owner may linger
+            except OSError as error:
+                raise ConfigurationError(f"port {number} is not free: {error}; choose another, or none") from error
+        self.number = int(self._socket.getsockname()[1])
+
+    def release(self) -> int:
+        """Release the port and return its number."""
+        self._socket.close()
+        return self.number
+
+    def __enter__(self) -> HeldPort:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _bound(address: str, number: int, *, reuse: bool = False) -> socket.socket:
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # A listener that also set SO_REUSEADDR refuses us all the same: Linux shares only unlistened sockets.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        bound.bind((address, number))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _default_ports() -> range:
+    try:
+        lowest_ephemeral = int(_EPHEMERAL_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest_ephemeral = _DEFAULT_EPHEMERAL_START
+    # 0: one of the kernel's choice.
+    return range(_LOWEST_PORT, lowest_ephemeral) if lowest_ephemeral > _LOWEST_PORT + 1000 else range(1)

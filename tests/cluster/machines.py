@@ -1,0 +1,238 @@
+"""A cluster on one machine: each "machine" is a set of Linux namespaces, with a Ray node.
+
+    host ── (nothing: the host has no interface into the cluster, and none is left behind)
+
+    switch   a network namespace with a bridge
+    ├── m1   10.77.0.1   Ray's head            each machine has its own network, /dev/shm, /tmp, host name and
+    ├── m2   10.77.0.2   a Ray node            process ids; no route leads outwards, and its host name resolves to
+    └── ...                                    127.0.1.1, as on Debian
+
+All namespaces are anonymous: they live as long as their first process, which dies with the test's, whatever way that
+ends. So does everything in them. Files of machine mN are in ``directory/mN``, which it sees as its /tmp; only paths
+named as ``shared`` are the same files everywhere, besides the sources and the environment, which are read-only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAD_PORT = 6379
+_START_SECONDS = 120.0
+_END_SECONDS = 10.0
+_BIN = Path(sys.prefix) / "bin"
+_FIRST_PROCESS = 'echo ready; trap "" TERM INT; while :; do sleep 1000 & wait; done'  # it reaps orphans, as bash does
+_RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "token", "RAY_prestart_worker_first_driver": "0"}
+_PR_SET_PDEATHSIG = 1
+
+
+def why_impossible() -> str:
+    """What this host lacks for machines; empty if nothing."""
+    if os.geteuid() != 0:
+        return "machines are network namespaces: needs root"
+    if missing := [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]:
+        return f"machines are network namespaces: needs the commands {', '.join(missing)} (iproute2, util-linux)"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return f"machines are network namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+needs_machines = pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")
+
+
+class Machine:
+    """A running machine."""
+
+    def __init__(self, name: str, address: str, directory: Path, link: str, shared: Sequence[Path]) -> None:
+        """``link``: its port at the switch."""
+        self.name, self.address, self.link = name, address, link
+        self.tmp = directory / name  # its /tmp, as the host sees it
+        self.tmp.mkdir(parents=True)
+        (self.tmp / "home").mkdir()
+        (self.tmp / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        unshare = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+        setup = "\n".join(["set -e", *self._mounts(shared), f"hostname {name}", "ip link set lo up", _FIRST_PROCESS])
+        self._namespaces = _Namespaces([*unshare, "bash", "-c", setup])
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, as the host sees it."""
+        return self._namespaces.pid
+
+    def _mounts(self, shared: Sequence[Path]) -> Iterator[str]:
+        for path, options in [*((path, "rw") for path in shared), *((path, "ro") for path in (ROOT, Path(sys.prefix)))]:
+            target = path
+            if path.is_relative_to("/tmp"):  # which becomes the machine's own
+                target = self.tmp / path.relative_to("/tmp")
+                yield f"mkdir -p {target}"
+            yield f"mount --bind {path} {target} && mount -o remount,{options},bind {target}"
+        yield "mount -t tmpfs -o size=3g none /dev/shm"
+        yield f"mount --bind {self.tmp}/hosts /etc/hosts"
+        yield f"mount --rbind {self.tmp} /tmp"
+
+    def command(self, *words: str, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+        """The command that runs ``words`` in this machine, in the sources' directory."""
+        enter = ("nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--ipc", "--pid")
+        unset = [f"--unset={name}" for name in os.environ if name.startswith("RAY_") or name.lower().endswith("_proxy")]
+        values = {"HOME": "/tmp/home", "PYTHONPATH": str(ROOT), "PATH": f"{_BIN}:{os.environ['PATH']}", **(env or {})}
+        assign = [f"{name}={value}" for name, value in values.items()]
+        return (*enter, "env", f"--chdir={ROOT}", *unset, "--unset=TMPDIR", *assign, *words)
+
+    def seen_from_host(self, path: str) -> Path:
+        """Where the host has a file of this machine's /tmp."""
+        return self.tmp / Path(path).relative_to("/tmp")
+
+    def start(self, *words: str, log: Path, env: Mapping[str, str] | None = None) -> None:
+        """Start ``words`` in this machine, until they end or it does."""
+        with log.open("w") as output:
+            command = self.command(*words, env=env)
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        self._started.append(process)
+
+    def kill(self) -> None:
+        """Pull the plug: every process of the machine at once."""
+        self._namespaces.end()
+        for process in self._started:
+            process.wait(_END_SECONDS)
+
+
+class Machines:
+    """The machines of a cluster, ``m1`` (Ray's head) first."""
+
+    def __init__(self, directory: Path, count: int, shared: Sequence[Path]) -> None:
+        self._directory = directory
+        self._token = uuid.uuid4().hex
+        self._switch = _Namespaces(["unshare", "--net", "--fork", "--kill-child", "bash", "-c", _FIRST_PROCESS])
+        self._on_switch("ip", "link", "add", "br0", "type", "bridge")
+        self._on_switch("ip", "link", "set", "br0", "up")
+        self.all = [Machine(f"m{n}", f"10.77.0.{n}", directory, f"p{n}", shared) for n in range(1, count + 1)]
+        for machine in self.all:
+            self._plug_in(machine)
+
+    def __getitem__(self, index: int) -> Machine:
+        return self.all[index]
+
+    @property
+    def ray_address(self) -> str:
+        return f"{self.all[0].address}:{HEAD_PORT}"
+
+    def _plug_in(self, machine: Machine) -> None:
+        into = ("peer", "name", "eth0", "netns", str(machine.pid))
+        self._on_switch("ip", "link", "add", machine.link, "type", "veth", *into)
+        self._on_switch("ip", "link", "set", machine.link, "master", "br0", "up")
+        for words in (("addr", "add", f"{machine.address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
+            subprocess.run(machine.command("ip", *words), check=True)
+
+    def cut(self, machine: Machine) -> None:
+        """Pull the machine's network cable."""
+        self._on_switch("ip", "link", "set", machine.link, "down")
+
+    def reconnect(self, machine: Machine) -> None:
+        self._on_switch("ip", "link", "set", machine.link, "up")
+
+    def slow_down(self, machine: Machine, *netem: str) -> None:
+        """Delay or lose packets in both directions: ``netem`` are words of tc's, such as "delay", "50ms"."""
+        for place in (self._on_switch, lambda *words: subprocess.run(machine.command(*words), check=True)):
+            device = machine.link if place == self._on_switch else "eth0"
+            place("tc", "qdisc", "replace", "dev", device, "root", "netem", *netem)
+
+    def start_ray(self, labels: Mapping[int, str] | None = None) -> None:
+        """Start a Ray node on every machine; they ask for a token, as they do by default since Ray 2.60.
+
+        ``labels``: of machines by their position, each ``name=value``.
+        """
+        for machine in self.all:
+            (machine.tmp / "home" / ".ray").mkdir()
+            (machine.tmp / "home" / ".ray" / "auth_token").write_text(self._token)
+        self._ray_nodes([0], labels or {})
+        self._ray_nodes(range(1, len(self.all)), labels or {})
+
+    def start_ray_node(self, machine: Machine, label: str | None = None) -> None:
+        """Start the Ray node of one machine."""
+        self._ray_nodes([self.all.index(machine)], {self.all.index(machine): label} if label else {})
+
+    def _ray_nodes(self, positions: Sequence[int], labels: Mapping[int, str]) -> None:
+        logs = []
+        for position in positions:
+            machine = self.all[position]
+            role = ["--head", f"--port={HEAD_PORT}", "--include-dashboard=false"]
+            if position:
+                role = [f"--address={self.ray_address}"]
+            words = ["--block", f"--node-ip-address={machine.address}", "--num-cpus=1", "--disable-usage-stats"]
+            words += ["--object-store-memory=100000000"]
+            words += [f"--labels={labels[position]}"] if position in labels else []
+            log = self._directory / f"{machine.name}.ray.log"
+            machine.start("ray", "start", *role, *words, log=log, env=_RAY_ENVIRONMENT)
+            logs.append(log)
+        for log in logs:
+            _wait_for_line(log, "Ray runtime started")
+
+    def _on_switch(self, *words: str) -> None:
+        subprocess.run(["nsenter", f"--target={self._switch.pid}", "--net", *words], check=True)
+
+    def stop(self) -> None:
+        """End all machines, and with them everything that runs or is mounted in them."""
+        for machine in self.all:  # one that does not end must not keep the others
+            with suppress(subprocess.TimeoutExpired):
+                machine.kill()
+        self._switch.end()
+
+
+@contextmanager
+def machines(directory: Path, count: int, shared: Sequence[Path] = ()) -> Iterator[Machines]:
+    """Machines without Ray; nothing of them is left afterwards."""
+    cluster = Machines(directory, count, shared)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+class _Namespaces:
+    """Namespaces that ``command`` makes, which ends by saying "ready" in them. They end with this process."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        libc = ctypes.CDLL(None)
+        ours = os.getpid()
+
+        def die_with_us() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != ours:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self._starter = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=die_with_us, start_new_session=True
+        )
+        assert self._starter.stdout is not None
+        if (told := self._starter.stdout.readline()) != b"ready\n":
+            self._starter.kill()
+            raise AssertionError(f"namespaces did not start: {command}: {told!r}")
+        children = Path(f"/proc/{self._starter.pid}/task/{self._starter.pid}/children").read_text()
+        self.pid = int(children.split()[0])  # the first process in them
+
+    def end(self) -> None:
+        """End every process in them, and wait for that. Idempotent."""
+        if self._starter.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self._starter.wait(_END_SECONDS)
+        assert self._starter.stdout is not None
+        self._starter.stdout.close()
+
+
+def _wait_for_line(log: Path, words: str) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while words not in (text := log.read_text()):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.2)
