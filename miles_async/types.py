@@ -99,6 +99,11 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     rollout_logprobs: Float32  # [T] 0 where loss_mask is 0
     weight_versions: Int32  # [T] NO_VERSION where no engine generated the token
 
+    @property
+    def response_length(self) -> int:
+        """Number of tokens after the prompt."""
+        return len(self.tokens) - self.prompt_length
+
 
 class Sample(Branch, frozen=True, kw_only=True):
     """One finished trajectory of a prompt. Built once, by ``rollout.generate``; never changed.

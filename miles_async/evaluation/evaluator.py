@@ -107,7 +107,7 @@ def _outcome(sample: Sample, reward: float) -> Outcome:
     versions = loss_versions(sample)
     return Outcome(
         reward=reward,
-        length=len(sample.tokens) - sample.prompt_length,
+        length=sample.response_length,
         truncated=sample.finish_reason != "stop",
         oldest_version=int(versions.min()),
         newest_version=int(versions.max()),

@@ -56,14 +56,14 @@ class PoolRecorder(PoolObserver):
 
     def finished(self, group: Group) -> None:
         self._ledger.finished(group)
-        lengths = [len(sample.tokens) - sample.prompt_length for sample in group.samples]
+        lengths = [sample.response_length for sample in group.samples]
         self._waiting[group.attempt.attempt_id] = lengths
         self.lengths.generated.update(lengths)
         self._log.add("finished", attempt=group.attempt.attempt_id, oldest=group.oldest_version)
 
     def trimmed(self, group: Group, left_out: int) -> None:
         self._ledger.trimmed(group, left_out)
-        self._waiting[group.attempt.attempt_id] = [len(s.tokens) - s.prompt_length for s in group.samples]
+        self._waiting[group.attempt.attempt_id] = [s.response_length for s in group.samples]
         self._log.add("trimmed", attempt=group.attempt.attempt_id, left_out=left_out)
 
     def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:

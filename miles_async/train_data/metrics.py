@@ -30,7 +30,7 @@ def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: i
     - ``rollout/...``: see :func:`generation_metrics`.
     """
     samples = [sample for group in groups for sample in group.samples]
-    lengths = np.array([len(sample.tokens) - sample.prompt_length for sample in samples])
+    lengths = np.array([sample.response_length for sample in samples])
     counts: Counter[int] = Counter()
     for of_branch in table.version_counts:
         counts.update(of_branch)
@@ -69,7 +69,7 @@ def length_bias(groups: Sequence[Group]) -> dict[str, float]:
     stopped = np.array([group.stopped for group in groups])
     if not stopped.any():
         return {}
-    lengths = [np.array([len(s.tokens) - s.prompt_length for s in group.samples]) for group in groups]
+    lengths = [np.array([s.response_length for s in group.samples]) for group in groups]
     total, count = sum(int(of_group.sum()) for of_group in lengths), sum(map(len, lengths))
     longest = np.array([of_group.max() for of_group in lengths])
     at_least = (total + int((stopped * longest).sum())) / (count + int(stopped.sum()))

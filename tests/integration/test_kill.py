@@ -141,7 +141,7 @@ def _check_restored(kept: Kept, run: RealRun) -> None:
             group.attempt.attempt_id,
             group.attempt.prompt.prompt_id,
             group.oldest_version,
-            tuple(len(sample.tokens) - sample.prompt_length for sample in group.samples),
+            tuple(sample.response_length for sample in group.samples),
         )
         for group in kept.groups
     ]

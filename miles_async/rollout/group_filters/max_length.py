@@ -12,5 +12,5 @@ class MaxLength:
         self._tokens = tokens
 
     def __call__(self, group: Group) -> str | None:
-        longest = max(len(sample.tokens) - sample.prompt_length for sample in group.samples)
+        longest = max(sample.response_length for sample in group.samples)
         return f"max_length:{self._tokens:g}" if longest > self._tokens else None

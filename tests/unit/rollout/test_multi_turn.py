@@ -154,11 +154,11 @@ async def test_an_episode_without_end_is_cut_after_so_many_turns() -> None:
 
 async def test_no_trajectory_is_longer_than_the_limits() -> None:
     whole = await generate_with()(ScriptedModel(says(CALL)), ATTEMPT, 0)
-    response = len(whole.tokens) - whole.prompt_length
+    response = whole.response_length
     for limit in (1, 3, response // 2, response - 1):
         for limits in (Limits(response=limit, total=10_000), Limits(response=9999, total=whole.prompt_length + limit)):
             cut = await generate_with(limits=limits)(ScriptedModel(says(CALL)), ATTEMPT, 0)
-            assert len(cut.tokens) - cut.prompt_length <= limit
+            assert cut.response_length <= limit
             assert cut.finish_reason == "length"
             assert cut.tokens.tolist() == whole.tokens[: len(cut.tokens)].tolist()
     short = await generate_with(limits=Limits(response=9999, total=9999, turn=2))(
