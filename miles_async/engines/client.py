@@ -27,7 +27,7 @@ from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.runtime.clock import now
-from miles_async.runtime.turns import Turns
+from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.types import GenerateRequest, Generation, VersionSpan
 
 log = structlog.get_logger(__name__)
@@ -94,7 +94,7 @@ class RouterClient:
         self._backoff_seconds = backoff_seconds
         self._abort_calls = 0  # under way
         self._next_warning = 0.0
-        self._answers_read = Turns(_READ_AT_ONCE)
+        self._answers_read = LoopTurns(_READ_AT_ONCE)
 
     @property
     def in_flight(self) -> int:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from miles_async.runtime.turns import Turns
+from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.types import Incarnation
 
 WOKEN_AT_ONCE = 3  # requests per turn of the event loop, half a millisecond each
@@ -85,7 +85,7 @@ class EngineRegistry:
     _open: bool = field(init=False)
     _taking: tuple[str, ...] = field(init=False)  # URLs of those that take new requests
     _answering: dict[str, EngineRecord] = field(init=False)  # by URL
-    _turns: Turns = field(init=False, default_factory=lambda: Turns(WOKEN_AT_ONCE))
+    _turns: LoopTurns = field(init=False, default_factory=lambda: LoopTurns(WOKEN_AT_ONCE))
 
     def __post_init__(self) -> None:
         self.notify()

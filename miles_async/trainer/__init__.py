@@ -1,1 +1,1 @@
-"""The trainer's processes: ``group`` (all ranks, from outside), ``actor`` (one rank) and their ``placement``."""
+"""The trainer's processes: ``ranks`` (all of them, from outside), ``actor`` (one rank) and their ``placement``."""

@@ -41,7 +41,7 @@ REPAIRS_THREAD = "repairs"  # of engines, beside deliveries to the others
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Facts about a rank that the group learns at its start."""
+    """Facts about a rank that TrainerRanks learns at its start."""
 
     rank: int
     data_parallel_rank: int
@@ -50,7 +50,7 @@ class RankInfo:
 
 
 class TrainerActor:
-    """Made by TrainerGroup. Every method is called on all ranks at once, except :meth:`call_sender`."""
+    """Made by TrainerRanks. Every method is called on all ranks at once, except :meth:`call_sender`."""
 
     def __init__(self, rank: int, world_size: int, *, network: Network, log_file: Path | None) -> None:
         if log_file is not None:

@@ -56,7 +56,7 @@ from miles_async.runtime.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
 from miles_async.seams import EngineFleet, RolloutSide
-from miles_async.trainer.group import TrainerGroup
+from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import RolloutStats
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
@@ -64,7 +64,7 @@ from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
 from miles_async.wiring.engines import engine_imports
 from miles_async.wiring.rollout_process import build_rollout
-from miles_async.wiring.trainer_process import rank_imports, staging_directory, trainer_group
+from miles_async.wiring.trainer_process import rank_imports, staging_directory, trainer_ranks
 
 log = structlog.get_logger(__name__)
 
@@ -159,7 +159,7 @@ class Run:
                 rollout = RolloutProcess(
                     partial(build_rollout, arguments, *place, of_engines.path if of_engines else None)
                 )
-                trainer = trainer_group(arguments, *place, environment, of_ranks)
+                trainer = trainer_ranks(arguments, *place, environment, of_ranks)
                 async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.start())
@@ -168,7 +168,7 @@ class Run:
                     async with ControlServer(self._sockets / "control", _commands(rollout.manager)):
                         await self._control(progress, rollout, trainer)
 
-    async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerGroup) -> None:
+    async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerRanks) -> None:
         arguments, manager = self._arguments, rollout.manager
         self._summary.record_stage("start", time.monotonic() - self._started)
         tracker = open_trackers(arguments.observability, asdict(arguments))
@@ -202,7 +202,7 @@ class Run:
             self._stats = await _last_stats(manager)
             await asyncio.to_thread(tracker.finish)
 
-    def _publisher(self, trainer: TrainerGroup, rollout: RolloutProcess) -> WeightPublisher:
+    def _publisher(self, trainer: TrainerRanks, rollout: RolloutProcess) -> WeightPublisher:
         arguments = self._arguments
 
         def updater(fleet: EngineFleet, name: str, engines_timeout: float, *, repair: bool = False) -> FleetUpdater:

@@ -14,8 +14,8 @@ from miles_async.runtime.addresses import Network
 from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
 from miles_async.runtime.run_directory import STAGING_DIRECTORY
 from miles_async.trainer.actor import TrainerActor
-from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
+from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.transports.choice import count_senders, make_sender
 
 
@@ -37,17 +37,17 @@ def rank_imports(
     )
 
 
-def trainer_group(
+def trainer_ranks(
     arguments: Arguments,
     run_dir: Path,
     device: Device,
     environment: Mapping[str, str],
     imports: ForkServerProcess | None,
-) -> TrainerGroup:
+) -> TrainerRanks:
     """The trainer of this run, not started. ``imports``: what its ranks are forked from."""
     weights, network = arguments.weights, Network.of_run(arguments.cluster)
     interpreter = imports.interpreter(f"ray::{TrainerActor.__name__}") if imports is not None else None
-    return TrainerGroup(
+    return TrainerRanks(
         world_size=arguments.cluster.trainer_world_size,
         nodes=arguments.cluster.actor_num_nodes,
         resources=RankResources.for_device(device, environment, interpreter, arguments.cluster.actor_labels),

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from miles_async.arguments.weights import WeightsArguments
-from miles_async.trainer.group import united
+from miles_async.trainer.ranks import united
 from miles_async.types import CanaryScore, FleetMembers, Incarnation, Publication, StagedWeights, TensorMeta
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging_options import StagingOptions

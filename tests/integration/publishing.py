@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from miles_async.arguments import WeightsArguments
 from miles_async.seams import EngineFleet, WeightSender
-from miles_async.trainer.group import united
+from miles_async.trainer.ranks import united
 from miles_async.types import Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_sender, make_transport

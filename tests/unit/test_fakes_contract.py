@@ -21,7 +21,7 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.rollout.manager import RolloutManager
 from miles_async.seams import EngineFleet, EngineLoads, RolloutSide, TrainerSide
-from miles_async.trainer.group import TrainerGroup
+from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 from tests.fakes.fake_sides import FakeEngineLoads, FakeFleet, FakeRollout, FakeTrainer
@@ -39,7 +39,7 @@ def parameters(owner: type, name: str) -> list[str]:
     ("protocol", "real", "fake"),
     [
         (EngineFleet, Fleet, FakeFleet),
-        (TrainerSide, TrainerGroup, FakeTrainer),
+        (TrainerSide, TrainerRanks, FakeTrainer),
         (RolloutSide, RolloutManager, FakeRollout),
         (EngineLoads, Loads, FakeEngineLoads),
     ],

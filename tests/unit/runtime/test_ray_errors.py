@@ -14,7 +14,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.errors import EngineError, EngineStartError, TrainerError
 from miles_async.rollout.actor import _result
 from miles_async.runtime.ray_errors import why_gone
-from miles_async.trainer.group import _cause
+from miles_async.trainer.ranks import _cause
 
 # covers: C10
 

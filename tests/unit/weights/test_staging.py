@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from miles_async.arguments.weights import DeltaEncoding
 from miles_async.errors import TrainerError
 from miles_async.runtime.tensor_digest import digest
-from miles_async.trainer.group import united
+from miles_async.trainer.ranks import united
 from miles_async.types import StagedWeights
 from miles_async.weights.staging import Staging
 from miles_async.weights.staging_options import StagingOptions

@@ -67,7 +67,7 @@ class StagingTrainer(FakeTrainer):
         self._halves = halves
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        from miles_async.trainer.group import united
+        from miles_async.trainer.ranks import united
 
         tensors = {name: tensor + version for name, tensor in TENSORS.items()}
         staged = united([half.stage(version, tensors.items()) for half in self._halves])

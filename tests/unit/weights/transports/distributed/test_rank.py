@@ -1,4 +1,4 @@
-"""Buckets that are loaded ahead of their turn; test_trainer_group.py and test_weights_real.py have real groups."""
+"""Buckets that are loaded ahead of their turn; test_trainer_ranks.py and test_weights_real.py have real groups."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Turns:
+class LoopTurns:
     """Coroutines that wait here go on in the order in which they came, at most ``at_once`` per turn of the loop."""
 
     def __init__(self, at_once: int) -> None:

@@ -1,4 +1,4 @@
-"""TrainerGroup: Ray actors around real Megatron ranks, from start to stop, weights sent to a receiver, ranks dying."""
+"""TrainerRanks: Ray actors around real Megatron ranks, from start to stop, weights sent to a receiver, ranks dying."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.errors import CheckpointError, ConfigurationError, StalledError, TrainerError
-from miles_async.trainer.group import TrainerGroup
 from miles_async.trainer.placement import RankResources
+from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed.driver import Broadcasts
 from miles_async.weights.transports.spec import RankSide
@@ -85,7 +85,7 @@ def make_sender(directory: Path, address: str, *, sender: int, senders: int) -> 
     return DistributedSender(RankSide(staging=staging, address=address, device="cpu", timeout_seconds=SENDER_TIMEOUT))
 
 
-def trainer_group(directory: Path, **options: Any) -> TrainerGroup:
+def trainer_ranks(directory: Path, **options: Any) -> TrainerRanks:
     defaults: dict[str, Any] = {
         "world_size": 2,
         "resources": RankResources.for_device("cpu", {}),
@@ -95,15 +95,15 @@ def trainer_group(directory: Path, **options: Any) -> TrainerGroup:
         "start_timeout": 120.0,
         "step_timeout": 60.0,
     }
-    return TrainerGroup(**(defaults | options))
+    return TrainerRanks(**(defaults | options))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerGroup]:
+async def trainer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerRanks]:
     """Two data-parallel ranks, shared by the tests in which nobody dies."""
     staged = tmp_path_factory.mktemp("staged")
     sender = partial(make_sender, staged)
-    running = trainer_group(model, sender=sender, log_directory=tmp_path_factory.mktemp("logs"))
+    running = trainer_ranks(model, sender=sender, log_directory=tmp_path_factory.mktemp("logs"))
     await running.start()
     yield running
     pids = [info.pid for info in running.ranks]
@@ -123,45 +123,45 @@ async def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
     assert not alive
 
 
-async def test_a_step_trains_all_ranks_on_their_own_shards(group: TrainerGroup) -> None:
-    assert group.data_parallel_size == 2
-    assert [info.sender for info in group.ranks] == [0, None]
-    metrics = await group.train(references())
+async def test_a_step_trains_all_ranks_on_their_own_shards(trainer: TrainerRanks) -> None:
+    assert trainer.data_parallel_size == 2
+    assert [info.sender for info in trainer.ranks] == [0, None]
+    metrics = await trainer.train(references())
     samples = toy_samples(8)
     assert metrics["tokens"] == sum(len(sample.tokens) for sample in samples)
     assert metrics["loss_tokens"] == sum(int(sample.loss_mask.sum()) for sample in samples)
     assert np.isfinite(metrics["grad_norm"])
     assert metrics["grad_norm"] > 0
     with pytest.raises(TrainerError, match="expected 2 shards"):
-        await group.train(references()[:1])
+        await trainer.train(references()[:1])
 
 
-async def test_output_of_ranks_goes_to_the_log_directory(group: TrainerGroup) -> None:  # covers: A7
-    assert group._log_directory is not None
-    assert sorted(path.name for path in group._log_directory.iterdir()) == ["trainer-0.log", "trainer-1.log"]
+async def test_output_of_ranks_goes_to_the_log_directory(trainer: TrainerRanks) -> None:  # covers: A7
+    assert trainer._log_directory is not None
+    assert sorted(path.name for path in trainer._log_directory.iterdir()) == ["trainer-0.log", "trainer-1.log"]
 
 
-async def test_staged_weights_reach_a_receiver_as_they_were_staged(group: TrainerGroup, model: Path) -> None:
+async def test_staged_weights_reach_a_receiver_as_they_were_staged(trainer: TrainerRanks, model: Path) -> None:
     # covers: C8, P4
-    staged = await group.stage_weights(1)
+    staged = await trainer.stage_weights(1)
     assert staged.version == 1
     sent = [meta for bucket in staged.buckets.values() for meta in bucket]
     assert staged.total_bytes == sum(int(np.prod(meta.shape)) * 4 for meta in sent)
     assert len(staged.buckets) > 2
     assert len(staged.canary_logprobs) == len(CANARY) - 1
-    await group.train(references())  # the trainer goes on: what was staged must not follow
-    newer = await group.stage_weights(2)
+    await trainer.train(references())  # the trainer goes on: what was staged must not follow
+    newer = await trainer.stage_weights(2)
     assert newer.canary_logprobs != staged.canary_logprobs
 
-    address, port = await group.sender(0).call(Broadcasts.open_group, "weights-1", 2)
+    address, port = await trainer.sender(0).call(Broadcasts.open_group, "weights-1", 2)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         arguments = (address, port, "weights-1", 1, 2, tuple(staged.buckets.values()))
         receiving = asyncio.get_running_loop().run_in_executor(pool, receive, *arguments)
-        await group.sender(0).call(Broadcasts.join_group, "weights-1")
+        await trainer.sender(0).call(Broadcasts.join_group, "weights-1")
         for index in staged.buckets:
-            await group.sender(0).call(Broadcasts.send_bucket, "weights-1", 1, index)
+            await trainer.sender(0).call(Broadcasts.send_bucket, "weights-1", 1, index)
         received = await asyncio.wait_for(receiving, 30)
-    await group.sender(0).call(Broadcasts.leave_group, "weights-1")
+    await trainer.sender(0).call(Broadcasts.leave_group, "weights-1")
 
     assert list(received) == [meta.name for meta in sent]
     logprobs = canary_logprobs(model, received)
@@ -181,51 +181,51 @@ def canary_logprobs(model: Path, weights: dict[str, np.ndarray]) -> list[float]:
     return [scores[i, token].item() for i, token in enumerate(CANARY[1:])]
 
 
-async def test_a_member_that_stays_away_costs_the_timeout_and_nothing_else(group: TrainerGroup) -> None:
+async def test_a_member_that_stays_away_costs_the_timeout_and_nothing_else(trainer: TrainerRanks) -> None:
     # covers: C8, C10
-    await group.stage_weights(3)
-    await group.sender(0).call(Broadcasts.open_group, "weights-absent", 2)
+    await trainer.stage_weights(3)
+    await trainer.sender(0).call(Broadcasts.open_group, "weights-absent", 2)
     started = time.monotonic()
-    await group.sender(0).call(Broadcasts.join_group, "weights-absent")
+    await trainer.sender(0).call(Broadcasts.join_group, "weights-absent")
     assert time.monotonic() - started < SENDER_TIMEOUT + 5
-    assert "never complete" in await group.sender(0).call(Broadcasts.send_bucket, "weights-absent", 3, 0)
-    await group.sender(0).call(Broadcasts.leave_group, "weights-absent")
-    await group.sender(0).call(Broadcasts.leave_group, "weights-absent")
-    assert (await group.train(references()))["loss_tokens"] > 0
+    assert "never complete" in await trainer.sender(0).call(Broadcasts.send_bucket, "weights-absent", 3, 0)
+    await trainer.sender(0).call(Broadcasts.leave_group, "weights-absent")
+    await trainer.sender(0).call(Broadcasts.leave_group, "weights-absent")
+    assert (await trainer.train(references()))["loss_tokens"] > 0
 
 
-async def test_training_goes_on_while_the_transport_waits(group: TrainerGroup) -> None:
-    await group.sender(0).call(Broadcasts.open_group, "weights-slow", 2)
+async def test_training_goes_on_while_the_transport_waits(trainer: TrainerRanks) -> None:
+    await trainer.sender(0).call(Broadcasts.open_group, "weights-slow", 2)
     async with asyncio.TaskGroup() as scope:
-        joining = scope.create_task(group.sender(0).call(Broadcasts.join_group, "weights-slow"))
-        await group.train(references())
+        joining = scope.create_task(trainer.sender(0).call(Broadcasts.join_group, "weights-slow"))
+        await trainer.train(references())
         assert not joining.done()
-    await group.sender(0).call(Broadcasts.leave_group, "weights-slow")
+    await trainer.sender(0).call(Broadcasts.leave_group, "weights-slow")
 
 
-async def test_only_the_newest_versions_stay_staged(group: TrainerGroup) -> None:
+async def test_only_the_newest_versions_stay_staged(trainer: TrainerRanks) -> None:
     for version in (10, 11, 12):
-        await group.stage_weights(version)
+        await trainer.stage_weights(version)
     with pytest.raises(TrainerError, match=r"version 10 are not staged, only \[11, 12\]"):
-        await group.sender(0).call(Broadcasts.send_bucket, "any", 10, 0)
-    assert (await group.train(references()))["loss_tokens"] > 0  # an error of the transport ends nobody
+        await trainer.sender(0).call(Broadcasts.send_bucket, "any", 10, 0)
+    assert (await trainer.train(references()))["loss_tokens"] > 0  # an error of the transport ends nobody
 
 
-async def test_checkpoint_and_hf_export(group: TrainerGroup, tmp_path: Path) -> None:  # covers: C9
-    await group.save(tmp_path / "trainer")
-    before = await group.stage_weights(20)
-    first = [await group.train(references(seed)) for seed in (1, 2)]
-    await group.load(tmp_path / "trainer")
-    assert (await group.stage_weights(21)).canary_logprobs == before.canary_logprobs
-    again = [await group.train(references(seed)) for seed in (1, 2)]
+async def test_checkpoint_and_hf_export(trainer: TrainerRanks, tmp_path: Path) -> None:  # covers: C9
+    await trainer.save(tmp_path / "trainer")
+    before = await trainer.stage_weights(20)
+    first = [await trainer.train(references(seed)) for seed in (1, 2)]
+    await trainer.load(tmp_path / "trainer")
+    assert (await trainer.stage_weights(21)).canary_logprobs == before.canary_logprobs
+    again = [await trainer.train(references(seed)) for seed in (1, 2)]
     assert [m["loss"] for m in again] == [m["loss"] for m in first]
-    await group.save_hf(tmp_path / "hf")
+    await trainer.save_hf(tmp_path / "hf")
     assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "hf").iterdir()}
 
 
 # ----------------------------------------------------------------------------------- in which somebody dies
 async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path) -> None:  # covers: A1, C10
-    running = trainer_group(model, canary_tokens=())
+    running = trainer_ranks(model, canary_tokens=())
     await running.start()
     pids = [info.pid for info in running.ranks]
     await running.train(references())
@@ -266,7 +266,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
         backend = partial(make_backend, tmp_path / "absent")
     else:
         backend = partial(_rank_1_fails, broken == "hangs")
-    running = trainer_group(model, backend=backend, start_timeout=20.0 if broken == "hangs" else 120.0)
+    running = trainer_ranks(model, backend=backend, start_timeout=20.0 if broken == "hangs" else 120.0)
     with pytest.raises(error, match=message):
         await running.start()
     assert not running._actors
@@ -286,13 +286,13 @@ class _Idle:
 
 
 async def test_a_cluster_without_room_is_named_as_the_reason(model: Path) -> None:
-    running = trainer_group(model, resources=RankResources(num_cpus=1, num_gpus=1), start_timeout=3.0)
+    running = trainer_ranks(model, resources=RankResources(num_cpus=1, num_gpus=1), start_timeout=3.0)
     with pytest.raises(TrainerError, match="--actor-num-gpus-per-node"):
         await running.start()
 
 
 async def test_loading_what_is_no_checkpoint_is_a_checkpoint_error(model: Path, tmp_path: Path) -> None:
-    running = trainer_group(model, world_size=1)
+    running = trainer_ranks(model, world_size=1)
     await running.start()
     with pytest.raises(CheckpointError, match="holds no trainer checkpoint"):
         await running.load(tmp_path)

@@ -1,8 +1,7 @@
 """The trainer's ranks as one object: TrainerSide on top of Ray actors.
 
-A call that concerns all ranks is made on all at once. The first rank that fails ends the whole group, since the
-others would wait for it in a collective for ever: they are killed, and the failure surfaces as TrainerError with rank
-and cause.
+A call that concerns all ranks is made on all at once. The first rank that fails ends them all, since the others would
+wait for it in a collective forever: they are killed, and the failure surfaces as TrainerError with rank and cause.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ GRACE_SECONDS = 2.0
 SENDER_CLOSE_SECONDS = 5.0
 
 
-class TrainerGroup:
+class TrainerRanks:
     """Implements TrainerSide. Nothing runs before :meth:`start`; nothing is left after :meth:`stop`."""
 
     def __init__(
@@ -211,12 +210,12 @@ class TrainerGroup:
 class RankSender:
     """Implements SenderHandle: a sending rank's half of the weight transport, in one of its threads."""
 
-    group: TrainerGroup
+    ranks: TrainerRanks
     index: int
     thread: str
 
     async def call(self, method: Callable[[Any, *Ts], Answer], *arguments: *Ts) -> Answer:
-        return await self.group.call_sender(self.index, self.thread, method, arguments)
+        return await self.ranks.call_sender(self.index, self.thread, method, arguments)
 
 
 def united(shares: Sequence[StagedWeights]) -> StagedWeights:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from miles_async.runtime.turns import Turns
+from miles_async.runtime.loop_turns import LoopTurns
 
 
 async def test_a_thousand_go_on_a_few_per_turn_and_in_order() -> None:  # covers: C10
-    turns, went, per_turn = Turns(8), [], []
+    turns, went, per_turn = LoopTurns(8), [], []
 
     async def work(number: int) -> None:
         await turns.turn()
@@ -28,7 +28,7 @@ async def test_a_thousand_go_on_a_few_per_turn_and_in_order() -> None:  # covers
 
 
 async def test_who_is_alone_does_not_wait() -> None:
-    turns = Turns(1)
+    turns = LoopTurns(1)
     for _ in range(3):
         waiting = asyncio.ensure_future(turns.turn())
         await asyncio.sleep(0)
