@@ -7,7 +7,7 @@ they are asked for: the rollout side, which makes its estimator here, has no use
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 from miles_async.api import (
     AdvantageEstimator,
@@ -21,6 +21,8 @@ from miles_async.api import (
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.hooks import load_factory, load_object
+
+Part = TypeVar("Part")
 
 HERE = "miles_async.algorithms"
 
@@ -62,9 +64,8 @@ class Make(Protocol):
 # All raise ConfigurationError for what cannot be used.
 def advantage_estimator(arguments: AlgorithmArguments) -> AdvantageEstimator:
     """Make the rollout side's estimator (``--advantage-estimator``)."""
-    path, flag = _row(ADVANTAGE_ESTIMATORS, arguments.advantage_estimator), "--advantage-estimator"
-    made: AdvantageEstimator = load_factory(path, Make, AdvantageEstimator, flag)(arguments)
-    return made
+    path = _row(ADVANTAGE_ESTIMATORS, arguments.advantage_estimator)
+    return _made(path, AdvantageEstimator, "--advantage-estimator", arguments)
 
 
 def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
@@ -72,7 +73,7 @@ def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
     if arguments.token_advantages is None:
         return None
     path, flag = _row(TOKEN_ADVANTAGES, arguments.token_advantages), "--token-advantages"
-    made: TokenAdvantages = load_factory(path, Make, TokenAdvantages, flag)(arguments)
+    made = _made(path, TokenAdvantages, flag, arguments)
     _check_needs(made, f"{flag} {arguments.token_advantages}")
     return made
 
@@ -80,7 +81,7 @@ def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
 def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
     """``--policy-loss``."""
     path, flag = _row(POLICY_LOSSES, arguments.policy_loss), "--policy-loss"
-    made: PolicyLoss = load_factory(path, Make, PolicyLoss, flag)(arguments)
+    made = _made(path, PolicyLoss, flag, arguments)
     _check_needs(made, f"{flag} {arguments.policy_loss}")
     return made
 
@@ -90,7 +91,7 @@ def correction(arguments: AlgorithmArguments) -> Correction | None:
     if not arguments.use_tis:
         return None
     path, flag = _row(CORRECTIONS, arguments.tis_mode), "--tis-mode"
-    made: Correction = load_factory(path, Make, Correction, flag)(arguments)
+    made = _made(path, Correction, flag, arguments)
     _check_needs(made, f"{flag} {arguments.tis_mode}")
     return made
 
@@ -99,15 +100,12 @@ def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:
     """``--kl-loss-type``, with ``--use-kl-loss``."""
     if not arguments.use_kl_loss:
         return None
-    found: KlEstimator = load_object(_row(KL_ESTIMATORS, arguments.kl_loss_type), KlEstimator, "--kl-loss-type")
-    return found
+    return load_object(_row(KL_ESTIMATORS, arguments.kl_loss_type), KlEstimator, "--kl-loss-type")
 
 
 def aggregation(arguments: AlgorithmArguments) -> Aggregation:
     """``--loss-aggregation``."""
-    path = _row(AGGREGATIONS, arguments.loss_aggregation)
-    found: Aggregation = load_object(path, Aggregation, "--loss-aggregation")
-    return found
+    return load_object(_row(AGGREGATIONS, arguments.loss_aggregation), Aggregation, "--loss-aggregation")
 
 
 def check_own(arguments: AlgorithmArguments) -> None:
@@ -123,6 +121,11 @@ def check_own(arguments: AlgorithmArguments) -> None:
     for name, make in makers:
         if name is not None and ":" in name:
             make(arguments)
+
+
+def _made(path: str, kind: type[Part], flag: str, arguments: AlgorithmArguments) -> Part:
+    part: Part = load_factory(path, Make, kind, flag)(arguments)
+    return part
 
 
 def _row(rows: Mapping[str, str], name: str) -> str:

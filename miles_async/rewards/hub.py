@@ -102,7 +102,7 @@ class RewardHub:
 def resolve_reward(arguments: RewardArguments, services: Services) -> GuardedReward:
     """Make the reward of this run, guarded: ``--custom-rm-path`` or ``--rm-type``. Raises ConfigurationError."""
     if arguments.custom_rm_path is not None:
-        reward: Reward = load_object(arguments.custom_rm_path, Reward, "--custom-rm-path")
+        reward = load_object(arguments.custom_rm_path, Reward, "--custom-rm-path")
         circuit = services.circuit(f"the service of --custom-rm-path {arguments.custom_rm_path}")
         return GuardedReward(reward, arguments.reward_timeout, circuit)
     if arguments.rm_type is None:

@@ -17,8 +17,8 @@ from miles_async.errors import ConfigurationError
 Kind = TypeVar("Kind")
 
 
-def load_object(path: str, protocol: type, flag: str) -> Any:
-    """The object that ``flag`` names, or ConfigurationError saying what it lacks.
+def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
+    """Load the object that ``flag`` names. Raises ConfigurationError saying what it lacks.
 
     >>> reward = load_object("my_package.rewards:length_penalty", Reward, "--custom-rm-path")
     """
@@ -32,11 +32,12 @@ def load_object(path: str, protocol: type, flag: str) -> Any:
     problems = list(_problems(loaded, protocol))
     if problems:
         raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
-    return loaded
+    found: Kind = loaded
+    return found
 
 
-def load_factory(path: str, make: type, made: type, flag: str) -> Any:
-    """Load the factory that ``flag`` names, to be called as ``make`` says: a class like ``made``, or a function.
+def load_factory(path: str, make: type[Kind], made: type, flag: str) -> Kind:
+    """Load the factory that ``flag`` names: a class like ``made``, or a function, which is called as ``make`` says.
 
     >>> make_environment = load_factory("my_package:Calculator", MakeEnvironment, Environment, "--environment-path")
     """
@@ -47,11 +48,12 @@ def load_factory(path: str, make: type, made: type, flag: str) -> Any:
         problems += _problems(object.__new__(loaded), made)  # its methods are looked at, it is not made yet
     if problems:
         raise ConfigurationError(f"{named} makes no {made.__name__}: {'; '.join(problems)}")
-    return loaded
+    found: Kind = loaded
+    return found
 
 
 def load_instance(path: str, kind: type[Kind], flag: str) -> Kind:
-    """The object of class ``kind`` that ``flag`` names, or ConfigurationError.
+    """Load the object of class ``kind`` that ``flag`` names. Raises ConfigurationError.
 
     >>> spec = load_instance("my_package.transports:SPEC", TransportSpec, "--weight-transport")
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +77,7 @@ class TrainerRanks:
         self._network = network
         self._log_directory = log_directory
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
-        self._actors: list[Any] = []
+        self._actors: list[Any] = []  # Ray's handles of TrainerActor, which have no types
         self._ranks: list[RankInfo] = []
 
     async def start(self) -> None:
@@ -89,13 +89,9 @@ class TrainerRanks:
             await self._placement.reserve(self._start_timeout)
             actor_class = ray.remote(concurrency_groups={WEIGHTS_THREAD: 1, REPAIRS_THREAD: 1})(TrainerActor)
             self._actors = [self._create(actor_class, rank) for rank in range(self._world_size)]
-            [(address, port)] = await self._call([0], lambda actor, _: actor.listen.remote(), self._start_timeout)
-            self._ranks = await self._on_all(
-                lambda actor, _: actor.initialize.remote(
-                    address, port, self._backend, self._sender, self._senders, self._threads
-                ),
-                self._start_timeout,
-            )
+            [(address, port)] = await self._call(TrainerActor.listen, [()], self._start_timeout)
+            ready = address, port, self._backend, self._sender, self._senders, self._threads
+            self._ranks = await self._call(TrainerActor.initialize, [ready] * self._world_size, self._start_timeout)
         except BaseException:
             await quietly(self.stop())
             raise
@@ -115,14 +111,12 @@ class TrainerRanks:
             raise TrainerError(
                 f"expected {self.data_parallel_size} shards, one per data-parallel rank, got {len(shards)}"
             )
-        results = await self._on_all(
-            lambda actor, rank: actor.train.remote(shards[self._ranks[rank].data_parallel_rank])
-        )
-        return results[0]
+        own = [(shards[info.data_parallel_rank],) for info in self._ranks]
+        return (await self._call(TrainerActor.train, own, self._step_timeout))[0]
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        results = await self._on_all(lambda actor, _: actor.stage_weights.remote(version, self.canary_tokens))
-        return united([staged for staged in results if staged is not None])
+        shares = await self._on_all(TrainerActor.stage_weights, version, self.canary_tokens)
+        return united([share for share in shares if share is not None])
 
     def sender(self, index: int, *, repair: bool = False) -> RankSender:
         return RankSender(self, index, REPAIRS_THREAD if repair else WEIGHTS_THREAD)
@@ -145,13 +139,13 @@ class TrainerRanks:
             raise _cause({rank: error}) from None
 
     async def save(self, directory: Path) -> None:
-        await self._on_all(lambda actor, _: actor.save.remote(directory))
+        await self._on_all(TrainerActor.save, directory)
 
     async def save_hf(self, directory: Path) -> None:
-        await self._on_all(lambda actor, _: actor.save_hf.remote(directory))
+        await self._on_all(TrainerActor.save_hf, directory)
 
     async def load(self, directory: Path) -> None:
-        await self._on_all(lambda actor, _: actor.load.remote(directory))
+        await self._on_all(TrainerActor.load, directory)
 
     async def stop(self) -> None:
         """End all processes; idempotent. What isn't saved is lost, and the sender's files are removed."""
@@ -168,17 +162,19 @@ class TrainerRanks:
         options = self._placement.options(rank)
         return actor_class.options(**options).remote(rank, self._world_size, network=self._network, log_file=log_file)
 
-    async def _on_all(self, call: Callable[[Any, int], Any], timeout: float | None = None) -> list[Any]:
-        """``call(actor, rank)`` on every rank; results in rank order."""
-        return await self._call(range(len(self._actors)), call, timeout or self._step_timeout)
+    async def _on_all(self, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts) -> list[Answer]:
+        return await self._call(method, [arguments] * self._world_size, self._step_timeout)
 
-    async def _call(self, ranks: Sequence[int], call: Callable[[Any, int], Any], timeout: float) -> list[Any]:
+    async def _call(
+        self, method: Callable[[TrainerActor, *Ts], Answer], arguments: Sequence[tuple[*Ts]], timeout: float
+    ) -> list[Answer]:
+        """Call ``method`` on the first ranks, one for each tuple of ``arguments``. Answers in rank order."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
-        results: dict[int, Any] = {}
+        results: dict[int, Answer] = {}
         errors: dict[int, Exception] = {}
 
-        async def settle(rank: int, reference: Any) -> None:
+        async def settle(rank: int, reference: Awaitable[Answer]) -> None:
             try:
                 results[rank] = await reference
             except RayError as error:
@@ -188,17 +184,17 @@ class TrainerRanks:
 
         try:
             async with asyncio.timeout(timeout) as deadline, asyncio.TaskGroup() as scope:
-                for rank in ranks:
-                    scope.create_task(settle(rank, call(self._actors[rank], rank)))
+                for rank, own in enumerate(arguments):
+                    scope.create_task(settle(rank, getattr(self._actors[rank], method.__name__).remote(*own)))
         except TimeoutError:
             if not errors:
                 self._kill()
-                waiting = sorted(set(ranks) - set(results))
+                waiting = [rank for rank in range(len(arguments)) if rank not in results]
                 raise StalledError(f"trainer ranks {waiting} did not answer within {timeout:g} s") from None
         if errors:
             self._kill()
             raise _cause(errors)
-        return [results[rank] for rank in ranks]
+        return [results[rank] for rank in range(len(arguments))]
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []

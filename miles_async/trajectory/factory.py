@@ -37,5 +37,4 @@ def named_parser(name: str | None) -> ParseCalls | None:
     """``--tool-call-parser``. Raises ConfigurationError for a hook that cannot be used."""
     if name is None or name in PARSERS:
         return PARSERS.get(name or "")
-    parser: ParseCalls = load_object(name, ParseCalls, "--tool-call-parser")
-    return parser
+    return load_object(name, ParseCalls, "--tool-call-parser")

@@ -175,8 +175,7 @@ def _environment_factory(path: str) -> MakeEnvironment:
 
 
 def _loaded_agent(path: str) -> RunAgent:
-    agent: RunAgent = load_object(path, Agent, "--agent-path")
-    return agent
+    return load_object(path, Agent, "--agent-path")
 
 
 def check_hooks(arguments: Arguments) -> None:
