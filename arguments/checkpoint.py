@@ -22,6 +22,12 @@ class CheckpointArguments:
     )
     save_overwrite: bool = flag(False, "replace the checkpoints of another run in --save by this run's first")
     save_hf: Path | None = flag(None, "directory for a Hugging Face export of the final weights")
+    max_run_restarts: int = flag(
+        0,
+        "start the run again from its newest checkpoint, at most N times per hour, when it lost a trainer rank or its "
+        "own side to a fault of a machine",
+        metavar="N",
+    )
     load: Path | None = flag(
         None, "resume from this checkpoint (a directory iter_N), or from the newest of the run that saved here"
     )

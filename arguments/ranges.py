@@ -53,6 +53,7 @@ AT_LEAST: dict[str, int] = {
     "sglang_router_port": 1,
     "save_interval": 1,
     "save_keep_last": 1,
+    "max_run_restarts": 0,
     "save_retain_interval": 1,
     "eval_interval": 1,
     "n_samples_per_eval_prompt": 1,

@@ -93,10 +93,20 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
         "--save-keep-last": checkpoint.save_keep_last is not None,
         "--save-retain-interval": checkpoint.save_retain_interval is not None,
         "--save-overwrite": checkpoint.save_overwrite,
+        "--max-run-restarts": checkpoint.max_run_restarts > 0,
     }
     for flag, given in needing.items():
         if given and checkpoint.save is None:
             yield f"{flag} without --save: give the directory for checkpoints"
+    if checkpoint.max_run_restarts and checkpoint.save is not None and checkpoint.save_interval is None:
+        yield "--max-run-restarts without --save-interval: a restarted run would begin from zero"
+    run_dir = arguments.observability.run_dir.absolute()
+    save = checkpoint.save.absolute() if checkpoint.save is not None else None
+    if checkpoint.max_run_restarts and save is not None and save.is_relative_to(run_dir):
+        yield (
+            f"--max-run-restarts with --save {save} inside --run-dir {run_dir}, which a restart moves aside: choose "
+            "another --save"
+        )
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if checkpoint.save is not None and retained is not None and (interval is None or retained % interval):
         yield (
@@ -105,7 +115,6 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
         )
     if checkpoint.load is not None and not os.path.isdir(checkpoint.load):
         yield f"--load {checkpoint.load}: there is no such directory; leave --load out to start a new run"
-    run_dir = arguments.observability.run_dir.absolute()
     if checkpoint.load is not None and checkpoint.load.absolute().is_relative_to(run_dir):
         yield f"--load {checkpoint.load} is inside --run-dir {run_dir}, which starts empty: choose another --run-dir"
     if checkpoint.save is not None and checkpoint.save.absolute().is_relative_to(run_dir):

@@ -83,6 +83,16 @@ class TrainerError(MilesAsyncError):
     """A trainer rank failed."""
 
 
+class ProcessLostError(MilesAsyncError):
+    """A process that the run cannot do without died or is out of reach. The fault is with machines rather than with
+    flags, data or code, so the same run may succeed on another try.
+    """
+
+
+class StaleCallError(MilesAsyncError):
+    """A repeated call came after its caller had given it up. Nobody waits for its answer."""
+
+
 class CheckpointError(MilesAsyncError):
     """A checkpoint could not be written or is not whole."""
 

@@ -21,6 +21,7 @@ from miles_async.ledger.reader import LedgerReader, open_ledger
 from miles_async.ledger.readmission import request_readmission
 from miles_async.ledger.story import tell
 from miles_async.rollout.checkpoint import STATE_FILE
+from miles_async.runtime.restarted import read_restarts
 from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
 from miles_async.staleness.ledger import Balance, Ledger
@@ -62,7 +63,7 @@ def ledger(words: Sequence[str]) -> str:
     with open_ledger(_ledger_file(parsed.directory)) as reader:
         carried = reader.carried()
         shown = _show_balance(reader.balance(), carried.balance.issued if carried else 0)
-        return shown + _show_lengths(reader)
+        return shown + _show_lengths(reader) + "".join(f"{restart}\n" for restart in read_restarts(parsed.directory))
 
 
 def explain(words: Sequence[str]) -> str:

@@ -51,13 +51,14 @@ def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
         if not _until(lambda: find_driver(run) is None, parsed.timeout):
             say(f"it did not end within {parsed.timeout:g} s; killing its processes")
             driver.kill()
-    _end_leftovers(run, say)
+    end_leftovers(run, say)
     sweep_temporary()
     sweep(parsed.directory / STAGING_DIRECTORY)
     return 0
 
 
-def _end_leftovers(run: RunProcess, say: Callable[[str], None]) -> None:
+def end_leftovers(run: RunProcess, say: Callable[[str], None]) -> None:
+    """Wait for the end of a run's processes, and kill those that stay. Raises StalledError if that fails."""
     if _until(lambda: not find_marked(run), LEFTOVER_SECONDS):
         return
     say(f"killing what is left: {', '.join(kill_marked(run))}")

@@ -14,6 +14,7 @@ from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer
+from miles_async.commands.keep_running import keep_running
 from miles_async.runtime.last_resort import sigterm_interrupts
 from miles_async.runtime.ray_address import VARIABLE, with_ray_address
 
@@ -40,6 +41,9 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
         notes = check_tokenizer(arguments)
         show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n")
         return 0
+    if arguments.checkpoint.max_run_restarts:
+        run_dir, staging = arguments.observability.run_dir, arguments.weights.weight_staging_dir
+        return keep_running(words, arguments.checkpoint, run_dir, staging)
     if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
         show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
     from miles_async.wiring.driver import run  # here, since it brings torch and Ray with it

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerHandle, ServerSpec
 from miles_async.engines.server_process import ServerProcess
-from miles_async.errors import EngineError, EngineStartError
+from miles_async.errors import EngineError, EngineStartError, ProcessLostError
+from miles_async.runtime.actor_link import ActorLink
+from miles_async.runtime.call_once import CallId, CallOnce
 from miles_async.runtime.nodes import NO_LABELS, alive_nodes, describe_nodes
 from miles_async.runtime.ray_errors import why_gone
 
@@ -30,7 +32,25 @@ class RayServers:
         return _RayServer(self._kind, self._spec, self._labels, engine_index, incarnation)
 
 
+class EngineActor:
+    """One start of one server, in an actor. Calls that its caller repeats are executed once."""
+
+    def __init__(self, kind: EngineKind, spec: ServerSpec, engine_index: int, incarnation: int) -> None:
+        self._server = ServerProcess(kind, spec, engine_index, incarnation)
+        self._once = CallOnce()
+
+    async def perform(self, call: CallId, method: Callable[..., Awaitable[Result]], *arguments: object) -> Result:
+        """Await ``method``, a function of ServerProcess, unless ``call`` was executed before: then answer the same."""
+        return await self._once.run_async(call, lambda: method(self._server, *arguments))
+
+
 class _RayServer:
+    """Implements ServerHandle.
+
+    An actor that cannot be reached is called again for a while: whether its server answers HTTP decides meanwhile
+    whether the engine is given up (``health.py``).
+    """
+
     def __init__(
         self, kind: EngineKind, spec: ServerSpec, labels: Mapping[str, str], engine_index: int, incarnation: int
     ) -> None:
@@ -38,6 +58,7 @@ class _RayServer:
         self._arguments = (kind, spec, engine_index, incarnation)
         self._engine_index = engine_index
         self._labels = labels
+        self._link = ActorLink(f"the actor of {spec.group}-{engine_index}")
         self._gpus = spec.tensor_parallel_size if spec.device == "cuda" else 0
         self._actor: Any = None
 
@@ -45,18 +66,18 @@ class _RayServer:
         import ray
 
         place = await asyncio.to_thread(self._place)
-        actor = ray.remote(ServerProcess).options(num_cpus=0, num_gpus=self._gpus, **place)
+        actor = ray.remote(EngineActor).options(num_cpus=0, num_gpus=self._gpus, **place)
         self._actor = actor.remote(*self._arguments)
         # The actor keeps its own deadline; ours is for Ray, which waits for free resources without end.
         deadline = self._spec.start_timeout + 60
         try:
             async with asyncio.timeout(deadline):
-                return await self._actor.start.remote()
+                return await self._perform(self._actor, ServerProcess.start)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, EngineStartError):
                 raise error.cause from None
             raise EngineStartError(f"engine actor failed: {error}") from error
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ProcessLostError) as error:
             raise EngineStartError(f"engine actor died while it started: {why_gone(error)}") from error
         except TimeoutError:
             raise EngineStartError(
@@ -85,8 +106,8 @@ class _RayServer:
         import ray
 
         try:
-            return await self._actor.wait_exit.remote()
-        except ray.exceptions.RayError as error:
+            return await self._perform(self._actor, ServerProcess.wait_exit)
+        except (ray.exceptions.RayError, ProcessLostError) as error:
             return f"its actor is gone: {why_gone(error)}"
 
     async def on_host(
@@ -96,11 +117,11 @@ class _RayServer:
 
         if self._actor is None:
             raise EngineError("it was stopped")
-        try:
-            return await self._actor.on_host.remote(function, room, *arguments)  # Ray resolves references here
+        try:  # Ray resolves references among the arguments on the way
+            return await self._perform(self._actor, ServerProcess.on_host, function, room, *arguments)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, EngineError) else EngineError(str(error)) from None
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ProcessLostError) as error:
             raise EngineError(f"its actor is gone: {why_gone(error)}") from error
 
     async def stop(self) -> None:
@@ -109,7 +130,10 @@ class _RayServer:
         if self._actor is None:
             return
         actor, self._actor = self._actor, None
-        with suppress(ray.exceptions.RayError, TimeoutError):
+        with suppress(ray.exceptions.RayError, ProcessLostError, TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
-                await actor.stop.remote()
+                await self._perform(actor, ServerProcess.stop)
         ray.kill(actor, no_restart=True)  # and with it, by PR_SET_PDEATHSIG, whatever stop left
+
+    async def _perform(self, actor: Any, method: Callable[..., Awaitable[Result]], *arguments: object) -> Result:
+        return await self._link.call(lambda call: actor.perform.remote(call, method, *arguments))

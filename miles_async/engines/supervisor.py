@@ -18,10 +18,10 @@ import structlog
 from miles_async.engines.health import EngineHealth
 from miles_async.engines.kind import InferenceServer, LaunchServer, ServerHandle
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.restarts import RestartBudget
 from miles_async.engines.router import Router
 from miles_async.engines.routing import Routing
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
+from miles_async.runtime.restarts import RestartBudget
 from miles_async.runtime.tasks import gathered, quietly
 
 log = structlog.get_logger(__name__)
@@ -176,9 +176,10 @@ class EngineSupervisor:
             await self._put_away(record, reason)
         self._give_up(record)
         if self._all_gone():
+            budget = self._engines[record.engine_id].budget
             raise EngineError(
-                f"no engine is left; the last, {record.engine_id}, was restarted "
-                f"{self._engines[record.engine_id].budget}: {record.reason}"
+                f"no engine is left; the last, {record.engine_id}, was restarted {budget} (--engine-max-restarts, "
+                f"--engine-restart-window): {record.reason}"
             )
 
     async def _put_away(self, record: EngineRecord, reason: str) -> None:

@@ -11,11 +11,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 REWARD_WINDOW = 5  # reward_last is a mean over so many steps: a single step of a small batch swings by ±0.1
 GROUP_ENDS = ("trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled")
 GROUP_STAGES = ("in_flight", "buffered")
+
+
+Ending = Literal["finished", "interrupted", "failed", "lost"]
+"""How a run ended. lost: it failed since it lost a process to a fault of a machine, and may succeed on another try."""
 
 
 class Publish(TypedDict):
@@ -52,7 +56,9 @@ class Summary(TypedDict):
     logprob_diff: LogprobDifference
     weight_version: int | None
     stage_seconds: dict[str, float]
-    ending: NotRequired[str]  # finished, interrupted or failed; absent while the run goes on
+    ending: NotRequired[Ending]  # absent while the run goes on
+    error: NotRequired[str]  # that ended it; absent if it finished or was interrupted
+    restarts: NotRequired[list[dict[str, Any]]]  # --max-run-restarts: earlier lives of the run
 
 
 class RunSummary:

@@ -56,6 +56,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
             f"{_number(difference['max'], '.2e')} at most",
         ),
         ("seconds by stage", stages or MISSING),
+        *(("restart", f"{restart['reason']} ({restart['run_dir']})") for restart in summary.get("restarts", ())),
     ]
 
 

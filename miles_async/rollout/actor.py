@@ -15,8 +15,10 @@ from typing import Literal, TypeVar
 
 import ray
 
-from miles_async.errors import EngineError
+from miles_async.errors import ProcessLostError
 from miles_async.runtime import garbage
+from miles_async.runtime.actor_link import ActorLink
+from miles_async.runtime.call_once import CallId, CallOnce
 from miles_async.runtime.ray_errors import why_gone
 from miles_async.seams import EngineFleet, RolloutSide
 
@@ -44,15 +46,21 @@ class RolloutActor:
         """``build`` starts the parts; it runs in the actor's process."""
         self._build = build
         self._parts: RolloutParts | None = None
+        self._once = CallOnce()
 
-    async def start(self) -> None:
+    async def start(self, call: CallId) -> None:
         """Build the parts. Raises what building raises; nothing is left running then."""
+        await self._once.run_async(call, self._start)
+
+    async def call(self, call: CallId, part: PartName, method: str, *arguments: object, **named: object) -> object:
+        """Await a method of a part's protocol, for :func:`stand_in`, unless ``call`` was executed before."""
+        return await self._once.run_async(
+            call, lambda: getattr(getattr(self._parts, part), method)(*arguments, **named)
+        )
+
+    async def _start(self) -> None:
         self._parts = await self._build()
         garbage.settle()
-
-    async def call(self, part: PartName, method: str, *arguments: object, **named: object) -> object:
-        """Await a method of a part's protocol, for :func:`stand_in`."""
-        return await getattr(getattr(self._parts, part), method)(*arguments, **named)
 
 
 Forward = Callable[[str, tuple[object, ...], Mapping[str, object]], Awaitable[object]]
@@ -75,14 +83,14 @@ def _forwarding(method: str, forward: Forward) -> Callable[..., Awaitable[object
     return call
 
 
-async def _result(reference: Awaitable[T]) -> T:
-    """Await a remote call; raise its error as it was raised there."""
+async def _result(link: ActorLink, make: Callable[[CallId], Awaitable[T]]) -> T:
+    """Await a remote call; raise its error as it was raised there. Raises ProcessLostError if the process is gone."""
     try:
-        return await reference
+        return await link.call(make)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
-        raise EngineError(f"the rollout manager's process died: {why_gone(error)}") from error
+        raise ProcessLostError(f"the rollout manager's process died: {why_gone(error)}") from error
 
 
 class RolloutProcess:
@@ -95,6 +103,7 @@ class RolloutProcess:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
         self._actor = ray.remote(RolloutActor).options(**options).remote(build)
+        self._link = ActorLink("the rollout manager's process")
         self._started = False
         self.manager = stand_in(RolloutSide, self._forward_to("manager"))
         self.fleet = stand_in(EngineFleet, self._forward_to("fleet"))
@@ -102,20 +111,22 @@ class RolloutProcess:
 
     def _forward_to(self, part: PartName) -> Forward:
         async def forward(method: str, arguments: tuple[object, ...], named: Mapping[str, object]) -> object:
-            return await _result(self._actor.call.remote(part, method, *arguments, **named))
+            return await _result(
+                self._link, lambda call: self._actor.call.remote(call, part, method, *arguments, **named)
+            )
 
         return forward
 
     async def start(self) -> None:
         """Engines and router up. Raises EngineStartError, DataError, ConfigurationError."""
-        await _result(self._actor.start.remote())
+        await _result(self._link, self._actor.start.remote)
         self._started = True
 
     async def stop(self, timeout: float) -> None:
         """Let the manager stop its processes, then end the actor whatever it did."""
         try:
             if self._started:  # else there is no manager yet, and what it started dies with its process
-                with suppress(TimeoutError, EngineError):  # it hangs, or is gone
+                with suppress(TimeoutError, ProcessLostError):  # it hangs, or is gone
                     async with asyncio.timeout(timeout):
                         await self.manager.stop()
         finally:

@@ -49,6 +49,18 @@ def claimed(directory: Path, control: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def move_aside(directory: Path) -> Path:
+    """Rename the directory of a run that is over, as the next run would. Returns where it is then.
+
+    Raises ConfigurationError if the run is under way.
+    """
+    lock = _locked(directory)
+    try:
+        return _rename_by_time(directory)
+    finally:
+        os.close(lock)
+
+
 def check_run_directory(directory: Path) -> None:
     """Raise ConfigurationError unless a run could claim ``directory`` now. Changes nothing."""
     place = directory.resolve()
@@ -91,9 +103,13 @@ def _locked_and_empty(directory: Path) -> int:
         elif os.fstat(lock).st_size == 0:
             return lock
         else:  # no other run can move it while its lock is held
-            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
-            directory.rename(_unused(directory.with_name(f"{directory.name}.{stamp}")))
+            _rename_by_time(directory)
             os.close(lock)
+
+
+def _rename_by_time(directory: Path) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
+    return directory.rename(_unused(directory.with_name(f"{directory.name}.{stamp}")))
 
 
 def _locked(directory: Path) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
-from miles_async.errors import TrainerError
+from miles_async.errors import ProcessLostError
 from miles_async.simulation.engine import TENSORS, canary_logprobs, simulated_digest
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.settings import SimulationSettings
@@ -38,7 +38,7 @@ class SimulatedTrainer:
 
     async def train(self, shards: Sequence[object]) -> Mapping[str, float]:
         if self._settings.faults.trainer_fails_at_step == self._steps:
-            raise TrainerError(f"rank 0 died in step {self._steps} (simulated)")
+            raise ProcessLostError(f"rank 0 died in step {self._steps} (simulated)")
         shard = shards[0]
         assert isinstance(shard, TrainShard)  # itself: there is no object store
         self._log.add("train", step=self._steps, version=shard.target_version)

@@ -2,7 +2,10 @@
 
 Methods are blocking, since training is. They run in three threads: ``train`` and everything collective over the ranks
 in one, the transport of weights in another, and in the third that for repairs: an engine which fails to answer never
-holds up training, and one which fails in its repair holds up no delivery.
+holds up training, and one which fails in its repair holds up no delivery. A fourth thread answers pings.
+
+All calls come through :meth:`TrainerActor.perform`, which executes each once however often it is repeated: no rank
+takes a step twice or runs ahead of the others when a link was lost.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import ray
 
 from miles_async.api import TrainBackend
 from miles_async.runtime.addresses import Network
+from miles_async.runtime.call_once import CallId, CallOnce
 from miles_async.seams import WeightSender
 from miles_async.types import StagedWeights, TrainShard
 
@@ -37,6 +41,8 @@ SenderFactory = Callable[..., WeightSender]
 
 WEIGHTS_THREAD = "weights"
 REPAIRS_THREAD = "repairs"  # of engines, beside deliveries to the others
+PINGS_THREAD = "pings"
+THREADS = (WEIGHTS_THREAD, REPAIRS_THREAD, PINGS_THREAD)  # beside the main one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +56,10 @@ class RankInfo:
 
 
 class TrainerActor:
-    """Made by TrainerRanks. Every method is called on all ranks at once, except :meth:`call_sender`."""
+    """Made by TrainerRanks, which calls :meth:`perform` and :meth:`ping`; the former calls the other methods.
+
+    Every method is called on all ranks at once, except :meth:`listen` and :meth:`call_sender`.
+    """
 
     def __init__(self, rank: int, world_size: int, *, network: Network, log_file: Path | None) -> None:
         if log_file is not None:
@@ -63,6 +72,15 @@ class TrainerActor:
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
         self._canary: tuple[float, ...] = ()  # log-probs of it with the weights that were staged last
+        self._once = CallOnce()
+
+    def perform(self, call: CallId, method: Callable[..., Answer], *arguments: object) -> Answer:
+        """Call ``method``, a function of this class, unless ``call`` was executed before: then answer the same."""
+        return self._once.run(call, lambda: method(self, *arguments))
+
+    @ray.method(concurrency_group=PINGS_THREAD)
+    def ping(self) -> None:
+        """Show that the process can be reached."""
 
     def listen(self) -> tuple[str, int]:
         """Rank 0: the rendezvous of all ranks, on a port that is held from now on."""
@@ -138,8 +156,6 @@ class TrainerActor:
         self._ready.load(directory)
         self._canary = ()
 
-    # ------------------------------------------------------------------------------------ weights thread
-    @ray.method(concurrency_group=WEIGHTS_THREAD)
     def call_sender(self, method: Callable[..., Answer], arguments: Sequence[Any]) -> Answer:
         """Call the method of this rank's sender that implements ``method`` of its protocol."""
         assert self._sender is not None, "only sending ranks have a sender"

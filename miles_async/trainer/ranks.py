@@ -1,14 +1,16 @@
 """The trainer's ranks as one object: TrainerSide on top of Ray actors.
 
-A call that concerns all ranks is made on all at once. The first rank that fails ends them all, since the others would
-wait for it in a collective forever: they are killed, and the failure surfaces as TrainerError with rank and cause.
+A call that concerns all ranks is made on all at once, and the next one when all have answered. A rank that cannot be
+reached is called again until it answers (``runtime/actor_link.py``), while the others wait for it in their collective.
+The first rank that fails or is lost ends them all, since the others would wait for it forever: they are killed, and the
+failure surfaces with rank and cause, as ProcessLostError if a rank was lost, else as TrainerError.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +22,15 @@ import structlog
 from ray.exceptions import RayError, RayTaskError
 
 from miles_async.api import Metrics
-from miles_async.errors import MilesAsyncError, StalledError, TrainerError
+from miles_async.errors import MilesAsyncError, ProcessLostError, StalledError, TrainerError
+from miles_async.runtime.actor_link import ActorLink
 from miles_async.runtime.addresses import LOCAL, Network
 from miles_async.runtime.ray_errors import why_gone
 from miles_async.runtime.tasks import quietly
 from miles_async.seams import WeightSender
 from miles_async.trainer.actor import (
     REPAIRS_THREAD,
+    THREADS,
     WEIGHTS_THREAD,
     BackendFactory,
     RankInfo,
@@ -43,7 +47,9 @@ Answer = TypeVar("Answer")
 
 # After a first failure others follow (a lost peer breaks collectives): wait a little, so as to name the cause.
 GRACE_SECONDS = 2.0
+LOST_PEER_SECONDS = 90.0  # if all that is known is that a peer was lost: Ray takes a minute to give up a node
 SENDER_CLOSE_SECONDS = 5.0
+LOST_PEER = 3  # the highest rank of suspicion
 
 
 class TrainerRanks:
@@ -78,17 +84,21 @@ class TrainerRanks:
         self._log_directory = log_directory
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
         self._actors: list[Any] = []  # Ray's handles of TrainerActor, which have no types
+        self._links: list[ActorLink] = []
         self._ranks: list[RankInfo] = []
 
     async def start(self) -> None:
         """Start all ranks and load their models.
 
-        Raises ConfigurationError, TrainerError or StalledError, with nothing left running.
+        Raises ConfigurationError, TrainerError, ProcessLostError or StalledError, with nothing left running.
         """
         try:
             await self._placement.reserve(self._start_timeout)
-            actor_class = ray.remote(concurrency_groups={WEIGHTS_THREAD: 1, REPAIRS_THREAD: 1})(TrainerActor)
+            actor_class = ray.remote(concurrency_groups=dict.fromkeys(THREADS, 1))(TrainerActor)
             self._actors = [self._create(actor_class, rank) for rank in range(self._world_size)]
+            self._links = [
+                ActorLink(f"trainer rank {rank}", actor.ping.remote) for rank, actor in enumerate(self._actors)
+            ]
             [(address, port)] = await self._call(TrainerActor.listen, [()], self._start_timeout)
             ready = address, port, self._backend, self._sender, self._senders, self._threads
             self._ranks = await self._call(TrainerActor.initialize, [ready] * self._world_size, self._start_timeout)
@@ -124,17 +134,15 @@ class TrainerRanks:
     async def call_sender(
         self, index: int, thread: str, method: Callable[..., Answer], arguments: Sequence[Any]
     ) -> Answer:
-        """See :class:`RankSender`. Errors don't concern the other ranks, unless the rank died."""
+        """See :class:`RankSender`. Errors don't concern the other ranks, unless the rank was lost."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
         rank = next(info.rank for info in self._ranks if info.sender == index)
         try:
-            call = self._actors[rank].call_sender.options(concurrency_group=thread)
-            answer: Answer = await call.remote(method, arguments)
-            return answer
+            return await self._perform(rank, thread, TrainerActor.call_sender, (method, arguments))
         except RayTaskError as error:
             raise _cause({rank: error}) from None
-        except RayError as error:  # the rank is gone
+        except (RayError, ProcessLostError) as error:
             self._kill()
             raise _cause({rank: error}) from None
 
@@ -174,18 +182,20 @@ class TrainerRanks:
         results: dict[int, Answer] = {}
         errors: dict[int, Exception] = {}
 
-        async def settle(rank: int, reference: Awaitable[Answer]) -> None:
+        async def settle(rank: int) -> None:
             try:
-                results[rank] = await reference
-            except RayError as error:
-                if not errors and not deadline.expired():
-                    deadline.reschedule(asyncio.get_running_loop().time() + GRACE_SECONDS)
+                results[rank] = await self._perform(rank, None, method, arguments[rank])
+            except (RayError, ProcessLostError) as error:
                 errors[rank] = error
+                only_lost_peers = min(map(_rank_of_suspicion, errors.values())) == LOST_PEER
+                grace = asyncio.get_running_loop().time() + (LOST_PEER_SECONDS if only_lost_peers else GRACE_SECONDS)
+                if not deadline.expired():
+                    deadline.reschedule(min(grace, deadline.when() or grace))
 
         try:
             async with asyncio.timeout(timeout) as deadline, asyncio.TaskGroup() as scope:
-                for rank, own in enumerate(arguments):
-                    scope.create_task(settle(rank, getattr(self._actors[rank], method.__name__).remote(*own)))
+                for rank in range(len(arguments)):
+                    scope.create_task(settle(rank))
         except TimeoutError:
             if not errors:
                 self._kill()
@@ -195,6 +205,14 @@ class TrainerRanks:
             self._kill()
             raise _cause(errors)
         return [results[rank] for rank in range(len(arguments))]
+
+    async def _perform(
+        self, rank: int, thread: str | None, method: Callable[[TrainerActor, *Ts], Answer], arguments: tuple[*Ts]
+    ) -> Answer:
+        """Call ``method`` on one rank, again as long as it cannot be reached. ``thread``: None for the main one."""
+        remote = self._actors[rank].perform.options(**({"concurrency_group": thread} if thread else {})).remote
+        answer: Answer = await self._links[rank].call(lambda call: remote(call, method, *arguments))
+        return answer
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []
@@ -231,7 +249,7 @@ def united(shares: Sequence[StagedWeights]) -> StagedWeights:
     )
 
 
-def _cause(errors: dict[int, Exception]) -> MilesAsyncError:
+def _cause(errors: Mapping[int, Exception]) -> MilesAsyncError:
     """Choose the error to raise from those within the grace time: the one that caused the others."""
     rank, error = min(errors.items(), key=lambda item: (_rank_of_suspicion(item[1]), item[0]))
     cause = error.cause if isinstance(error, RayTaskError) else error
@@ -240,15 +258,17 @@ def _cause(errors: dict[int, Exception]) -> MilesAsyncError:
     others = sorted(set(errors) - {rank})
     also = f" (ranks {others} failed after it)" if others else ""
     if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-        return TrainerError(f"trainer rank {rank} died{also}: {why_gone(error)}")
+        return ProcessLostError(f"trainer rank {rank} died{also}: {why_gone(error)}")
     text = str(cause).strip() or repr(cause)
     log.error("trainer rank failed", rank=rank, traceback=str(error))
+    if _rank_of_suspicion(error) == LOST_PEER:  # and nobody says that it is the lost one
+        return ProcessLostError(f"trainer rank {rank} lost the connection to another{also}: {text}")
     return TrainerError(f"trainer rank {rank} failed{also}: {type(cause).__name__}: {text}")
 
 
 def _rank_of_suspicion(error: Exception) -> int:
-    """A process that died, then an error on purpose, then any other, last a lost connection: that is a follower."""
-    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+    """A process that was lost, then an error on purpose, then any other, last a lost connection: that is a follower."""
+    if isinstance(error, ProcessLostError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
         return 0
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, MilesAsyncError):
@@ -257,4 +277,4 @@ def _rank_of_suspicion(error: Exception) -> int:
     lost_peer = any(
         sign in text for sign in ("connection closed by peer", "connection reset", "broken pipe", "recv", "timed out")
     )
-    return 3 if lost_peer else 2
+    return LOST_PEER if lost_peer else 2

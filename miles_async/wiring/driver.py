@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import structlog
+from msgspec import to_builtins
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.config_file import to_toml
@@ -30,6 +31,7 @@ from miles_async.controller import Controller
 from miles_async.errors import (
     ConfigurationError,
     LedgerError,
+    ProcessLostError,
     PublicationError,
     StalledError,
     SummaryError,
@@ -40,7 +42,7 @@ from miles_async.observability.logs import configure_logging
 from miles_async.observability.plots import plot_run
 from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
-from miles_async.observability.summary import RunSummary, write_summary
+from miles_async.observability.summary import Ending, RunSummary, write_summary
 from miles_async.observability.summary_view import print_summary
 from miles_async.observability.trackers import open_trackers
 from miles_async.rollout.actor import RolloutProcess
@@ -51,6 +53,7 @@ from miles_async.runtime.last_resort import LastResort
 from miles_async.runtime.own_ray import OwnRay
 from miles_async.runtime.owned_directory import OwnedDirectory, sweep, sweep_temporary, temporary_parent
 from miles_async.runtime.ray_cluster import ray_cluster, worker_environment
+from miles_async.runtime.restarted import own_restarts, write_restarts
 from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, claimed
 from miles_async.runtime.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
@@ -89,6 +92,7 @@ def run(arguments: Arguments) -> int:
         with claimed(run_dir, temporary.path / "control"):
             configure_logging(run_dir, arguments.observability.log_level)
             write_config(arguments, run_dir)
+            _note_restarts(run_dir)
             return _to_the_end(Run(arguments, run_dir, temporary.path))
     finally:
         temporary.remove()
@@ -112,8 +116,10 @@ def _to_the_end(training: Run) -> int:
                     log.warning("something failed while the run was being ended", error=repr(first_error(error)))
                 training.try_to_report("interrupted")
                 return EXIT_INTERRUPTED
-            training.try_to_report("failed")
-            raise first_error(error) from error
+            cause = first_error(error)
+            lost = isinstance(cause, ProcessLostError) or training.lost()
+            training.try_to_report("lost" if lost else "failed", str(cause))
+            raise cause from error
         training.report("finished")
         return 0
 
@@ -124,6 +130,17 @@ def write_config(arguments: Arguments, run_dir: Path) -> None:
         (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
     except OSError as error:
         raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error
+
+
+def _note_restarts(run_dir: Path) -> None:
+    """Tell the run directory and the log of the run's earlier lives."""
+    restarts = own_restarts()
+    try:
+        write_restarts(run_dir, restarts)
+    except OSError as error:
+        raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error
+    if restarts:
+        log.warning("the run was restarted", times=len(restarts), **to_builtins(restarts[-1]))
 
 
 class Run:
@@ -248,7 +265,7 @@ class Run:
             ranks=self._arguments.layout,
         )
 
-    def report(self, ending: str) -> None:
+    def report(self, ending: Ending, error: str = "") -> None:
         """summary.json, the plot and the closing table: of what was done, however the run ended.
 
         Raises SummaryError if summary.json cannot be written.
@@ -263,25 +280,31 @@ class Run:
             weight_version=self._version,
         )
         summary["ending"] = ending
+        if error:
+            summary["error"] = error
+        if restarts := own_restarts():
+            summary["restarts"] = to_builtins(restarts)
         path = self._run_dir / "summary.json"
         try:
             write_summary(summary, path)
-        except OSError as error:
-            raise SummaryError(f"the run has {ending}, and its summary cannot be written: {path}: {error}") from error
+        except OSError as problem:
+            raise SummaryError(
+                f"the run has {ending}, and its summary cannot be written: {path}: {problem}"
+            ) from problem
         if not summary["steps"]:
             return
         try:
             plot_run(self._run_dir)
             print_summary(summary, run_dir=self._run_dir)
-        except Exception as error:  # supervision point: pictures and tables can be made again, see --run-dir
-            log.warning("the run cannot be shown", error=repr(error))
+        except Exception as problem:  # supervision point: pictures and tables can be made again, see --run-dir
+            log.warning("the run cannot be shown", error=repr(problem))
 
-    def try_to_report(self, ending: str) -> None:
+    def try_to_report(self, ending: Ending, error: str = "") -> None:
         """:meth:`report` for a run that did not finish: it raises nothing, since there is an error already."""
         try:
-            self.report(ending)
-        except Exception as error:  # supervision point: the first error must surface
-            log.warning("the run cannot be summarized", error=repr(error))
+            self.report(ending, error)
+        except Exception as problem:  # supervision point: the first error must surface
+            log.warning("the run cannot be summarized", error=repr(problem))
 
     def lost(self) -> str:
         """Why nothing can go on, not even an orderly end; empty while it can."""
@@ -293,7 +316,10 @@ class Run:
             print(f"error: {reason}; ending all processes of the run", file=sys.stderr, flush=True)
             run = read_run_process(self._run_dir)
             kill_marked(run)
-            self.try_to_report("interrupted" if interrupted else "failed")
+            if interrupted:
+                self.try_to_report("interrupted")
+            else:
+                self.try_to_report("lost" if self.lost() else "failed", reason)
             sweep_temporary()
             sweep(staging_directory(self._arguments, self._run_dir))
             shutil.rmtree(Path(run.control).parent, ignore_errors=True)

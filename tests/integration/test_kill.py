@@ -1,4 +1,5 @@
-"""``kill -9`` at a random moment: nothing of the run is left, the error names who died, and ``--load`` goes on exactly.
+"""``kill -9`` at a random moment: nothing of the run is left, the error names who died, and the run goes on exactly, by
+``--load`` or by itself.
 
 One run in four lives, which costs the fewest starts: its driver is killed, then the rollout manager's process, then a
 trainer's rank; the fourth comes to the end.
@@ -19,6 +20,7 @@ import pytest
 
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.rollout.checkpoint import read_snapshot
+from miles_async.runtime.restarted import read_restarts
 from miles_async.types import Group
 from tests.integration.real_run import RealRun, real_run, traceback_in
 from tests.integration.trained_prompts import attempts, position, settled, source_order, trained
@@ -81,6 +83,35 @@ def test_kill_9_of_driver_rollout_manager_trainer_rank_and_engines(tmp_path: Pat
     # Exactly once: neither trained twice nor lost, over all that the four lives kept.
     rest = [row.prompt_id for row in trained(run.run_dir)]
     assert sorted(third.prompts + rest) == sorted(source_order(NUM_STEPS * BATCH_SIZE))
+
+
+def test_a_run_restarts_itself_when_a_rank_is_killed(tmp_path: Path) -> None:
+    steps = 8
+    checkpoints = tmp_path / "checkpoints"
+    flags = (*FLAGS, "--eval-interval", "none", "--save", str(checkpoints), "--num-rollout", str(steps))
+    with real_run(tmp_path / "run", *flags, "--max-run-restarts", "1") as run:
+        run.wait_for_steps(3, START_SECONDS)
+        _kill(run, _actors(run, "TrainerActor")[0].pid, random.Random(SEED))
+        assert run.wait(START_SECONDS) == 0, run.output
+        run.assert_nothing_left()
+    (restart,) = read_restarts(run.run_dir)
+    assert restart.checkpoint is not None
+    assert "trainer rank " in restart.reason
+    assert f"restarted from {restart.checkpoint} after: {restart.reason}" in run.output
+    assert run.summary["ending"] == "finished"
+    assert [life["reason"] for life in run.summary["restarts"]] == [restart.reason]
+    assert run.summary["balanced"]
+    before = Path(restart.run_dir)
+    lost = json.loads((before / "summary.json").read_text())
+    assert (lost["ending"], lost["balanced"]) == ("lost", True)
+    # Exactly once: what the checkpoint has, and what came after it.
+    kept = Path(restart.checkpoint)
+    assert [step["step"] for step in run.steps] == list(range(position(kept), steps))
+    already = settled(read_snapshot(kept))
+    first_life = [row for row in trained(before) if row.step is not None and row.step < position(kept)]
+    assert {row.prompt_id for row in first_life} == set(already)
+    rest = [row.prompt_id for row in trained(run.run_dir)]
+    assert sorted(already + rest) == sorted(source_order(steps * BATCH_SIZE))
 
 
 def _actors(run: RealRun, name: str) -> list[psutil.Process]:

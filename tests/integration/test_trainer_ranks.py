@@ -22,7 +22,7 @@ import ray
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.errors import CheckpointError, ConfigurationError, StalledError, TrainerError
+from miles_async.errors import CheckpointError, ConfigurationError, ProcessLostError, StalledError, TrainerError
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.staging_options import StagingOptions
@@ -238,7 +238,7 @@ async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path) -> None: 
     await asyncio.sleep(0.2)
     os.kill(pids[1], signal.SIGKILL)
     killed = time.monotonic()
-    with pytest.raises(TrainerError, match="trainer rank 1 died"):
+    with pytest.raises(ProcessLostError, match="trainer rank 1 died"):
         await asyncio.wait_for(training, 30)
     assert time.monotonic() - killed < 10
     await wait_until_gone(pids)  # the others would have waited in a collective

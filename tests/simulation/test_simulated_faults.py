@@ -8,7 +8,7 @@ import random
 import pytest
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
-from miles_async.errors import EngineError, PublicationError, ServiceOutageError, StalledError, TrainerError
+from miles_async.errors import EngineError, ProcessLostError, PublicationError, ServiceOutageError, StalledError
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import CallFault, Crash, Faults
@@ -118,7 +118,7 @@ def test_engines_that_answer_nothing_are_a_stall_with_the_state_of_the_pool() ->
 
 def test_a_trainer_that_dies_ends_the_run() -> None:
     # covers: C10
-    with pytest.raises(TrainerError, match="rank 0 died in step 3"):
+    with pytest.raises(ProcessLostError, match="rank 0 died in step 3"):
         simulate(settings(faults=Faults(trainer_fails_at_step=3)))
 
 

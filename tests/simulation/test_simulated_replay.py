@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import CheckpointArguments, StalenessArguments
-from miles_async.errors import ReplayDifference, TrainerError
+from miles_async.errors import ProcessLostError, ReplayDifference
 from miles_async.simulation.distributions import LogNormal
 from miles_async.simulation.run import batch_maker, simulate
 from miles_async.simulation.settings import Faults, SimulationSettings
@@ -78,7 +78,7 @@ def test_runs_that_were_killed_and_resumed_are_replayed_each(action: str, tmp_pa
 
 def test_a_run_that_failed_is_replayed_to_its_end(tmp_path: Path) -> None:
     chosen = replace(settings(faults=Faults(trainer_fails_at_step=7)), schedule=tmp_path / "schedule")
-    with pytest.raises(TrainerError):
+    with pytest.raises(ProcessLostError):
         simulate(chosen)
     replay = replay_of(chosen)
     assert len(list(replay)) >= 7

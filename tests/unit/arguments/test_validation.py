@@ -228,6 +228,12 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case("interval without directory", {"save_interval": 5}, "--save-interval without --save"),
         case("newest of none", {"save_keep_last": 2}, "--save-keep-last without --save"),
         case("retains none", {"save_retain_interval": 5}, "--save-retain-interval without --save"),
+        case("restarts from nothing", {"max_run_restarts": 1}, "--max-run-restarts without --save:"),
+        case(
+            "restarts from zero",
+            {"max_run_restarts": 1, "save": Path("checkpoints")},
+            "--max-run-restarts without --save-interval",
+        ),
         case("overwrites none", {"save_overwrite": True}, "--save-overwrite without --save"),
         case(
             "retains what is not written",

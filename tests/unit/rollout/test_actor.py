@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 import pytest
 
 from miles_async.errors import ConfigurationError
 from miles_async.rollout.actor import RolloutActor, RolloutParts, stand_in
 from miles_async.runtime import garbage
+from miles_async.runtime.actor_link import ActorLink
 from miles_async.seams import EngineFleet, RolloutSide
 from tests.fakes.fake_sides import FakeFleet, FakeRollout
 
@@ -27,9 +29,13 @@ async def remote_manager() -> RolloutSide:
     async def build() -> RolloutParts:
         return RolloutParts(manager=Rollout([]), fleet=FakeFleet([]))
 
-    actor = RolloutActor(build)
-    await actor.start()
-    return stand_in(RolloutSide, lambda method, args, named: actor.call("manager", method, *args, **named))
+    actor, link = RolloutActor(build), ActorLink("manager")
+    await link.call(actor.start)
+
+    async def forward(method: str, arguments: tuple[object, ...], named: Mapping[str, object]) -> object:
+        return await link.call(lambda call: actor.call(call, "manager", method, *arguments, **named))
+
+    return stand_in(RolloutSide, forward)
 
 
 async def test_calls_arrive_and_answers_and_errors_come_back() -> None:

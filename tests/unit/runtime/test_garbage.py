@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from miles_async.rollout.actor import RolloutActor, RolloutParts
+from miles_async.runtime.actor_link import ActorLink
 from miles_async.runtime.garbage import THRESHOLDS, rare_collections
 from tests.fakes.fake_sides import FakeFleet, FakeRollout
 
@@ -27,7 +28,7 @@ async def test_the_rollout_process_settles_when_its_parts_are_there() -> None:  
         seen.append(gc.get_freeze_count())
         return RolloutParts(manager=FakeRollout([]), fleet=FakeFleet([]))
 
-    await RolloutActor(build).start()
+    await ActorLink("manager").call(RolloutActor(build).start)
     assert seen == [0]
     assert gc.get_freeze_count() > 10_000
     assert gc.get_threshold() == THRESHOLDS

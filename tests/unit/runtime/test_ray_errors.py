@@ -11,8 +11,9 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.placement import _RayServer
 from miles_async.engines.sglang.kind import SGLANG
-from miles_async.errors import EngineError, EngineStartError, TrainerError
+from miles_async.errors import EngineError, EngineStartError, ProcessLostError
 from miles_async.rollout.actor import _result
+from miles_async.runtime.actor_link import ActorLink
 from miles_async.runtime.ray_errors import why_gone
 from miles_async.trainer.ranks import _cause
 
@@ -43,10 +44,10 @@ def failing(error: RayError) -> Any:
 
 @pytest.mark.parametrize("error", [KILLED, ActorDiedError()])
 async def test_everyone_who_calls_an_actor_tells_it(error: RayError) -> None:
-    with pytest.raises(EngineError, match=r"the rollout manager's process died: [^\n]*$"):
-        await _result(failing(error))
+    with pytest.raises(ProcessLostError, match=r"the rollout manager's process died: [^\n]*$"):
+        await _result(ActorLink("manager"), lambda _: failing(error))
     trainer = _cause({1: error})
-    assert isinstance(trainer, TrainerError)
+    assert isinstance(trainer, ProcessLostError)
     assert str(trainer).startswith("trainer rank 1 died: ")
     assert "\n" not in str(trainer)
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32")
@@ -57,7 +58,7 @@ async def test_everyone_who_calls_an_actor_tells_it(error: RayError) -> None:
             return failing(error)
 
     class Actor:
-        on_host = wait_exit = Method()
+        perform = Method()
 
     server._actor = Actor()
     with pytest.raises(EngineError, match="its actor is gone"):
@@ -74,8 +75,8 @@ async def test_an_engine_that_ray_kills_while_it_starts(monkeypatch: pytest.Monk
             return self
 
         @property
-        def start(self) -> Any:
-            return type("Method", (), {"remote": lambda self: failing(KILLED)})()
+        def perform(self) -> Any:
+            return type("Method", (), {"remote": lambda *_: failing(KILLED)})()
 
     monkeypatch.setattr("ray.remote", lambda _: Actor())
     node = {"Alive": True, "NodeID": "0" * 56, "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Resources": {}}

@@ -1,4 +1,4 @@
-"""Budget of restarts per engine and time: a long run outlives any fixed number of failures."""
+"""Budget of restarts per time: a long run outlives any fixed number of failures."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ class RestartBudget:
         return True
 
     def __str__(self) -> str:
-        return f"{self.count} times in {self.window:g} s (--engine-max-restarts, --engine-restart-window)"
+        return f"{self.count} times in {self.window:g} s"

@@ -1,0 +1,147 @@
+"""``--max-run-restarts``: a run that a fault of a machine ended starts again from its newest checkpoint.
+
+This process only watches. Each life of the run is a child, an ordinary ``miles-async train`` with the same flags, so it
+makes no difference how its driver ended. The child tells by its summary that it lost a process; one that was killed
+tells nothing, and counts as lost, too. All other endings are the run's own: done, an error of flags, data or code, or
+Ctrl-C, which reaches the child at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.checkpoints.files import Checkpoint, list_checkpoints
+from miles_async.commands.stop import end_leftovers
+from miles_async.errors import ConfigurationError
+from miles_async.runtime import dies_with_parent
+from miles_async.runtime.owned_directory import sweep, sweep_temporary
+from miles_async.runtime.restarted import RunRestart, restarts_variable
+from miles_async.runtime.restarts import RestartBudget
+from miles_async.runtime.run_directory import STAGING_DIRECTORY, move_aside
+from miles_async.runtime.run_process import read_run_process
+
+WINDOW_SECONDS = 3600.0
+LOST = "lost"  # ending of a summary
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+def keep_running(words: Sequence[str], checkpoint: CheckpointArguments, run_dir: Path, staging: Path | None) -> int:
+    """Run ``miles-async train`` with these words in child processes until it ends for good. Returns the exit code.
+
+    ``staging``: where staged weights are, if not in the run directory.
+    """
+    command = [sys.executable, "-m", "miles_async", "train", *words, "--max-run-restarts", "0"]
+    return asyncio.run(RunKeeper(command, checkpoint, run_dir, staging).run())
+
+
+class RunKeeper:
+    """The lives of one run, one after another."""
+
+    def __init__(
+        self, command: Sequence[str], checkpoint: CheckpointArguments, run_dir: Path, staging: Path | None = None
+    ) -> None:
+        """``command`` starts a life; where to resume is appended to it."""
+        assert checkpoint.save is not None
+        self._command = tuple(command)
+        self._run_dir = run_dir.absolute()
+        self._staging = staging or self._run_dir / STAGING_DIRECTORY
+        self._save = checkpoint.save
+        self._max_restarts = checkpoint.max_run_restarts
+        self._foreign = set(map(_mark, list_checkpoints(self._save)))  # there before this run saved any
+        self._restarts: list[RunRestart] = []
+        self._interrupted = False
+
+    async def run(self) -> int:
+        """Return the exit code of the last life; 1 for one that was killed."""
+        budget = RestartBudget(self._max_restarts, WINDOW_SECONDS)
+        resume: tuple[str, ...] = ()
+        while True:
+            child, status = await self._live(resume)
+            if self._interrupted:
+                return EXIT_INTERRUPTED
+            reason = why_lost(self._run_dir, child, status)
+            if reason is None:
+                return status
+            await asyncio.to_thread(self._clean_up, child)
+            if not budget.take():
+                _say(f"{reason}; it is not restarted any more: {budget} is all that --max-run-restarts allows")
+                return EXIT_FAILED
+            if self._interrupted:
+                return EXIT_INTERRUPTED
+            resume = self._note_restart(reason)
+
+    async def _live(self, resume: Sequence[str]) -> tuple[int, int]:
+        """One life of the run: its driver's pid, and its exit code, or minus the signal that killed it."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, dies_with_parent.__file__, str(os.getpid()), *self._command, *resume),
+            env={**os.environ, **restarts_variable(self._restarts)},
+            process_group=0,  # signals for the terminal's processes reach it through this one, once
+        )
+        loop = asyncio.get_running_loop()
+        heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+        for number in heard:
+            loop.add_signal_handler(number, self._pass_on, process, number)
+        return process.pid, await process.wait()
+
+    def _pass_on(self, process: asyncio.subprocess.Process, number: int) -> None:
+        self._interrupted = True
+        if process.returncode is None:
+            process.send_signal(number)
+
+    def _clean_up(self, child: int) -> None:
+        """End what outlives a driver by a moment, and what lost its driver."""
+        try:
+            run = read_run_process(self._run_dir)
+        except ConfigurationError:  # it did not come that far
+            return
+        if run.pid == child:
+            end_leftovers(run, _say)
+        sweep_temporary()
+        sweep(self._staging)
+
+    def _note_restart(self, reason: str) -> tuple[str, ...]:
+        """Tell about it. Returns the words that have the next life go on where the newest checkpoint is."""
+        own = [checkpoint for checkpoint in list_checkpoints(self._save) if _mark(checkpoint) not in self._foreign]
+        newest = str(own[-1].directory) if own else None
+        aside = move_aside(self._run_dir) if self._run_dir.exists() else self._run_dir
+        restart = RunRestart(at=time.time(), reason=reason, run_dir=str(aside), checkpoint=newest)
+        self._restarts.append(restart)
+        _say(f"{restart}; restart {len(self._restarts)}, of {self._max_restarts} per hour")
+        return ("--load", newest) if newest else ()
+
+
+def why_lost(run_dir: Path, driver: int, status: int) -> str | None:
+    """Why a run may succeed on another try: a process that it needs was lost. None if it ended for reasons of its own.
+
+    ``status``: exit code of its driver, or minus the signal that killed it.
+    """
+    if status < 0:
+        return f"the driver was killed by {signal.Signals(-status).name}"
+    if status != EXIT_FAILED:
+        return None
+    try:
+        if read_run_process(run_dir).pid != driver:
+            return None  # the directory of an earlier run: this one never had it
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (ConfigurationError, OSError, ValueError):  # a full disk, say: no other try would do better
+        return None
+    return str(summary["error"]) if summary.get("ending") == LOST else None
+
+
+def _mark(checkpoint: Checkpoint) -> tuple[Path, int, int]:
+    """Tell a checkpoint from another one that is written in its place."""
+    found = checkpoint.directory.stat()
+    return checkpoint.directory, found.st_ino, found.st_mtime_ns
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,199 @@
+"""``--max-run-restarts``: what a fault of a machine ended goes on from its newest checkpoint, anything else ends.
+
+# covers: A1, C10
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.checkpoints.files import checkpoint_directory
+from miles_async.commands.keep_running import RunKeeper
+from miles_async.commands.ledger import ledger
+from miles_async.runtime.restarted import read_restarts
+
+# A life of a run: writes what a driver would, then ends as the next word of "endings" says.
+LIFE = """
+import json, os, signal, sys, time
+from pathlib import Path
+from miles_async.runtime.restarted import own_restarts, write_restarts
+from miles_async.runtime.run_process import note_run_process
+
+run_dir, save, endings, *words = sys.argv[1:]
+run_dir, save, endings = Path(run_dir), Path(save), Path(endings)
+ending, *rest = endings.read_text().split()
+endings.write_text(" ".join(rest))
+with endings.with_suffix(".lives").open("a") as lives:
+    print(json.dumps(words), file=lives)
+run_dir.mkdir(parents=True)
+note_run_process(run_dir, Path("absent"))
+write_restarts(run_dir, own_restarts())
+step = 10 * len(own_restarts()) + 10
+if ending != "early":
+    checkpoint = save / f"iter_{step:07d}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "position.json").write_text(json.dumps({"run": "mine"}))
+if ending == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if ending == "silent":
+    sys.exit(1)
+if ending == "wait":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    print("waiting", flush=True)
+    time.sleep(60)
+summary = {"done": "finished", "lost": "lost", "early": "lost", "failed": "failed"}[ending]
+(run_dir / "summary.json").write_text(json.dumps({"ending": summary, "error": "trainer rank 1 died: machine gone"}))
+sys.exit(0 if ending == "done" else 1)
+"""
+
+KEEPER = """
+import asyncio, sys
+from pathlib import Path
+from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.commands.keep_running import RunKeeper
+checkpoint = CheckpointArguments(save=Path(sys.argv[2]), max_run_restarts=int(sys.argv[1]))
+sys.exit(asyncio.run(RunKeeper(sys.argv[4:], checkpoint, Path(sys.argv[3])).run()))
+"""
+
+
+class Lives:
+    def __init__(self, directory: Path, endings: str) -> None:
+        self.run_dir, self.save = directory / "run", directory / "save"
+        self._endings = directory / "endings.txt"
+        self._endings.write_text(endings)
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", LIFE, str(self.run_dir), str(self.save), str(self._endings)]
+
+    def run(self, restarts: int) -> int:
+        return asyncio.run(RunKeeper(self.command, self.arguments(restarts), self.run_dir).run())
+
+    def arguments(self, restarts: int) -> CheckpointArguments:
+        return CheckpointArguments(save=self.save, max_run_restarts=restarts)
+
+    def start(self, restarts: int) -> subprocess.Popen[str]:
+        """In a process of its own, for signals."""
+        words = [str(restarts), str(self.save), str(self.run_dir), *self.command]
+        return subprocess.Popen([sys.executable, "-c", KEEPER, *words], stdout=subprocess.PIPE, text=True)
+
+    @property
+    def words(self) -> list[list[str]]:
+        """What each life was told beyond the flags of the user."""
+        return [json.loads(line) for line in self._endings.with_suffix(".lives").read_text().splitlines()]
+
+    def checkpoint(self, step: int) -> str:
+        return str(checkpoint_directory(self.save, step))
+
+
+@pytest.mark.parametrize("ending", ["lost", "kill"])
+def test_a_run_that_lost_a_process_goes_on_from_its_newest_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], ending: str
+) -> None:
+    lives = Lives(tmp_path, f"{ending} done")
+    assert lives.run(1) == 0
+    assert lives.words == [[], ["--load", lives.checkpoint(10)]]
+    (restart,) = read_restarts(lives.run_dir)
+    assert restart.checkpoint == lives.checkpoint(10)
+    assert ("trainer rank 1 died" if ending == "lost" else "the driver was killed by SIGKILL") in restart.reason
+    assert Path(restart.run_dir).name.startswith("run.2")
+    assert (Path(restart.run_dir) / "run.json").is_file()
+    told = capfd.readouterr().err
+    assert f"restarted from {lives.checkpoint(10)} after: {restart.reason}" in told
+    assert "restart 1, of 1 per hour" in told
+
+
+def test_it_ends_when_it_was_restarted_often_enough(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lives = Lives(tmp_path, "lost kill lost done")
+    assert lives.run(2) == 1
+    assert lives.words == [[], ["--load", lives.checkpoint(10)], ["--load", lives.checkpoint(20)]]
+    assert "2 times in 3600 s is all that --max-run-restarts allows" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("ending", "status"), [("failed", 1), ("silent", 1), ("done", 0)])
+def test_an_ending_of_its_own_is_no_reason_to_start_again(tmp_path: Path, ending: str, status: int) -> None:
+    lives = Lives(tmp_path, f"{ending} done")
+    assert lives.run(5) == status
+    assert lives.words == [[]]
+
+
+def test_a_run_lost_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    """Not from a checkpoint that was in --save before, which --save-overwrite is about to replace."""
+    lives = Lives(tmp_path, "early lost done")
+    foreign = Path(lives.checkpoint(77))
+    foreign.mkdir(parents=True)
+    (foreign / "position.json").write_text('{"run": "another"}')
+    assert lives.run(2) == 0
+    assert lives.words == [[], [], ["--load", lives.checkpoint(20)]]
+
+
+def test_a_run_that_never_had_the_directory_is_not_judged_by_what_is_there(tmp_path: Path) -> None:
+    lives = Lives(tmp_path, "lost")
+    assert lives.run(0) == 1
+    refused = RunKeeper([sys.executable, "-c", "raise SystemExit(1)"], lives.arguments(3), lives.run_dir)
+    assert asyncio.run(refused.run()) == 1
+
+
+def test_what_a_lost_driver_left_is_ended_before_the_next_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_async.commands.stop.LEFTOVER_SECONDS", 0.5)
+    lives = Lives(tmp_path, "kill done")
+    orphan = tmp_path / "orphan"
+    fork = f"import subprocess; Path({str(orphan)!r}).write_text(str(subprocess.Popen(['sleep', '60']).pid)); os.kill("
+    monkeypatch.setattr(sys.modules[__name__], "LIFE", LIFE.replace("os.kill(", fork, 1))
+    assert lives.run(1) == 0
+    assert not psutil.pid_exists(int(orphan.read_text())) or _is_zombie(int(orphan.read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_it_at_once_and_for_good(tmp_path: Path, number: signal.Signals) -> None:
+    lives = Lives(tmp_path, "wait done")
+    keeper = lives.start(5)
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline() == "waiting\n"
+    keeper.send_signal(number)
+    assert keeper.wait(20) == 130
+    assert lives.words == [[]]
+
+
+def test_a_run_dies_with_the_process_that_keeps_it(tmp_path: Path) -> None:
+    lives = Lives(tmp_path, "wait")
+    keeper = lives.start(5)
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline() == "waiting\n"
+    (life,) = psutil.Process(keeper.pid).children()
+    keeper.kill()
+    keeper.wait(10)
+    _until(lambda: not life.is_running() or life.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_ledger_tells_of_restarts(tmp_path: Path) -> None:
+    from miles_async.ledger.store import LedgerStore
+
+    lives = Lives(tmp_path, "lost done")
+    lives.run(1)
+    LedgerStore(lives.run_dir / "ledger.sqlite").close()
+    assert "restarted from" in ledger([str(lives.run_dir)])
+
+
+def _is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
