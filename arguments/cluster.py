@@ -12,6 +12,23 @@ from miles_async.errors import ConfigurationError
 Device = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto"] | Device
 
+FORWARDED = {
+    "PYTHONPATH": "hooks are looked up there",
+    "CUDA_HOME": "kernels are compiled at run time",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron-core wants 1 for tensor parallelism before Blackwell",
+    "NCCL_*": "interfaces, algorithms, debugging: all members of a group must agree",
+    "TORCH_NCCL_*": "PyTorch's watchdog and heartbeat: as for NCCL",
+    "GLOO_*": "interface (GLOO_SOCKET_IFNAME)",
+    "NVTE_*": "Transformer Engine's choice of attention: ranks must agree",
+    "HF_*": "caches, mirrors, offline mode, HF_TOKEN",
+    "WANDB_*": "hooks that log",
+    "*_proxy": "the outside is reached through it; the run's own nodes are added to no_proxy",
+    "*_PROXY": "as above",
+}
+"""Variables that travel by default → why. Not among them: CUDA_VISIBLE_DEVICES, which Ray sets per actor; PATH,
+LD_LIBRARY_PATH and HOME, which are each node's own.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterArguments:
@@ -46,8 +63,9 @@ class ClusterArguments:
         metavar="NAME",
     )
     forward_env: tuple[str, ...] = flag(
-        ("PYTHONPATH", "CUDA_HOME", "NCCL_*", "GLOO_*", "HF_HOME", "WANDB_*"),
-        "environment variables that reach every Ray worker; * matches any ending",
+        tuple(FORWARDED),
+        "environment variables that reach every process of the run on every node; * matches anything. Secrets among "
+        "them are kept out of logs",
     )
 
     @property

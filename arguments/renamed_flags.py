@@ -47,6 +47,11 @@ RENAMED_FLAGS = {
 }
 """Flag → what to do instead."""
 
+KEY_ADVICE = (
+    "every run makes keys of its own, and keys on a command line can be seen by everybody: to choose them, set "
+    "MILES_ASYNC_API_KEY and MILES_ASYNC_ADMIN_KEY in the environment"
+)
+
 OWNED_PASS_THROUGH_FLAGS = {
     "--sglang-model-path": "use --hf-checkpoint",
     "--sglang-tokenizer-path": "the tokenizer comes with --hf-checkpoint",
@@ -58,6 +63,11 @@ OWNED_PASS_THROUGH_FLAGS = {
     "--sglang-preferred-sampling-params": "the trainer's log-probs assume the run's own sampling parameters: use "
     "--rollout-temperature",
     "--sglang-weight-version": "versions are counted by the run: remove it",
+    "--sglang-api-key": KEY_ADVICE,
+    "--sglang-admin-api-key": KEY_ADVICE,
+    "--router-api-key": KEY_ADVICE,
+    "--router-tenant-api-key": KEY_ADVICE,
+    "--router-control-plane-api-keys": KEY_ADVICE,
     "--router-policy": "use --sglang-router-policy",
     "--router-port": "use --sglang-router-port",
     "--router-host": "the address of the router is chosen by the run: remove it",

@@ -123,15 +123,17 @@ class MakeEnvironment(Protocol):
 
 @runtime_checkable
 class Agent(Protocol):
-    """``--agent-path module:attr``: solves a prompt by chat completions at ``base_url``.
+    """``--agent-path module:attr``: solves a prompt by chat completions at ``base_url``, with
+    the key in OPENAI_API_KEY.
 
     Returns what the sample's metadata keep as ``agent_turns`` (a number, say), or that and a reward: (turns, reward).
     Without a reward, the run's reward decides.
 
-    >>> import aiohttp
+    >>> import aiohttp, os
     >>> async def ask_once(base_url, prompt):
     ...     body = {"model": "policy", "messages": [{"role": "user", "content": prompt.text}]}
-    ...     async with aiohttp.ClientSession() as session:
+    ...     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    ...     async with aiohttp.ClientSession(headers=headers) as session:
     ...         async with session.post(f"{base_url}/chat/completions", json=body) as response:
     ...             answer = await response.json()
     ...     return 1, float(answer["choices"][0]["message"]["content"] == prompt.label)

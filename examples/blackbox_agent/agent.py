@@ -23,7 +23,9 @@ MAX_TURNS = 4
 
 async def solve(base_url: str, prompt: Prompt) -> int:
     """The turns that it took. It gives no reward: the run's (``--rm-type``) looks at its last answer."""
-    return await answer(_client().with_options(base_url=base_url), prompt.messages)
+    return await answer(
+        _client().with_options(base_url=base_url, api_key=os.environ["OPENAI_API_KEY"]), prompt.messages
+    )
 
 
 async def answer(client: AsyncOpenAI, question: Iterable[Any]) -> int:
@@ -43,12 +45,12 @@ async def answer(client: AsyncOpenAI, question: Iterable[Any]) -> int:
 @lru_cache(maxsize=1)
 def _client() -> AsyncOpenAI:
     """One for all sessions: making one takes longer than a turn."""
-    return AsyncOpenAI(base_url="http://replaced.by.session", api_key="none")
+    return AsyncOpenAI(base_url="http://replaced.by.session", api_key="replaced, too")
 
 
 async def _main() -> None:
     prompt = json.load(sys.stdin)
-    async with AsyncOpenAI(base_url=os.environ["OPENAI_BASE_URL"], api_key="none") as client:
+    async with AsyncOpenAI(base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]) as client:
         print(await answer(client, prompt["messages"]))
 
 

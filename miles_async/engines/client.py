@@ -179,7 +179,7 @@ class RouterClient:
 
     async def _post(self, url: str, body: bytes, routing_key: str, version: int) -> _Response:
         """Post to ``url``, an engine's or that of the router, which names the engine that it asked."""
-        headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
+        headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._http.as_client}
         async with self._http.session.post(url + self._server.generate_path, data=body, headers=headers) as response:
             return _Response(
                 status=response.status,

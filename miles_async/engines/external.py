@@ -11,6 +11,7 @@ from typing import NoReturn
 from miles_async.engines.http import Http
 from miles_async.engines.kind import Arguments, InferenceServer, ServerHandle
 from miles_async.errors import EngineError, EngineStartError
+from miles_async.runtime.keys import EngineKeys
 
 _PROBE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
@@ -20,24 +21,32 @@ class ExternalServers:
     """A ``LaunchServer`` whose servers run elsewhere; engine i is the i-th address."""
 
     def __init__(
-        self, addresses: Sequence[str], start_timeout: float, calls: Callable[[Http], InferenceServer]
+        self,
+        addresses: Sequence[str],
+        start_timeout: float,
+        calls: Callable[[Http], InferenceServer],
+        keys: EngineKeys | None = None,
     ) -> None:
         """``addresses``: host:port. ``start_timeout``: seconds one may take to answer, at first or after it was lost.
-        ``calls``: what they understand.
+        ``calls``: what they understand. ``keys``: what they ask for.
         """
         self._addresses = addresses
         self._start_timeout = start_timeout
         self._calls = calls
+        self._keys = keys
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
-        return _ExternalServer(f"http://{self._addresses[engine_index]}", self._start_timeout, self._calls)
+        return _ExternalServer(f"http://{self._addresses[engine_index]}", self._start_timeout, self._calls, self._keys)
 
 
 class _ExternalServer:
-    def __init__(self, url: str, start_timeout: float, calls: Callable[[Http], InferenceServer]) -> None:
+    def __init__(
+        self, url: str, start_timeout: float, calls: Callable[[Http], InferenceServer], keys: EngineKeys | None
+    ) -> None:
         self._url = url
         self._start_timeout = start_timeout
         self._calls = calls
+        self._keys = keys
 
     async def start(self) -> str:
         error: EngineError | None = None
@@ -75,7 +84,7 @@ class _ExternalServer:
 
     @asynccontextmanager
     async def _server(self) -> AsyncIterator[InferenceServer]:
-        http = Http()
+        http = Http(self._keys)
         try:
             yield self._calls(http)
         finally:

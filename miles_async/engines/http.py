@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from miles_async.errors import EngineError
+from miles_async.runtime.keys import EngineKeys
 
 Answer = TypeVar("Answer")
 
@@ -18,7 +20,10 @@ _CONNECT_SECONDS = 30.0
 class Http:
     """Opens the session at first use, when the event loop that it belongs to is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: EngineKeys | None = None) -> None:
+        """``keys``: what engines and routers ask for; None where they ask for none."""
+        self.as_client: Mapping[str, str] = keys.api.headers() if keys else {}  # headers of requests for generation
+        self.as_admin: Mapping[str, str] = keys.admin.headers() if keys else {}
         self._session: aiohttp.ClientSession | None = None
 
     @property

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
 
-import aiohttp
 import msgspec
 
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import Http
 from miles_async.runtime.addresses import LOCAL, Network
+from miles_async.runtime.environment import SecretEnvironment
+from miles_async.runtime.keys import EngineKeys
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -50,6 +51,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     dummy_weights: bool = False  # it starts with random weights, which a publication replaces
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
     weight_group_seconds: float | None = None  # waiting for other members of a process group; None: the server's own
+    keys: EngineKeys | None = None  # of its HTTP doors; None on loopback only
+    secrets: SecretEnvironment = {}  # variables of its process
     fork_server: Path | None = None  # socket of the process that has imported what servers need, if its node has one
     extra: tuple[str, ...] = ()  # arguments of the server itself, which come last and win
 
@@ -203,7 +206,7 @@ class EngineKind:
 
     name: str  # in messages
     command: ServerCommand
-    environment: Callable[[ServerSpec], dict[str, str]]  # variables to add to our own
-    is_up: Callable[[aiohttp.ClientSession, str], Awaitable[bool]]  # asked with its URL until it is
+    environment: Callable[[ServerSpec], dict[str, str]]  # variables to add to our own; those of its keys come on top
+    is_up: Callable[[Http, str], Awaitable[bool]]  # asked with its URL until it is
     calls: Callable[[Http], InferenceServer]  # makes the client of the servers' protocol
     imports: tuple[str, ...] = ()  # modules to import once per node; servers are forked from there. (): each by itself

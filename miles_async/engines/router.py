@@ -19,6 +19,7 @@ from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineSta
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.addresses import LOOPBACK
 from miles_async.runtime.child_process import ChildProcess
+from miles_async.runtime.keys import EngineKeys, require_keys
 from miles_async.runtime.ports import HeldPort
 
 log = structlog.get_logger(__name__)
@@ -57,8 +58,13 @@ class Router:
         start_timeout: float = 60.0,
         max_restarts: int = 10,
         extra: Sequence[str] = (),
+        keys: EngineKeys | None = None,
     ) -> None:
-        """``port``: None for a free one, of ``ports`` if given. ``extra``: arguments of smg, which override ours."""
+        """``port``: None for a free one, of ``ports`` if given. ``extra``: arguments of smg, which override ours.
+        ``keys``: None on loopback only.
+        """
+        require_keys(host, keys)
+        self._keys = keys
         self._registry = registry
         self._http = http
         self._log_dir = log_dir
@@ -85,7 +91,7 @@ class Router:
             self.url = f"http://{self._host}:{port.number}"
             self.metrics_url = f"http://{LOOPBACK}:{metrics_port.number}/metrics"
             command = router_command(self._host, port.number, metrics_port.number, self._policy, self._extra)
-            self._process = ChildProcess(self._name, command, log_path=log_path, environment={})
+            self._process = ChildProcess(self._name, command, log_path=log_path, environment=self._environment())
             self._process.start()
             try:
                 async with asyncio.timeout(self._start_timeout):
@@ -163,11 +169,16 @@ class Router:
             known = [worker for worker in await self.workers() if worker.url == url]
             if not known:
                 body = {"url": url, "worker_type": "regular"}
+                if self._keys is not None:
+                    body["api_key"] = self._keys.api.reveal()
                 await self._call("POST", "/workers", body, accept=(200, 202, 409))  # 409: asked already
         except EngineError as error:
             log.debug("router does not answer yet", error=str(error))
             return False
         return any(worker.is_healthy for worker in known)
+
+    def _environment(self) -> dict[str, str]:
+        return self._keys.environment() if self._keys is not None else {}
 
     async def _until_up(self, process: ChildProcess) -> None:
         while process.returncode is None:
@@ -181,7 +192,7 @@ class Router:
     async def _call(self, method: str, path: str, body: Mapping[str, str] | None, *, accept: Sequence[int]) -> bytes:
         try:
             async with self._http.session.request(
-                method, self.url + path, json=body, timeout=_CALL_TIMEOUT
+                method, self.url + path, json=body, headers=self._http.as_admin, timeout=_CALL_TIMEOUT
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -196,8 +207,7 @@ def router_command(host: str, port: int, metrics_port: int, policy: str, extra: 
     """Interpreter arguments that start smg. Later ones win, and the user's come last."""
     return [
         "-m",
-        "smg",
-        "launch",
+        "miles_async.engines.router_launcher",
         f"--host={host}",
         f"--port={port}",
         f"--prometheus-host={LOOPBACK}",

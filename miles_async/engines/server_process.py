@@ -10,21 +10,22 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-import aiohttp
-
+from miles_async.engines.http import Http
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
+from miles_async.runtime.keys import require_keys
 from miles_async.runtime.owned_directory import OwnedDirectory, temporary_parent
 from miles_async.runtime.ports import HeldPort
 from miles_async.runtime.scratch import scratch_directory
-from miles_async.runtime.tasks import quietly
+from miles_async.runtime.tasks import afterwards, quietly
 
 _POLL_SECONDS = 0.2
-_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_PROBE_SECONDS = 5.0
 
 
 class ServerProcess:
@@ -47,8 +48,9 @@ class ServerProcess:
 
         Raises EngineStartError with its last log lines when the process ends or the deadline passes.
         """
-        network = self._spec.network
+        network, keys = self._spec.network, self._spec.keys
         host = network.address()
+        require_keys(host, keys)
         # The ports stay held until the server listens, seconds later: Linux lets it, since it binds with
         # SO_REUSEADDR like us.
         with HeldPort(host, ports=network.ports) as port, HeldPort(host, ports=network.ports) as rendezvous:
@@ -56,6 +58,8 @@ class ServerProcess:
             self._temporary = await asyncio.to_thread(OwnedDirectory, temporary_parent(), mode=0o700)
             environment = {**self._kind.environment(self._spec), **network.variables()}
             environment["TMPDIR"] = str(self._temporary.path)
+            environment |= {name: secret.reveal() for name, secret in self._spec.secrets.items()}
+            environment |= keys.environment() if keys is not None else {}
             self._process = ChildProcess(self._name, command, log_path=self._log_path, environment=environment)
             url = f"http://{host}:{port.number}"
             await self._until_up_or_stopped(url)
@@ -116,9 +120,13 @@ class ServerProcess:
             await self._process.fork(self._spec.fork_server)
         else:
             self._process.start()
-        async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
+        http = Http(self._spec.keys)
+        async with afterwards(http.close):
             while self._process.returncode is None:
-                is_up = await self._kind.is_up(session, url)
+                is_up = False
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_PROBE_SECONDS):
+                        is_up = await self._kind.is_up(http, url)
                 self._temporary.owns(self._process.note_shared_memory())  # removed even if this process is killed, too
                 if is_up:
                     return

@@ -25,6 +25,7 @@ from miles_async.engines.router_metrics import RouterMetrics
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime.addresses import Network
+from miles_async.runtime.keys import EngineKeys
 from miles_async.runtime.tasks import afterwards, gathered, quietly
 from miles_async.types import EngineStats
 
@@ -44,13 +45,14 @@ class EngineStack:
         calls: Callable[[Http], InferenceServer],
         name: str = "router",
         port: int | None = None,
+        keys: EngineKeys | None = None,
     ) -> None:
         """Nothing runs and no socket is open before :meth:`start`.
 
         ``calls``: makes the calls that the engines understand. ``name``: name of the router and its log. ``port``: the
-        router's, None for a free one.
+        router's, None for a free one. ``keys``: of engines and router, None on loopback only.
         """
-        self.http = Http()
+        self.http = Http(keys)
         self.registry = EngineRegistry()
         self.traffic = Traffic()
         server = calls(self.http)
@@ -65,6 +67,7 @@ class EngineStack:
             port=port,
             ports=network.ports,
             extra=arguments.router_extra,
+            keys=keys,
         )
         self.supervisor = EngineSupervisor(
             self.registry,

@@ -36,6 +36,9 @@ _SHARED: tuple[Processor, ...] = (
     structlog.processors.StackInfoRenderer(),
 )
 
+# Without local variables, which may hold keys, or an environment with tokens.
+_TRACEBACKS = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+
 
 class _CurrentStderr(logging.StreamHandler):
     """Writes to the current ``sys.stderr``, which the live display replaces while it runs."""
@@ -103,7 +106,7 @@ def _file_handler(path: Path, level: int) -> logging.Handler:
     handler = _RunFile(path, encoding="utf-8")
     renderers = (
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.dict_tracebacks,
+        structlog.processors.ExceptionRenderer(_TRACEBACKS),
         structlog.processors.JSONRenderer(default=str),
     )
     return _ours(handler, level, renderers)

@@ -1,7 +1,8 @@
 """An agent that is a command (``--agent-command``), as a coroutine like any other agent.
 
-It finds its session in OPENAI_BASE_URL, where clients of chat completions look, and the prompt as JSON on its standard
-input. The last line it prints may be what agents return: turns, or [turns, reward]. All else it writes goes to a file.
+It finds its session in OPENAI_BASE_URL and OPENAI_API_KEY, where clients of chat completions look, and the prompt as
+JSON on its standard input. The last line it prints may be what agents return: turns, or [turns, reward]. All else it
+writes goes to a file.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import msgspec
 
 from miles_async.errors import RequestRejectedError
 from miles_async.rollout import process_tree
+from miles_async.runtime.keys import Secret, without_keys
 from miles_async.runtime.proxies import without_proxies_for
 from miles_async.types import Prompt
 
@@ -33,12 +35,14 @@ _END_SECONDS = 10.0  # more than the wrapper takes
 class CommandAgent:
     """Runs the command once per prompt, and leaves nothing of it (``process_tree.py``)."""
 
-    def __init__(self, command: str, *, log_path: Path) -> None:
+    def __init__(self, command: str, *, log_path: Path, api_key: Secret) -> None:
+        """``api_key``: what its requests need."""
         words = shlex.split(command)
         if words[0] in ("python", "python3"):
             words[0] = sys.executable
         self._command = (sys.executable, "-I", "-S", process_tree.__file__, str(os.getpid()), *words)
         self._log_path = log_path
+        self._api_key = api_key
 
     async def __call__(self, base_url: str, prompt: Prompt) -> Any:
         """Run the command and return its result, None if it wrote none.
@@ -53,7 +57,7 @@ class CommandAgent:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=log,
-                env=_environment(base_url),
+                env=_environment(base_url, self._api_key),
                 start_new_session=True,
             )
             try:
@@ -71,10 +75,11 @@ class CommandAgent:
         return None
 
 
-def _environment(base_url: str) -> dict[str, str]:
-    """Ours, the session, and no proxy on the way to it."""
-    direct = without_proxies_for(urlsplit(base_url).hostname or "", os.environ)
-    return {"OPENAI_API_KEY": "none", **os.environ, **direct, "OPENAI_BASE_URL": base_url}
+def _environment(base_url: str, api_key: Secret) -> dict[str, str]:
+    """Ours without the run's keys, the session with its key, and no proxy on the way to it."""
+    direct = without_proxies_for([urlsplit(base_url).hostname or ""], os.environ)
+    session = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key.reveal()}
+    return {**without_keys(os.environ), **direct, **session}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -6,7 +6,7 @@ environment are smg, SGLang, and the clients of agents and hooks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")  # in capitals, too
 _EXCEPTIONS = ("NO_PROXY", "no_proxy")  # some clients read one, some the other
@@ -20,8 +20,8 @@ def without_proxies(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.lower() not in _PROXIES}
 
 
-def without_proxies_for(host: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables to add to ``environment`` so that this node and ``host`` bypass its proxies."""
+def without_proxies_for(hosts: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables to add to ``environment`` so that this node and ``hosts`` are reached without its proxies."""
     known = [name.strip() for variable in _EXCEPTIONS for name in environment.get(variable, "").split(",")]
-    hosts = dict.fromkeys([*filter(None, known), "localhost", "127.0.0.1", host])
-    return dict.fromkeys(_EXCEPTIONS, ",".join(hosts))
+    exceptions = dict.fromkeys([*filter(None, known), "localhost", "127.0.0.1", *hosts])
+    return dict.fromkeys(_EXCEPTIONS, ",".join(exceptions))

@@ -1,13 +1,12 @@
-"""Ray: starting or joining a cluster, and what its workers inherit."""
+"""Ray: starting or joining a cluster."""
 
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import ray
@@ -15,7 +14,6 @@ import ray
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.own_ray import OwnRay
 from miles_async.runtime.ray_address import TOKEN_MODE, find_entry
-from miles_async.runtime.run_process import MARK
 
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
 SHUTDOWN_SECONDS = 30.0
@@ -110,22 +108,3 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
         ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **options)
     except Exception as error:  # supervision point: no cluster, another version, no memory; Ray raises what it likes
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
-
-
-def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
-    """Environment of Ray workers: what ``--forward-env`` selects of ours (A8), and settings that a CPU needs."""
-    forwarded = {
-        name: value
-        for name, value in os.environ.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*patterns, MARK))
-    }
-    # Modules named by --custom-*-path are looked up as they are for the driver: from the working directory on.
-    path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {
-        **forwarded,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if cpu:  # one thread per process: there are more processes than cores already
-        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    return environment

@@ -10,6 +10,8 @@
     POST /sessions/{id}/collect                its sample, once (the run does; msgpack)
     GET  /sessions/{id}, GET /health           where it stands
 
+What the run does takes the run's key, the rest that or the key of agents (``locks.py``).
+
 A process of its own with one event loop; work in proportion to the number of tokens runs in threads. It stores nothing:
 when it dies, its open sessions are lost, and their samples are generated again.
 """
@@ -31,12 +33,14 @@ from aiohttp import web
 from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, NoRoomError, first_error
 from miles_async.runtime.clock import now
+from miles_async.runtime.keys import SessionKeys
 from miles_async.runtime.ports import bind_port
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
 from miles_async.sessions import chat
 from miles_async.sessions.bodies import read_conversation, read_object
 from miles_async.sessions.chat_request import ChatRequest, read_request
+from miles_async.sessions.locks import locked
 from miles_async.sessions.problems import as_json, failure, gone
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.session import Session
@@ -59,7 +63,13 @@ class SessionServer:
     """The sessions, and the application that serves them."""
 
     def __init__(
-        self, client: EngineClient, make_trajectory: MakeTrajectory, *, session_timeout: float, threads: int = 2
+        self,
+        client: EngineClient,
+        make_trajectory: MakeTrajectory,
+        *,
+        keys: SessionKeys,
+        session_timeout: float,
+        threads: int = 2,
     ) -> None:
         """``session_timeout``: seconds without a request or heartbeat after which a session expires.
 
@@ -70,6 +80,7 @@ class SessionServer:
         self.url = ""
         self._client = client
         self._make_trajectory = make_trajectory
+        self._keys = keys
         self._session_timeout = session_timeout
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
         self._sessions: dict[str, Session] = {}
@@ -93,7 +104,7 @@ class SessionServer:
     # -------------------------------------------------------------------------------------------- life
     async def start(self, host: str, ports: range | None = None) -> None:
         """Listen at ``host``, which is also what agents are given, on a free port, of ``ports`` if given."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json, locked(self._keys)])
         app.add_routes(
             [
                 web.get("/health", self._health),

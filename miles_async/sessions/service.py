@@ -20,6 +20,7 @@ import structlog
 from miles_async.api import EngineClient
 from miles_async.errors import EngineError, EngineStartError, TransientEngineError, first_error
 from miles_async.runtime.clock import now
+from miles_async.runtime.keys import SessionKeys
 from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.engine_link import serve_engines
 from miles_async.sessions.records import Alive, SessionSettings
@@ -57,18 +58,21 @@ class SessionService:
         command: Sequence[str],
         launch: Launch,
         *,
+        keys: SessionKeys,
         began: Callable[[str, int], None] = lambda key, version: None,
         start_timeout: float = 120.0,
         silence_timeout: float = 30.0,
         max_restarts: int = 10,
     ) -> None:
-        """``command``: arguments of the interpreter; the path of the socket to report to is added. ``began``: told the
+        """``command``: arguments of the interpreter; the path of the socket to report to is added. ``keys``: of the
+        server that ``launch`` makes. ``began``: told the
         routing key of each session of which a turn was kept, and the version of one of its tokens. ``silence_timeout``:
         seconds without a sign of life after which the server is taken for dead.
         """
         self._client = client
         self._command = tuple(command)
         self._launch = launch
+        self._keys = keys
         self._began = began
         self._open: dict[str, str] = {}  # session id → routing key
         self._start_timeout = start_timeout
@@ -92,7 +96,9 @@ class SessionService:
     # -------------------------------------------------------------------------------------------- life
     async def start(self) -> None:
         """Start the server and wait until it listens. Raises EngineStartError with its last log lines."""
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=_CALL_TIMEOUT)
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=_CALL_TIMEOUT, headers=self._keys.run.headers()
+        )
         # Not in the run directory: the path of a socket has 107 characters at most.
         self._directory = Path(tempfile.mkdtemp(prefix="miles-async-"))
         self._stop_serving = await serve_engines(self._client, self._on_alive, self._directory / _SOCKET)

@@ -48,11 +48,13 @@ from miles_async.observability.trackers import open_trackers
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.runtime.control import ControlServer, Handler
 from miles_async.runtime.device import choose_device
+from miles_async.runtime.environment import secret_environment, worker_environment
 from miles_async.runtime.fork_server_process import running
+from miles_async.runtime.keys import make_run_keys
 from miles_async.runtime.last_resort import LastResort
 from miles_async.runtime.own_ray import OwnRay
 from miles_async.runtime.owned_directory import OwnedDirectory, sweep, sweep_temporary, temporary_parent
-from miles_async.runtime.ray_cluster import ray_cluster, worker_environment
+from miles_async.runtime.ray_cluster import ray_cluster
 from miles_async.runtime.restarted import own_restarts, write_restarts
 from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, claimed
 from miles_async.runtime.run_process import kill_marked, read_run_process
@@ -174,7 +176,14 @@ class Run:
             ):
                 progress.phase("engines, router and trainer ranks")
                 rollout = RolloutProcess(
-                    partial(build_rollout, arguments, *place, of_engines.path if of_engines else None)
+                    partial(
+                        build_rollout,
+                        arguments,
+                        *place,
+                        make_run_keys(os.environ),
+                        secret_environment(arguments.cluster.forward_env),
+                        of_engines.path if of_engines else None,
+                    )
                 )
                 trainer = trainer_ranks(arguments, *place, environment, of_ranks)
                 async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):

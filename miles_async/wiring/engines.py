@@ -22,7 +22,9 @@ from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.addresses import Network
+from miles_async.runtime.environment import secret_environment
 from miles_async.runtime.fork_server_process import ForkServerProcess
+from miles_async.runtime.keys import EngineKeys
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats
@@ -46,13 +48,15 @@ class Service(Protocol):
 class RunEngines:
     """The engines of a run and the services beside them, as the manager's ``Engines``."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path, device: Device, imports: Path | None) -> None:
+    def __init__(
+        self, arguments: Arguments, run_dir: Path, device: Device, keys: EngineKeys, imports: Path | None
+    ) -> None:
         """Starts nothing. Raises ConfigurationError for a file of groups that cannot be used.
 
         ``imports``: socket of the process of :func:`engine_imports`, if this node has one.
         """
         groups = server_groups(arguments)
-        make = _StackMaker(arguments, run_dir, device, imports)
+        make = _StackMaker(arguments, run_dir, device, keys, imports)
         evaluation = of_role(groups, "evaluation")
         self.train = make(EngineStack, "router", of_role(groups, "train"), arguments.engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
@@ -106,8 +110,11 @@ class RunEngines:
 class _StackMaker:
     """Stacks with what is the same for all of a run."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path, device: Device, imports: Path | None) -> None:
+    def __init__(
+        self, arguments: Arguments, run_dir: Path, device: Device, keys: EngineKeys, imports: Path | None
+    ) -> None:
         self._arguments = arguments
+        self._keys = keys
         self._imports = imports
         self._log_dir = run_dir / "logs"
         self._device = device
@@ -127,15 +134,23 @@ class _StackMaker:
             calls=KIND.calls,
             name=name,
             port=port,
+            keys=self._keys,
         )
 
     def _group(self, group: ServerGroup) -> EngineGroup:
         launch: LaunchServer
         if group.external:
-            launch = ExternalServers(group.external, self._arguments.engines.engine_start_timeout, KIND.calls)
+            start_timeout = self._arguments.engines.engine_start_timeout
+            launch = ExternalServers(group.external, start_timeout, KIND.calls, self._keys)
         else:
             spec = server_spec(self._arguments, group, self._log_dir, self._device)
-            spec = msgspec.structs.replace(spec, random_seed=self._seed, fork_server=self._imports)
+            spec = msgspec.structs.replace(
+                spec,
+                random_seed=self._seed,
+                keys=self._keys,
+                secrets=secret_environment(self._arguments.cluster.forward_env),
+                fork_server=self._imports,
+            )
             launch = RayServers(KIND, spec, self._arguments.cluster.rollout_labels)
             self._seed += SEEDS_PER_GROUP
         return EngineGroup(name=group.name, engines=group.num_engines, ranks=group.gpus_per_engine, launch=launch)

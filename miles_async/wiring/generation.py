@@ -21,6 +21,7 @@ from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.hooks import load_factory, load_object
+from miles_async.runtime.keys import SessionKeys
 from miles_async.runtime.services import Circuit, Services
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
@@ -43,12 +44,14 @@ class Episodes:
         run_dir: Path,
         services: Services,
         began: Began,
+        keys: SessionKeys,
     ) -> None:
         """Starts nothing. ``began``: told what is certain of a sample's versions while it is generated. Raises
         ConfigurationError for hooks that cannot be used.
         """
         self._arguments = arguments
         self._began = began
+        self._keys = keys
         self.circuit = _circuit(arguments, services)
         self._template = template
         self._log_dir = run_dir / "logs"
@@ -100,7 +103,7 @@ class Episodes:
         if sessions.agent_path is not None:
             return _loaded_agent(sessions.agent_path)
         assert sessions.agent_command is not None
-        return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log")
+        return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log", api_key=self._keys.agents)
 
     def _session_service(self, client: EngineClient) -> SessionService:
         arguments, network = self._arguments, Network.of_run(self._arguments.cluster)
@@ -116,9 +119,9 @@ class Episodes:
 
         def launch(command: Sequence[str], starts: int) -> ChildProcess:
             log_path = self._log_dir / f"sessions.{starts}.log"
-            return ChildProcess("session server", command, log_path=log_path, environment={})
+            return ChildProcess("session server", command, log_path=log_path, environment=self._keys.environment())
 
-        return SessionService(client, settings.command(), launch, began=self._began)
+        return SessionService(client, settings.command(), launch, keys=self._keys, began=self._began)
 
 
 @dataclass(frozen=True, slots=True)

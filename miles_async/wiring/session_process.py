@@ -1,12 +1,13 @@
 """The session server's process: ``python -m miles_async.wiring.session_process <settings as JSON> <socket>``.
 
 A composition root of its own, since it runs in a process of its own: template and parsers for trajectories, and the
-engines through the rollout process, to which it reports.
+engines through the rollout process, to which it reports. Its keys come in the environment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from miles_async.arguments.sessions import ReasoningParser, TurnHistory
 from miles_async.errors import TransientEngineError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.runtime import garbage
+from miles_async.runtime.keys import SessionKeys, take_session_keys
 from miles_async.sessions.engine_link import EngineLink
 from miles_async.sessions.records import Alive
 from miles_async.sessions.server import SessionServer
@@ -40,14 +42,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return ("-m", "miles_async.wiring.session_process", msgspec.json.encode(self).decode())
 
 
-async def serve(settings: ServerSettings, socket_path: Path) -> None:
+async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) -> None:
     """Serve until the rollout process is gone."""
     template = ChatTemplate(load_tokenizer(Path(settings.hf_checkpoint)), apply_chat_template=True)
     make = trajectory_factory(
         template, settings.tool_call_parser, settings.reasoning_parser, turn_history=settings.turn_history
     )
     link = EngineLink(socket_path)
-    server = SessionServer(link, make, session_timeout=settings.session_timeout)
+    server = SessionServer(link, make, keys=keys, session_timeout=settings.session_timeout)
     try:
         await server.start(settings.host, range(*settings.ports) if settings.ports else None)
         garbage.settle()
@@ -70,8 +72,9 @@ async def serve(settings: ServerSettings, socket_path: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Exit code 1 when the rollout process is gone, which is how it ends."""
     settings, socket_path = arguments
+    keys = take_session_keys(os.environ)
     try:
-        asyncio.run(serve(msgspec.json.decode(settings, type=ServerSettings), Path(socket_path)))
+        asyncio.run(serve(msgspec.json.decode(settings, type=ServerSettings), keys, Path(socket_path)))
     except* TransientEngineError as errors:
         print(f"session server ends: {errors.exceptions[0]}", file=sys.stderr)
     return 1

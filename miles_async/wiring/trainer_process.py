@@ -11,6 +11,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
 from miles_async.backends import create_backend
 from miles_async.runtime.addresses import Network
+from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
 from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
 from miles_async.runtime.run_directory import STAGING_DIRECTORY
 from miles_async.trainer.actor import TrainerActor
@@ -51,7 +52,7 @@ def trainer_ranks(
         world_size=arguments.cluster.trainer_world_size,
         nodes=arguments.cluster.actor_num_nodes,
         resources=RankResources.for_device(device, environment, interpreter, arguments.cluster.actor_labels),
-        backend=partial(make_backend, arguments, device),
+        backend=partial(make_backend, arguments, device, secret_environment(arguments.cluster.forward_env)),
         sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device, ports=network.ports),
         senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
         network=network,
@@ -64,8 +65,9 @@ def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
     return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
 
 
-def make_backend(arguments: Arguments, device: Device, **rank: object) -> TrainBackend:
+def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironment, **rank: object) -> TrainBackend:
     """The training backend of one rank, in its process; ``rank``: who it is among the others."""
+    apply_secrets(secrets)
     from miles_async.algorithms.objective import make_objective  # torch, which the driver does without
 
     steps_per_rollout = arguments.rollout.samples_per_rollout // arguments.global_batch_size

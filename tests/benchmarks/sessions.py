@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 
 from miles_async.runtime.child_process import ChildProcess
+from miles_async.runtime.keys import make_run_keys
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.types import GenerateRequest, Generation, VersionSpan
@@ -61,12 +62,14 @@ async def measure(concurrency: int, seconds: float, log_dir: Path) -> dict[str, 
         hf_checkpoint=str(MODEL), host="127.0.0.1", session_timeout=600.0, tool_call_parser=None, reasoning_parser=None
     )
     children: list[ChildProcess] = []
+    keys = make_run_keys({}).sessions
+    environment = keys.environment()
 
     def launch(command: Sequence[str], starts: int) -> ChildProcess:
-        children.append(ChildProcess("sessions", command, log_path=log_dir / "sessions.log", environment={}))
+        children.append(ChildProcess("sessions", command, log_path=log_dir / "sessions.log", environment=environment))
         return children[-1]
 
-    service = SessionService(engines, settings.command(), launch)
+    service = SessionService(engines, settings.command(), launch, keys=keys)
     await service.start()
     added: list[float] = []
 
@@ -93,7 +96,11 @@ async def measure(concurrency: int, seconds: float, log_dir: Path) -> dict[str, 
     try:
         process = psutil.Process(children[0].pid)
         before = sum(process.cpu_times()[:2])
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as scope:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with (
+            aiohttp.ClientSession(connector=connector, headers=keys.agents.headers()) as http,
+            asyncio.TaskGroup() as scope,
+        ):
             for number in range(concurrency):
                 scope.create_task(agent(number, http))
         cpu = sum(process.cpu_times()[:2]) - before

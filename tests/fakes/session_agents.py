@@ -19,6 +19,7 @@ from miles_async.trajectory.replies import ReplyParser, parse_qwen
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import CollectedSession, OpenSession
 from tests.fakes.chat_formats import chat_format
+from tests.fakes.keys import KEYS
 from tests.fakes.scripted_model import ScriptedModel
 
 CHAT = chat_format("qwen3")
@@ -65,10 +66,10 @@ class Agent:
 
 @asynccontextmanager
 async def agent_of(model: ScriptedModel, *, timeout: float = 60.0, **settings: Any) -> AsyncIterator[Agent]:
-    server = SessionServer(model, make_trajectory, session_timeout=timeout)
+    server = SessionServer(model, make_trajectory, keys=KEYS.sessions, session_timeout=timeout)
     await server.start("127.0.0.1")
     expiry = asyncio.ensure_future(server.expire())
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession(headers=KEYS.sessions.run.headers()) as http:
         body = SessionSettings(
             **{
                 "routing_key": "7-1",
@@ -80,7 +81,8 @@ async def agent_of(model: ScriptedModel, *, timeout: float = 60.0, **settings: A
         )
         async with http.post(f"{server.url}/sessions", data=encode(body)) as response:
             opened = decode(await response.read(), OpenSession)
-        async with openai.AsyncOpenAI(base_url=opened.base_url, api_key="none", max_retries=0) as client:
+        api_key = KEYS.sessions.agents.reveal()
+        async with openai.AsyncOpenAI(base_url=opened.base_url, api_key=api_key, max_retries=0) as client:
             yield Agent(opened, client, http)
     expiry.cancel()
     await server.stop()

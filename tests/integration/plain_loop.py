@@ -27,7 +27,7 @@ def plain_loop(
     rank: int, size: int, store: dist.Store, url: str, arguments: Arguments, prompts: Sequence[Prompt], files: Path
 ) -> list[Step]:
     """Runs in a process of its own (``rank_processes``). ``prompts``: of all steps, one batch after the other."""
-    backend = make_backend(arguments, "cpu", rank=rank, world_size=size, local_rank=0, store=store)
+    backend = make_backend(arguments, "cpu", {}, rank=rank, world_size=size, local_rank=0, store=store)
     rollout, steps = arguments.rollout, []
     for version in range(rollout.num_rollout):
         batch_prompts = prompts[version * rollout.rollout_batch_size :][: rollout.rollout_batch_size]

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ class RealRun:
     def end(self) -> None:
         """Whatever happened: leave nothing running."""
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # an agent, say, that has just ended
+                process.kill()
         self.process.wait(10)
 
     def _until(self, condition: Callable[[], bool], timeout: float, what: str) -> None:

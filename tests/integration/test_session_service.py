@@ -20,6 +20,7 @@ from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.types import OpenSession
 from miles_async.wiring.session_process import ServerSettings
+from tests.fakes.keys import KEYS
 from tests.fakes.scripted_model import ScriptedModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -39,10 +40,10 @@ async def service_of(model: ScriptedModel, log_dir: Path, **options: Any) -> Asy
 
     def launch(command: Sequence[str], starts: int) -> ChildProcess:
         path = log_dir / f"sessions.{starts}.log"
-        children.append(ChildProcess("session server", command, log_path=path, environment={}))
+        children.append(ChildProcess("session server", command, log_path=path, environment=KEYS.sessions.environment()))
         return children[-1]
 
-    service = SessionService(model, settings.command(), launch, **options)
+    service = SessionService(model, settings.command(), launch, keys=KEYS.sessions, **options)
     await service.start()
     supervision = asyncio.ensure_future(service.supervise())
     try:
@@ -55,7 +56,9 @@ async def service_of(model: ScriptedModel, log_dir: Path, **options: Any) -> Asy
 
 
 async def chat(session: OpenSession) -> str:
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=session.base_url, api_key=KEYS.sessions.agents.reveal(), max_retries=0
+    ) as client:
         answer = await client.chat.completions.create(model="policy", messages=[QUESTION])
         return answer.choices[0].message.content or ""
 
@@ -138,6 +141,7 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
             ScriptedModel(lambda call, input_ids: ANSWER),
             settings.command(),
             lambda command, starts: ChildProcess("s", command, log_path=tmp_path / "sessions.log", environment={}),
+            keys=KEYS.sessions,
         )
         try:
             await service.start()

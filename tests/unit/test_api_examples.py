@@ -55,10 +55,11 @@ class Completions(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def base_url() -> Iterator[str]:
+def base_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    monkeypatch.setenv("OPENAI_API_KEY", "the run sets it")
     yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()
     server.server_close()

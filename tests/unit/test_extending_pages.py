@@ -80,8 +80,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.mark.parametrize(("page", "module", "name"), examples(), ids=lambda value: getattr(value, "stem", value))
 async def test_the_test_of_an_example_passes(
-    written: Callable[[Path], None], page: Path, module: str, name: str
+    written: Callable[[Path], None], page: Path, module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a run sets it")
     written(page)
     result = getattr(importlib.import_module(module), name)()
     if inspect.isawaitable(result):

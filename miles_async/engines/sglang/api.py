@@ -264,7 +264,8 @@ class SGLangServer:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        reply = decode_json(await self._post(url, "/generate", body, timeout), _ScoreReply, f"{url}/generate")
+        answer = await self._call("POST", url, "/generate", msgspec.json.encode(body), timeout)
+        reply = decode_json(answer, _ScoreReply, f"{url}/generate")
         logprobs = [entry[0] for entry in reply.meta_info.input_token_logprobs[1:]]
         if len(logprobs) != len(tokens) - 1 or any(value is None for value in logprobs):
             raise EngineError(f"{url}: expected {len(tokens) - 1} log-probs of the canary, found {logprobs}")
@@ -274,13 +275,23 @@ class SGLangServer:
         )
 
     async def _post(self, url: str, path: str, body: Mapping[str, object], timeout: float) -> bytes:
-        return await self._call("POST", url, path, msgspec.json.encode(body), timeout)
+        """Call something that changes the server, which takes the admin key."""
+        return await self._call("POST", url, path, msgspec.json.encode(body), timeout, self._http.as_admin)
 
-    async def _call(self, method: str, url: str, path: str, body: bytes | None, timeout: float) -> bytes:
+    async def _call(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: bytes | None,
+        timeout: float,
+        key: Mapping[str, str] | None = None,
+    ) -> bytes:
+        headers = {**_HEADERS, **(self._http.as_client if key is None else key)}
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._http.session.request(method, url + path, data=body, headers=_HEADERS) as response,
+                self._http.session.request(method, url + path, data=body, headers=headers) as response,
             ):
                 answer = await response.read()
         except TimeoutError:

@@ -4,6 +4,7 @@ Where everything that SGLang imports is installed this is ``python -m sglang.lau
 torchvision, triton or ``sgl_kernel`` is missing (a machine without a GPU) they become mentionable, see
 ``absent_modules.py``.
 
+Its doors open with the keys that it is given in its environment, see ``locks.py``.
 It answers in packed form where a request asks for it, see ``packed_answers.py``.
 With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``, and
 with WEIGHT_GROUP_SECONDS_VARIABLE it waits no longer than that for others that get weights with it, see
@@ -106,7 +107,11 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
 
     from miles_async.engines.sglang import packed_answers
+    from miles_async.engines.sglang.locks import lock
+    from miles_async.runtime.keys import take_engine_keys
 
+    if (keys := take_engine_keys(os.environ)) is not None:
+        lock(keys)
     packed_answers.register()
     load_plugins()
     run_server(prepare_server_args(sys.argv[1:]))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 
+from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.sglang.cpu_memory import memory_flags
 from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
@@ -80,23 +81,23 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     return environment
 
 
-async def is_up(session: aiohttp.ClientSession, url: str) -> bool:
+async def is_up(http: Http, url: str) -> bool:
     """True once the server answers; it is settled then."""
     try:
-        async with session.get(f"{url}/model_info") as response:
+        async with http.session.get(f"{url}/model_info", headers=http.as_client) as response:
             answers = response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
     if answers:
-        await _freeze_garbage_collector(session, url)
+        await _freeze_garbage_collector(http, url)
     return answers
 
 
-async def _freeze_garbage_collector(session: aiohttp.ClientSession, url: str) -> None:
+async def _freeze_garbage_collector(http: Http, url: str) -> None:
     """Exempt everything loaded so far from garbage collection, as SGLang does after the warm-up that we skip.
 
     Every flush of its cache collects garbage, which with all of torch in the heap is most of a publication's pause.
     """
     with suppress(aiohttp.ClientError, TimeoutError):  # only speed is lost
-        async with session.post(f"{url}/freeze_gc"):
+        async with http.session.post(f"{url}/freeze_gc", headers=http.as_admin):
             pass

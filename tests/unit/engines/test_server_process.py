@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 
+from miles_async.engines.http import Http
 from miles_async.engines.kind import EngineKind, ServerSpec
 from miles_async.engines.server_process import ServerProcess, server_imports
 from miles_async.engines.sglang.api import SGLangServer
@@ -23,9 +24,9 @@ def command(spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: 
     return ["-m", "http.server", str(port), f"--bind={host}", f"--directory={spec.model_path}"]
 
 
-async def is_up(session: aiohttp.ClientSession, url: str) -> bool:
+async def is_up(http: Http, url: str) -> bool:
     try:
-        async with session.get(f"{url}/made") as response:
+        async with http.session.get(f"{url}/made") as response:
             return response.status == 200
     except aiohttp.ClientError:
         return False
@@ -54,8 +55,8 @@ async def test_any_server_is_started_watched_and_ended(spec: ServerSpec) -> None
     (Path(spec.model_path) / "made").touch()
     server = ServerProcess(FILES, spec, 1, 0)
     url = await server.start()
-    async with aiohttp.ClientSession() as session:
-        assert await is_up(session, url)
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/made") as response:
+        assert response.status == 200
     process = psutil.Process(await server.pid())
     environment = process.environ()
     temporary = Path(environment["TMPDIR"])

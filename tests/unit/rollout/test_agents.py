@@ -25,6 +25,7 @@ from miles_async.rollout.agent import AgentGenerate
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.runtime.hooks import load_object
 from miles_async.types import Attempt, CollectedSession, OpenSession, Prompt, Sample
+from tests.fakes.keys import KEYS
 from tests.fakes.scripted_model import ScriptedModel
 
 PROMPT = Prompt(
@@ -205,7 +206,9 @@ class OwnAgent:
 # ------------------------------------------------------------------------------------------------------- commands
 def command(tmp_path: Path, source: str) -> CommandAgent:
     (tmp_path / "agent.py").write_text(source)
-    return CommandAgent(f"python '{tmp_path}/agent.py'", log_path=tmp_path / "logs" / "agents.log")
+    return CommandAgent(
+        f"python '{tmp_path}/agent.py'", log_path=tmp_path / "logs" / "agents.log", api_key=KEYS.sessions.agents
+    )
 
 
 async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> None:
@@ -258,7 +261,7 @@ async def test_a_command_that_fails_says_so_with_its_last_words(tmp_path: Path, 
 
 
 async def test_a_command_that_cannot_be_run_says_so(tmp_path: Path) -> None:
-    agent = CommandAgent("no-such-command", log_path=tmp_path / "agents.log")
+    agent = CommandAgent("no-such-command", log_path=tmp_path / "agents.log", api_key=KEYS.sessions.agents)
     with pytest.raises(RequestRejectedError, match="status 127"):
         await agent("http://x/v1", PROMPT)
     assert "no-such-command: " in (tmp_path / "agents.log").read_text()

@@ -1,0 +1,43 @@
+"""In the server's process: its HTTP doors open with the run's keys only.
+
+SGLang (0.5.23) has ``--api-key`` and ``--admin-api-key``. But everybody on a machine sees the arguments of a process,
+its log has them at level info, and ``/server_info`` tells the admin key to those who have the other. So its middleware
+is given the keys here, and its arguments have none. It leaves open ``/health``, ``/health_generate``, ``/ready`` and
+``/metrics``, and does not look at websockets (``/v1/realtime``, for speech), which are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from miles_async.runtime.keys import EngineKeys
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_REFUSED = {"type": "websocket.close", "code": 1008}  # before it was accepted: HTTP status 403
+
+
+class NoWebsockets:
+    """ASGI middleware that refuses websockets."""
+
+    def __init__(self, application: Application) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send(dict(_REFUSED))
+        else:
+            await self._application(scope, receive, send)
+
+
+def lock(keys: EngineKeys) -> None:
+    """Lock the HTTP server that this process is about to start."""
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    add_api_key_middleware(app, api_key=keys.api.reveal(), admin_api_key=keys.admin.reveal())
+    app.add_middleware(NoWebsockets)

@@ -1,0 +1,160 @@
+"""The doors of a real run, tried from outside: what needs a key, where they listen, where secrets can be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import psutil
+import pytest
+
+from miles_async.engines.http import Http
+from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.router import Router
+from miles_async.runtime.keys import KEY_VARIABLES, Secret
+from tests.fakes.keys import KEYS, OTHER_KEYS
+from tests.integration.real_run import RealRun, real_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+Answer = TypeVar("Answer")
+
+SECRETS = {
+    "HF_TOKEN": "hf_0123456789abcdefghijklmnop",
+    "WANDB_API_KEY": "0123456789" * 4,
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG",
+    "SEARCH_TOKEN": "a-token-of-some-service",
+}
+
+
+# ------------------------------------------------------------------------------------------------------ the router
+async def answer(method: str, path: str, key: Secret | None, url: str) -> int:
+    """The status of a request to ``url``."""
+    headers = key.headers() if key else {}
+    async with aiohttp.ClientSession() as http, http.request(method, url + path, json={}, headers=headers) as response:
+        return response.status
+
+
+async def test_the_router_opens_with_the_runs_keys_only(tmp_path: Path) -> None:  # covers: C13
+    http = Http(KEYS.engines)
+    router = Router(EngineRegistry(), http, log_dir=tmp_path, keys=KEYS.engines, extra=("--log-level=debug",))
+    try:
+        await router.start()
+        keys = KEYS.engines
+        for stranger in (None, Secret("wrong"), OTHER_KEYS.engines.api, OTHER_KEYS.engines.admin):
+            for method, path in (("POST", "/generate"), ("POST", "/v1/chat/completions"), ("GET", "/workers")):
+                assert await answer(method, path, stranger, router.url) == 401
+        assert await answer("POST", "/workers", keys.api, router.url) in (401, 403)  # it is for the admin
+        assert await answer("POST", "/flush_cache", keys.api, router.url) in (401, 403)
+        assert await answer("GET", "/workers", keys.admin, router.url) == 200
+        arguments = " ".join(psutil.Process(await router.pid()).cmdline())
+        seen = arguments + "".join(path.read_text() for path in tmp_path.glob("*.log"))  # noqa: ASYNC240
+        assert not [key for key in (keys.api, keys.admin) if key.reveal() in seen]
+    finally:
+        await router.stop()
+        await http.close()
+
+
+# --------------------------------------------------------------------------------------------------------- a run
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+    """A run with agents that has trained."""
+    directory = tmp_path_factory.mktemp("doors")
+    agent = f"python {Path(__file__).with_name('one_turn_agent.py')}"
+    flags = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--num-rollout", "2000")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in SECRETS.items():
+            patch.setenv(name, text)
+        patch.setenv("RAY_TMPDIR", str(directory))
+        forwarded = ("--forward-env", "SEARCH_TOKEN", "HF_*", "AWS_*", "WANDB_*", "PYTHONPATH")
+        with real_run(directory / "run", *flags, *forwarded, "--agent-command", agent) as started:
+            started.wait_for_steps(1, 200)
+            yield started
+
+
+def of_processes(run: RealRun, ask: Callable[[psutil.Process], Answer]) -> dict[str, Answer]:
+    """The answers of all processes of the run, by their command lines. Agents come and go meanwhile."""
+    found = {}
+    for process in run.processes():
+        with suppress(psutil.NoSuchProcess):
+            found[f"{process.pid} {' '.join(process.cmdline())}"] = ask(process)
+    return found
+
+
+def doors(run: RealRun) -> dict[str, list[tuple[str, int]]]:
+    """Where servers of the run listen: name of the server → address and port."""
+    known = {"sglang.launcher": "engine", "router_launcher": "router", "smg::": "router", "session_process": "sessions"}
+    found: dict[str, list[tuple[str, int]]] = {}
+    for line, connections in of_processes(run, lambda process: process.net_connections("tcp")).items():
+        name = next((name for part, name in known.items() if part in line), "other")
+        listening = [tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN]
+        found[name] = found.get(name, []) + listening
+    return found
+
+
+def secrets_of(run: RealRun) -> dict[str, str]:
+    """The keys that processes of the run were given, and the user's own secrets."""
+    found = dict(SECRETS)
+    for environment in of_processes(run, lambda process: process.environ()).values():
+        found |= {name: text for name, text in environment.items() if name in KEY_VARIABLES}
+    assert set(found) == {*KEY_VARIABLES, *SECRETS}
+    return found
+
+
+def http_ports(run: RealRun, name: str) -> list[int]:
+    return [port for _, port in doors(run)[name]]
+
+
+ENGINE_DOORS = (
+    *(("POST", path) for path in ("/generate", "/v1/chat/completions", "/update_weights_from_tensor", "/flush_cache")),
+    *(("POST", path) for path in ("/update_weights_from_disk", "/pause_generation", "/init_weights_update_group")),
+    *(("GET", path) for path in ("/model_info", "/server_info", "/get_weights_by_name", "/v1/realtime", "/docs")),
+)
+
+
+async def test_an_engine_opens_with_the_runs_keys_only(run: RealRun) -> None:  # covers: C13
+    found = secrets_of(run)
+    api = Secret(found["MILES_ASYNC_API_KEY"])
+    (port,) = http_ports(run, "engine")
+    url = f"http://127.0.0.1:{port}"
+    for stranger in (None, Secret("wrong"), KEYS.engines.api, KEYS.engines.admin):
+        assert [await answer(*door, stranger, url) for door in ENGINE_DOORS] == [401] * len(ENGINE_DOORS)
+    assert await answer("GET", "/model_info", api, url) == 200
+    for path in ("/update_weights_from_tensor", "/pause_generation", "/flush_cache", "/abort_request"):
+        assert await answer("POST", path, api, url) == 401  # generating is not administering
+    assert await answer("GET", "/health", None, url) == 200
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/server_info", headers=api.headers()) as response:
+        told = await response.text()
+    assert not [name for name, text in found.items() if text in told]
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(aiohttp.WSServerHandshakeError):
+            await http.ws_connect(f"{url}/v1/realtime", headers=api.headers())
+
+
+async def test_router_and_sessions_of_a_run_are_locked(run: RealRun) -> None:  # covers: C13
+    for name, paths in {"router": ("/generate", "/workers"), "sessions": ("/sessions", "/health")}.items():
+        ports = http_ports(run, name)
+        assert ports
+        for port in ports:
+            for path in paths:
+                assert await answer("POST", path, None, f"http://127.0.0.1:{port}") in (401, 404, 405)
+                assert await answer("POST", path, KEYS.sessions.run, f"http://127.0.0.1:{port}") in (401, 404, 405)
+
+
+def test_a_run_on_one_machine_is_not_reached_from_others(run: RealRun) -> None:  # covers: C13
+    listening = doors(run)
+    for name in ("engine", "router", "sessions"):
+        assert {host for host, _ in listening[name]} == {"127.0.0.1"}
+
+
+def test_secrets_are_in_no_argument_log_or_dump(run: RealRun) -> None:  # covers: C13
+    secrets = secrets_of(run)
+    shown = {"arguments": "\n".join(of_processes(run, lambda process: None)), "output": run.output}
+    files = [path for path in run.run_dir.parent.rglob("*") if path.is_file()]  # Ray's logs are there, too
+    assert any(path.name == "config.toml" for path in files)
+    assert any("runtime_env" in path.name for path in files)
+    shown |= {str(path): path.read_bytes().decode(errors="replace") for path in files}
+    assert not [(name, where) for where, text in shown.items() for name, secret in secrets.items() if secret in text]
