@@ -253,6 +253,22 @@ class EngineFleet(Protocol):
 
     async def disconnect(self, engines: Sequence[Incarnation], group_name: str) -> EngineErrors: ...
 
+    async def receive_stream(
+        self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int, flush_cache: bool
+    ) -> EngineErrors:
+        """Receive all that the senders of these process groups announce and broadcast, and load it, as one update. Not
+        for engines that are ``FleetMembers.bucketwise``.
+
+        Engines have the deadline of a call from :meth:`stream_sent` on.
+        """
+        ...
+
+    async def stream_sent(self, group_names: Sequence[str], *, broken: bool) -> None:
+        """The senders are through with what :meth:`receive_stream` receives. ``broken``: by an error, which engines
+        that are alive meet, too.
+        """
+        ...
+
     async def begin_update(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
 
     async def receive_bucket(

@@ -276,6 +276,7 @@ class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
     joining: tuple[Incarnation, ...]  # up, but their weights are unknown until a publication reaches them
     starting: tuple[str, ...]  # ids of those that are not up yet
     ranks: Mapping[str, int]  # process-group ranks by engine id (its tensor-parallel size)
+    bucketwise: frozenset[str] = frozenset()  # ids of those that have to be told to receive each bucket
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

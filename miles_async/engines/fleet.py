@@ -20,6 +20,7 @@ import structlog
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.stream_deadline import StreamDeadline
 from miles_async.engines.supervisor import EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineTimeoutError
@@ -34,6 +35,7 @@ Answer = TypeVar("Answer")
 _ABORT_DRAIN_SECONDS = 5.0  # for aborted requests to come back before the engine is paused all the same
 _ABORT_POLL_SECONDS = 0.05
 _PROBE_SECONDS = 10.0  # for calls that take a healthy engine no time, and for cleaning up
+_STEPS_TO_STREAM = 6  # deadlines of a step for receive_stream at most: all of a publication
 _STEPS_TO_LOAD = 3  # deadlines of a step for load_files: all weights at once, and no second try
 
 
@@ -56,6 +58,7 @@ class Fleet:
         self._traffic = traffic
         self._step_timeout = step_timeout
         self._probe_timeout = min(step_timeout / 3, _PROBE_SECONDS)
+        self._streams: dict[tuple[str, ...], StreamDeadline] = {}  # being received, by process groups
 
     async def members(self) -> FleetMembers:
         """See ``seams.EngineFleet``."""
@@ -66,6 +69,7 @@ class Fleet:
             joining=tuple(r.current for r in records if r.state is EngineState.JOINING),
             starting=tuple(r.engine_id for r in records if r.state in starting),
             ranks={r.engine_id: r.ranks for r in records},
+            bucketwise=frozenset(r.engine_id for r in records if not r.streams),
         )
 
     async def probe(self, engines: Sequence[Incarnation]) -> EngineErrors:
@@ -115,6 +119,27 @@ class Fleet:
 
     async def disconnect(self, engines: Sequence[Incarnation], group_name: str) -> EngineErrors:
         return await self._each(engines, lambda url: self._server.leave_group(url, group_name, self._probe_timeout))
+
+    async def receive_stream(
+        self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int, flush_cache: bool
+    ) -> EngineErrors:
+        self._doubt(engines)
+        names = tuple(group_names)
+        limits = self._streams[names] = StreamDeadline(_STEPS_TO_STREAM * self._step_timeout)
+
+        async def receive(url: str) -> None:
+            async with limits.of(url):
+                await self._server.receive_stream(url, names, version, flush_cache, limits.longest)
+
+        try:
+            return await self._each(engines, receive)
+        finally:
+            del self._streams[names]
+
+    async def stream_sent(self, group_names: Sequence[str], *, broken: bool) -> None:
+        """Grant less time after an error: members of a process group notice it at the same time."""
+        if limits := self._streams.get(tuple(group_names)):
+            limits.expire_in(self._probe_timeout if broken else self._step_timeout)
 
     async def begin_update(self, engines: Sequence[Incarnation]) -> EngineErrors:
         self._doubt(engines)

@@ -161,6 +161,15 @@ class InferenceServer(Protocol):
 
     async def leave_group(self, url: str, group_name: str, timeout: float) -> None: ...
 
+    async def receive_stream(
+        self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
+    ) -> None:
+        """Receive and load, as one update, what the senders (rank 0) of these process groups broadcast: each of them
+        first announces its buckets, as an int64 and as many bytes of MessagePack (``StagedWeights.buckets``). Buckets
+        have to be received in the order of their indices. Only for ``EngineKind.streams``.
+        """
+        ...
+
     async def begin_update(self, url: str, timeout: float) -> None: ...
 
     async def receive_bucket(
@@ -209,4 +218,5 @@ class EngineKind:
     environment: Callable[[ServerSpec], dict[str, str]]  # variables to add to our own; those of its keys come on top
     is_up: Callable[[Http, str], Awaitable[bool]]  # asked with its URL until it is
     calls: Callable[[Http], InferenceServer]  # makes the client of the servers' protocol
+    streams: bool = False  # servers that we start can ``receive_stream``; else they get a call per bucket
     imports: tuple[str, ...] = ()  # modules to import once per node; servers are forked from there. (): each by itself

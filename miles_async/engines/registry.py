@@ -49,6 +49,7 @@ class EngineRecord:
 
     engine_id: str
     ranks: int = 1
+    streams: bool = False  # receives all buckets of a publication by one call
     state: EngineState = EngineState.STARTING
     incarnation: int = 0
     restarts: int = 0

@@ -36,6 +36,7 @@ class EngineGroup:
     name: str = "engine"  # its engines are engine-0, engine-1, ...
     engines: int
     ranks: int = 1  # tensor-parallel size of each engine: its ranks in a process group
+    streams: bool = False  # they receive all buckets of a publication by one call
     launch: LaunchServer
 
 
@@ -130,7 +131,7 @@ class EngineSupervisor:
         if (given_up := self._registry.engines.get(engine_id)) is not None:
             self._forgotten[engine_id] = given_up.incarnation
         incarnation = self._forgotten.get(engine_id, -1) + 1  # no number is used twice
-        record = EngineRecord(engine_id=engine_id, ranks=group.ranks, incarnation=incarnation)
+        record = EngineRecord(engine_id=engine_id, ranks=group.ranks, streams=group.streams, incarnation=incarnation)
         self._registry.engines[engine_id] = record
         self._engines[engine_id] = _Engine(group, index, RestartBudget(self._max_restarts, self._restart_window))
         return record

@@ -49,7 +49,7 @@ class SimulatedEngines:
         http, router, router_url = self._connect()
         server = SGLangServer(http)
         self.loads = Loads(self.registry, server)
-        group = EngineGroup(engines=settings.num_engines, launch=self._launch)
+        group = EngineGroup(engines=settings.num_engines, streams=True, launch=self._launch)
         self.supervisor = EngineSupervisor(
             self.registry,
             router,

@@ -31,7 +31,6 @@ class SimulatedTrainer:
         self._steps = 0
         self._train_times = random.Random(f"{settings.seed} trainer")
         self._publish_times = random.Random(f"{settings.seed} publications")
-        self._publish_seconds: dict[int, float] = {}  # version → what it takes to send it
         self.busy_seconds = 0.0
 
     async def start(self) -> None: ...
@@ -68,10 +67,8 @@ class SimulatedTrainer:
     def sender(self, index: int, *, repair: bool = False) -> _Broadcaster:
         return _Broadcaster(self._send)
 
-    async def _send(self, version: int, index: int) -> None:
-        if index == 0:  # sent again from the start if an engine was lost
-            self._publish_seconds[version] = self._settings.publish_seconds.draw(self._publish_times)
-        await asyncio.sleep(self._publish_seconds[version] / len(TENSORS))
+    async def _send(self) -> None:
+        await asyncio.sleep(self._settings.publish_seconds.draw(self._publish_times))
 
     async def save(self, directory: Path) -> None:
         await asyncio.sleep(self._settings.stage_seconds)  # about as long
@@ -90,14 +87,12 @@ class SimulatedTrainer:
 class _Broadcaster:
     """Implements SenderHandle of ``distributed``: only sending takes time."""
 
-    send: Callable[[int, int], Awaitable[None]]  # (version, index)
+    send: Callable[[], Awaitable[None]]
 
     async def call(self, method: Callable[[Any, *Ts], Answer], *arguments: *Ts) -> Answer:
         answer: Any = None
         if method is Broadcasts.open_group:
             answer = "127.0.0.1", 1
-        elif method is Broadcasts.send_bucket:
-            call: Any = arguments
-            _, version, index = call
-            await self.send(version, index)
+        elif method is Broadcasts.send:
+            await self.send()
         return cast(Answer, answer)

@@ -153,7 +153,13 @@ class _StackMaker:
             )
             launch = RayServers(KIND, spec, self._arguments.cluster.rollout_labels)
             self._seed += SEEDS_PER_GROUP
-        return EngineGroup(name=group.name, engines=group.num_engines, ranks=group.gpus_per_engine, launch=launch)
+        return EngineGroup(
+            name=group.name,
+            engines=group.num_engines,
+            ranks=group.gpus_per_engine,
+            streams=self._kind.streams and not group.external,
+            launch=launch,
+        )
 
 
 def engine_imports(

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
+from miles_async.engines.sglang.names import STREAM
 from miles_async.types import HeldWeights
 
 KV_TOKENS = 16_384  # that fit into the cache
@@ -279,9 +280,10 @@ class FakeEngine:
 
     async def _update(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if not self._updating:
-            return _outcome("must run between begin_weight_update() and end_weight_update()")
-        if body["group_name"] not in self._groups:
+        streams = body["load_format"] == STREAM
+        if self._updating is streams:
+            return _outcome("must (streams: must not) run between begin_weight_update() and end_weight_update()")
+        if not self._groups.issuperset(body["group_name"].split()):
             return _outcome("Failed to receive weights: no such group")
         self.weight_version = body["weight_version"]
         if body["flush_cache"]:

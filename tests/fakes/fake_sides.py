@@ -60,11 +60,8 @@ class FakeBroadcaster:
 
     def join_group(self, group_name: str) -> None: ...
 
-    def load_bucket(self, group_name: str, version: int, index: int) -> None:
-        self._events.append(f"load {version}/{index}{self._suffix}")
-
-    def send_bucket(self, group_name: str, version: int, index: int) -> str | None:
-        self._events.append(f"send {version}/{index}{self._suffix}")
+    def send(self, group_name: str, version: int, announce: bool) -> str | None:
+        self._events.append(f"{'announce and ' if announce else ''}send {version}{self._suffix}")
         return None
 
     def leave_group(self, group_name: str) -> None: ...
@@ -116,11 +113,18 @@ class FakeFleet:
     """EngineFleet of engines that hold a version; ``faults[step]`` names engines that fail at that step."""
 
     def __init__(
-        self, events: list[str], *, serving: Sequence[str] = (), joining: Sequence[str] = ("engine-0",)
+        self,
+        events: list[str],
+        *,
+        serving: Sequence[str] = (),
+        joining: Sequence[str] = ("engine-0",),
+        tensors: Sequence[str] = ("t0", "t1"),
     ) -> None:
+        """``tensors``: what is in a stream."""
         self.events = events
         self.serving = list(serving)
         self.joining = list(joining)
+        self.tensors = tensors
         self.faults: dict[str, set[str]] = {}
         self.labels: dict[str, str] = {}  # what an engine says its version is, where it isn't the truth
         self.logprobs: dict[str, tuple[float, ...]] = {}
@@ -129,6 +133,8 @@ class FakeFleet:
         self.shares: list[TensorShare] = []  # of which digests were asked for
         self.versions: dict[str, int] = {}
         self.paused: set[str] = set()
+        self.bucketwise: frozenset[str] = frozenset()
+        self.sent: list[tuple[str, ...]] = []  # process groups whose senders were through
         self.sessions: set[str] = set()  # engines between begin and end of an update
         self.complete: dict[str, list[str]] = {}  # tensors received in the session
         self.fenced: list[str] = []
@@ -140,6 +146,7 @@ class FakeFleet:
             joining=tuple(map(self.current, self.joining)),
             starting=(),
             ranks=dict.fromkeys((*self.serving, *self.joining), 1),
+            bucketwise=self.bucketwise,
         )
 
     def current(self, engine: str) -> Incarnation:
@@ -209,12 +216,28 @@ class FakeFleet:
         flush_cache: bool,
     ) -> Mapping[Incarnation, Exception | None]:
         self.versions |= dict.fromkeys(ids(engines), version)
-        result = self._result(f"receive {tensors[0].name}", engines)
-        if any(result.values()):  # one broken member breaks the group for all
-            result = {engine: error or EngineError("connection closed by peer") for engine, error in result.items()}
+        result = self._together(f"receive {tensors[0].name}", engines)
         for engine, error in result.items():
             if error is None:
                 self.complete[engine.engine] += [tensor.name for tensor in tensors]
+        return result
+
+    async def receive_stream(
+        self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int, flush_cache: bool
+    ) -> Mapping[Incarnation, Exception | None]:
+        self.versions |= dict.fromkeys(ids(engines), version)
+        result = self._together("receive all", engines)
+        self.complete |= {engine.engine: [*self.tensors] for engine, error in result.items() if error is None}
+        return result
+
+    async def stream_sent(self, group_names: Sequence[str], *, broken: bool) -> None:
+        self.sent.append(tuple(group_names))
+
+    def _together(self, step: str, engines: Sequence[Incarnation]) -> dict[Incarnation, Exception | None]:
+        """One broken member breaks the process group for all."""
+        result = self._result(step, engines)
+        if any(result.values()):
+            result = {engine: error or EngineError("connection closed by peer") for engine, error in result.items()}
         return result
 
     async def receive_handles(

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
+from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
@@ -119,10 +120,18 @@ class WeightServer:
             await group.meet(self.name, "join", self._world.patience)
             self._groups[name] = group
             return OK
-        if name not in self._groups or not self._updating:
-            return Response(b"no such group, or no session", status=400)
-        await self._groups[name].meet(self.name, tuple(body["names"]), self._world.patience)
-        self.held |= dict.fromkeys(body["names"], int(body["weight_version"]))
+        streams = body["load_format"] == STREAM
+        if name not in self._groups or self._updating is streams:
+            return Response(b"no such group, or no session, or one for a stream", status=400)
+        version = int(body["weight_version"])
+        for tensor in self._world.contents(version) if streams else body["names"]:
+            try:
+                await self._groups[name].meet(self.name, (tensor, version), self._world.patience)
+            except ConnectionError:
+                if streams:  # it leaves
+                    self._groups.pop(name).broken.set()
+                raise
+            self.held[tensor] = version
         self.version = body["weight_version"]
         return OK
 
@@ -181,7 +190,14 @@ class _CheckedRegistry(EngineRegistry):
 class World:
     """Engines, their fleet and the groups that they are in."""
 
-    def __init__(self, engines: int, contents: Callable[[int], Mapping[str, Any]], *, step_timeout: float) -> None:
+    def __init__(
+        self,
+        engines: int,
+        contents: Callable[[int], Mapping[str, Any]],
+        *,
+        step_timeout: float,
+        bucketwise: bool = False,
+    ) -> None:
         """``contents``: of a version, by tensor. To be made on a loop of virtual time."""
         self.network = Network()
         self.servers: dict[str, WeightServer] = {}
@@ -190,11 +206,15 @@ class World:
         self.seconds_per_call: dict[str, float] = {}
         self.start_seconds = 30.0
         self.patience: float | None = 0.8 * step_timeout  # of members that wait for others; None: without end
-        self._contents = contents
+        self.contents = contents
         self.registry = _CheckedRegistry(self._check)
         router: Any = FakeRouter(self.registry)
         http = SimulatedHttp(self.network)
-        group = EngineGroup(engines=engines, launch=lambda index, incarnation: _Server(self, index, incarnation))
+        group = EngineGroup(
+            engines=engines,
+            streams=not bucketwise,
+            launch=lambda index, incarnation: _Server(self, index, incarnation),
+        )
         self.supervisor = EngineSupervisor(self.registry, router, SGLangServer(http), [group], max_restarts=10**6)
         self.fleet = Fleet(
             self.registry, self.supervisor, SGLangServer(http), Traffic(lambda: 0.0), step_timeout=step_timeout
@@ -225,7 +245,7 @@ class World:
             if record.verified and record.url in self.network.hosts:
                 assert record.version is not None
                 held = self.servers[record.engine_id].held
-                assert held == self._contents(record.version), f"{record.engine_id} does not hold {record.version}"
+                assert held == self.contents(record.version), f"{record.engine_id} does not hold {record.version}"
 
 
 class BroadcastingTrainer(FakeTrainer):
@@ -266,11 +286,10 @@ class BroadcastingTrainer(FakeTrainer):
     async def join_group(self, group_name: str) -> None:
         await self._meet(group_name, "join")
 
-    async def load_bucket(self, group_name: str, version: int, index: int) -> None: ...
-
-    async def send_bucket(self, group_name: str, version: int, index: int) -> str | None:
+    async def send(self, group_name: str, version: int, announce: bool) -> str | None:
         assert version in self._staged
-        return await self._meet(group_name, (f"t{index}",))
+        problems = [await self._meet(group_name, (tensor, version)) for tensor in self.contents(version)]
+        return next(filter(None, problems), None)
 
     async def leave_group(self, group_name: str) -> None:
         self.world.groups.pop(group_name).broken.set()

@@ -79,7 +79,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fro
         model_path=str(model), device="cpu", dtype="float32", start_timeout=START_SECONDS, log_dir=str(folder)
     )
     stack = FrozenEngines(
-        [EngineGroup(engines=2, launch=partial(ServerProcess, SGLANG, spec))],
+        [EngineGroup(engines=2, streams=True, launch=partial(ServerProcess, SGLANG, spec))],
         EnginesArguments(),
         WeightsArguments(),
         log_dir=folder,

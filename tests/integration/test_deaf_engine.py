@@ -67,7 +67,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
             dummy_weights=True,
             extra=extra,
         )
-        groups.append(EngineGroup(name=name, engines=1, launch=partial(ServerProcess, SGLANG, spec)))
+        groups.append(EngineGroup(name=name, engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec)))
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), groups)

@@ -84,7 +84,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
         model_path=str(models[0]), device="cpu", dtype="float32", start_timeout=200, log_dir=str(folder / "logs")
     )
     stack = EngineStack(
-        [EngineGroup(engines=1, launch=RayServers(SGLANG, spec))],
+        [EngineGroup(engines=1, streams=True, launch=RayServers(SGLANG, spec))],
         EnginesArguments(request_timeout=120.0, engine_start_timeout=200.0),
         WeightsArguments(publication_timeout=60.0),
         log_dir=folder / "logs",
@@ -326,15 +326,12 @@ class Trainer:
         assert await fleet.pause(engine, mode) == dict.fromkeys(engine)
         if mode != "in_place":
             assert await fleet.flush_cache(engine) == dict.fromkeys(engine)
-        assert await fleet.begin_update(engine) == dict.fromkeys(engine)
         assert len(staged.buckets) > 1
-        for index, bucket in staged.buckets.items():
-            _, received = await asyncio.gather(
-                asyncio.to_thread(self.sender.send_bucket, "g", version, index),
-                fleet.receive_bucket(engine, "g", bucket, version, mode != "in_place"),
-            )
-            assert received == dict.fromkeys(engine)
-        assert await fleet.end_update(engine) == dict.fromkeys(engine)
+        _, received = await asyncio.gather(
+            asyncio.to_thread(self.sender.send, "g", version, True),
+            fleet.receive_stream(engine, ["g"], version, mode != "in_place"),
+        )
+        assert received == dict.fromkeys(engine)
         assert await fleet.resume(engine) == dict.fromkeys(engine)
 
 
@@ -504,7 +501,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     spec = ServerSpec(model_path=str(tmp_path / "nothing-here"), device="cpu", dtype="float32", log_dir=str(tmp_path))
-    group = EngineGroup(engines=1, launch=partial(ServerProcess, SGLANG, spec))
+    group = EngineGroup(engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec))
     arguments = EnginesArguments(), WeightsArguments()
     stack = EngineStack(
         [group], *arguments, log_dir=tmp_path, network=LOCAL, calls=SGLangServer, parse_versions=parse_spans

@@ -60,7 +60,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
-    group = EngineGroup(engines=1, ranks=ranks, launch=partial(ServerProcess, SGLANG, spec))
+    group = EngineGroup(engines=1, ranks=ranks, streams=True, launch=partial(ServerProcess, SGLANG, spec))
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])
     await router.start()
     await supervisor.start()

@@ -159,7 +159,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     )
     engines = {engine: FaultyEngine(partial(ServerProcess, SGLANG, spec), index) for index, engine in enumerate(BOTH)}
     stack = EngineStack(
-        [EngineGroup(engines=2, launch=lambda index, _: engines[BOTH[index]])],
+        [EngineGroup(engines=2, streams=True, launch=lambda index, _: engines[BOTH[index]])],
         EnginesArguments(request_timeout=60.0, engine_start_timeout=200.0, engine_max_restarts=1000),
         limits,
         log_dir=logs,

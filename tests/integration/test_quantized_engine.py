@@ -117,7 +117,10 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(
-        registry, router, SGLangServer(http), [EngineGroup(engines=1, launch=partial(ServerProcess, SGLANG, spec))]
+        registry,
+        router,
+        SGLangServer(http),
+        [EngineGroup(engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec))],
     )
     await router.start()
     declare_plugin(folder / "plugins", "tests.integration.rounded_engine:register")

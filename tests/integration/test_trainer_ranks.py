@@ -158,8 +158,7 @@ async def test_staged_weights_reach_a_receiver_as_they_were_staged(trainer: Trai
         arguments = (address, port, "weights-1", 1, 2, tuple(staged.buckets.values()))
         receiving = asyncio.get_running_loop().run_in_executor(pool, receive, *arguments)
         await trainer.sender(0).call(Broadcasts.join_group, "weights-1")
-        for index in staged.buckets:
-            await trainer.sender(0).call(Broadcasts.send_bucket, "weights-1", 1, index)
+        assert await trainer.sender(0).call(Broadcasts.send, "weights-1", 1, False) is None
         received = await asyncio.wait_for(receiving, 30)
     await trainer.sender(0).call(Broadcasts.leave_group, "weights-1")
 
@@ -188,7 +187,7 @@ async def test_a_member_that_stays_away_costs_the_timeout_and_nothing_else(train
     started = time.monotonic()
     await trainer.sender(0).call(Broadcasts.join_group, "weights-absent")
     assert time.monotonic() - started < SENDER_TIMEOUT + 5
-    assert "never complete" in await trainer.sender(0).call(Broadcasts.send_bucket, "weights-absent", 3, 0)
+    assert "never complete" in await trainer.sender(0).call(Broadcasts.send, "weights-absent", 3, True)
     await trainer.sender(0).call(Broadcasts.leave_group, "weights-absent")
     await trainer.sender(0).call(Broadcasts.leave_group, "weights-absent")
     assert (await trainer.train(references()))["loss_tokens"] > 0
@@ -207,7 +206,7 @@ async def test_only_the_newest_versions_stay_staged(trainer: TrainerRanks) -> No
     for version in (10, 11, 12):
         await trainer.stage_weights(version)
     with pytest.raises(TrainerError, match=r"version 10 are not staged, only \[11, 12\]"):
-        await trainer.sender(0).call(Broadcasts.send_bucket, "any", 10, 0)
+        await trainer.sender(0).call(Broadcasts.send, "any", 10, True)
     assert (await trainer.train(references()))["loss_tokens"] > 0  # an error of the transport ends nobody
 
 

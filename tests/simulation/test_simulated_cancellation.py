@@ -16,7 +16,7 @@ from tests.simulation.scenario import settings
 
 EVENTFUL = Faults(
     crashes=(Crash(at_seconds=8.0, engine=0),),
-    calls=(CallFault(engine=1, path="/update_weights_from_distributed", call=5, action="crash"),),
+    calls=(CallFault(engine=1, path="/update_weights_from_distributed", call=3, action="crash"),),
 )
 
 

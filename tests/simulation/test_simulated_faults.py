@@ -17,9 +17,7 @@ from tests.simulation.scenario import settings
 PUBLICATION = (
     "/pause_generation",
     "/flush_cache",
-    "/begin_weight_update",
     "/update_weights_from_distributed",
-    "/end_weight_update",
     "/continue_generation",
     "/init_weights_update_group",
 )
@@ -49,7 +47,7 @@ def test_an_engine_that_fails_a_step_of_a_publication_is_fenced_and_repaired(pat
     # covers: C8
     first = 1 if path == "/init_weights_update_group" else 3
     # Refused again and again: twice all are served together, then it alone, and there it must be its own fault.
-    refusals = {"/init_weights_update_group": 4, "/end_weight_update": 5}.get(path, 3)  # the last of them alone
+    refusals = {"/init_weights_update_group": 4}.get(path, 3)  # the last of them alone
     faults = tuple(CallFault(engine=0, path=path, call=first + i, action=action) for i in range(refusals))
     result = simulate(settings(faults=Faults(calls=faults if action == "refuse" else faults[:1])))
     fenced = [record.fenced for _, record in result.publications if record.fenced]
@@ -62,7 +60,7 @@ def test_an_engine_that_fails_a_step_of_a_publication_is_fenced_and_repaired(pat
 @pytest.mark.parametrize("action", ["crash", "refuse", "hang"])
 def test_an_engine_that_fails_while_weights_are_sent_costs_the_others_at_most_a_deadline(action: str) -> None:
     # covers: C8, C10
-    fault = CallFault(engine=0, path="/update_weights_from_distributed", call=5, action=action)
+    fault = CallFault(engine=0, path="/update_weights_from_distributed", call=3, action=action)
     result = simulate(settings(faults=Faults(calls=(fault,))))
     assert len(result.steps) == 30
     assert len(result.publications[-1][1].engines) == 2
@@ -72,7 +70,7 @@ def test_an_engine_that_fails_while_weights_are_sent_costs_the_others_at_most_a_
 @pytest.mark.parametrize("verification", ["full", "canary"])
 def test_an_engine_with_wrong_weights_is_caught(verification: str) -> None:
     # covers: C8
-    corrupt = CallFault(engine=1, path="/update_weights_from_distributed", call=5, action="corrupt")
+    corrupt = CallFault(engine=1, path="/update_weights_from_distributed", call=3, action="corrupt")
     weights = WeightsArguments(verify_weights=verification)
     result = simulate(settings(weights=weights, faults=Faults(calls=(corrupt,))))
     assert [record.fenced for _, record in result.publications if record.fenced] == [("engine-1",)]

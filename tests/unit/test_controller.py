@@ -83,7 +83,7 @@ def bench(
     events: list[str] = []
     rollout, trainer, records = FakeRollout(events, age=age), FakeTrainer(events, buckets=1), Records()
     weights = WeightsArguments(update_weights_interval=interval)
-    fleet = FakeFleet([])
+    fleet = FakeFleet([], tensors=("t0",))
 
     def updater(of: FakeFleet) -> FleetUpdater:
         transport = make_transport(weights, trainer, of, "cpu")
@@ -142,14 +142,14 @@ async def test_each_step_is_published_but_the_last_which_nobody_would_use() -> N
 async def test_training_goes_on_while_engines_get_the_weights_but_not_two_versions_ahead() -> None:
     # covers: C10
     b = bench(steps=5)
-    plain, gate = b.fleet.receive_bucket, asyncio.Event()
+    plain, gate = b.fleet.receive_stream, asyncio.Event()
 
-    async def slow(engines: Any, name: str, tensors: Any, version: int, flush_cache: bool) -> Any:
+    async def slow(engines: Any, names: Any, version: int, flush_cache: bool) -> Any:
         if version == 1:
             await gate.wait()
-        return await plain(engines, name, tensors, version, flush_cache)
+        return await plain(engines, names, version, flush_cache)
 
-    b.fleet.receive_bucket = slow
+    b.fleet.receive_stream = slow
     async with asyncio.TaskGroup() as scope:
         scope.create_task(b.controller.run())
         for _ in range(300):
@@ -236,7 +236,7 @@ async def test_publication_waits_for_the_evaluation_of_the_visible_version() -> 
 
 async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
     # covers: R4
-    apart = FakeFleet([])
+    apart = FakeFleet([], tensors=("t0",))
     b = bench(steps=4, evaluate=True, eval_interval=2, apart=apart)
     gates = [asyncio.Event() for _ in range(3)]
     plain, evaluations = b.rollout.evaluate, iter(gates)

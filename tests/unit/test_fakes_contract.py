@@ -20,7 +20,7 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.rollout.manager import RolloutManager
-from miles_async.seams import EngineFleet, EngineLoads, RolloutSide, TrainerSide
+from miles_async.seams import EngineErrors, EngineFleet, EngineLoads, RolloutSide, TrainerSide
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
@@ -74,10 +74,25 @@ async def fake_fleet(num_engines: int) -> AsyncIterator[FakeFleet]:
     yield FakeFleet([], joining=[f"engine-{index}" for index in range(num_engines)])
 
 
+async def receive_buckets(fleet: Any, engines: Any, version: int, flush_cache: bool) -> list[EngineErrors]:
+    bucket = (TensorMeta("w", "float32", (2,)),)
+    return [
+        await fleet.begin_update(engines),
+        await fleet.receive_bucket(engines, f"group-{version}", bucket, version, flush_cache),
+        await fleet.end_update(engines),
+    ]
+
+
+async def receive_stream(fleet: Any, engines: Any, version: int, flush_cache: bool) -> list[EngineErrors]:
+    errors = await fleet.receive_stream(engines, [f"group-{version}"], version, flush_cache)
+    await fleet.stream_sent([f"group-{version}"], broken=False)
+    return [errors]
+
+
 @pytest.mark.parametrize("make", [real_fleet, fake_fleet])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str) -> None:
-    bucket = (TensorMeta("w", "float32", (2,)),)
+@pytest.mark.parametrize("bucketwise", [False, True])
+async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str, bucketwise: bool) -> None:
     async with make(2) as fleet:
         engines = (await fleet.members()).joining
         assert engines == (Incarnation("engine-0", 0), Incarnation("engine-1", 0))
@@ -85,9 +100,7 @@ async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str) -
             for errors in (
                 await fleet.connect(engines, f"group-{version}", "127.0.0.1", 1, 3, "gloo"),
                 await fleet.pause(engines, mode),
-                await fleet.begin_update(engines),
-                await fleet.receive_bucket(engines, f"group-{version}", bucket, version, mode != "in_place"),
-                await fleet.end_update(engines),
+                *await (receive_buckets if bucketwise else receive_stream)(fleet, engines, version, mode != "in_place"),
                 await fleet.resume(engines),
             ):
                 assert errors == dict.fromkeys(engines)

@@ -13,7 +13,7 @@ import orjson
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
 from miles_async.engines.sglang.answers import PACK, read_answer
-from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
+from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION, STREAM
 from miles_async.errors import EngineError, EngineTimeoutError
 from miles_async.types import (
     CanaryScore,
@@ -194,6 +194,21 @@ class SGLangServer:
 
     async def leave_group(self, url: str, group_name: str, timeout: float) -> None:
         await self._post(url, "/destroy_weights_update_group", {"group_name": group_name}, timeout)
+
+    async def receive_stream(
+        self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
+    ) -> None:
+        """Needs a server that was started by our launcher (``weight_stream.py``)."""
+        body = {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": " ".join(group_names),
+            "load_format": STREAM,
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
+        await self._post(url, "/update_weights_from_distributed", body, timeout)
 
     async def begin_update(self, url: str, timeout: float) -> None:
         await self._post(url, "/begin_weight_update", {}, timeout)

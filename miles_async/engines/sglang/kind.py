@@ -12,5 +12,6 @@ SGLANG = EngineKind(
     environment=server_environment,
     is_up=is_up,
     calls=SGLangServer,
+    streams=True,
     imports=("miles_async.engines.sglang.imports",),
 )

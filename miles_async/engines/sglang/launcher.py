@@ -5,7 +5,8 @@ torchvision, triton or ``sgl_kernel`` is missing (a machine without a GPU) they 
 ``absent_modules.py``.
 
 Its doors open with the keys that it is given in its environment, see ``locks.py``.
-It answers in packed form where a request asks for it, see ``packed_answers.py``.
+It takes all weights of a publication by one request, see ``weight_stream.py``, and answers in packed form where a
+request asks for it, see ``packed_answers.py``.
 With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``, and
 with WEIGHT_GROUP_SECONDS_VARIABLE it waits no longer than that for others that get weights with it, see
 ``weight_groups.py``.
@@ -91,6 +92,10 @@ if is_absent("sgl_kernel"):
     allow_mentioning("sgl_kernel", {"__version__": "0.0.0"})
 # sglang.srt.debug_utils.dumper imports megatron.core, and through it wandb, wherever it finds it.
 sys.modules["megatron"] = None  # type: ignore[assignment]
+
+from miles_async.engines.sglang import weight_stream  # noqa: E402  (after the packages that torch looks for)
+
+weight_stream.register()
 if HELD_WEIGHTS_VARIABLE in os.environ:
     from miles_async.engines.sglang import held_weights
 

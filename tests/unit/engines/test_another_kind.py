@@ -121,6 +121,11 @@ class EchoServer:
     ) -> None:
         self._at(url).version = str(version)
 
+    async def receive_stream(
+        self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
+    ) -> None:
+        raise AssertionError("its kind doesn't say that it can")
+
     async def receive_handles(
         self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, timeout: float
     ) -> None:

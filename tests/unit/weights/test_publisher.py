@@ -45,27 +45,38 @@ async def test_order_of_a_publication() -> None:
     fleet = FakeFleet([])
     publication = await make(fleet).publish(0)
     assert fleet.events == [
-        "stage 0", "probe", "open 2", "connect", "pause retract", "flush", "begin",
-        "send 0/0", "receive t0", "load 0/1", "send 0/1", "receive t1", "end", "digests", "resume", "score", "admit 0",
+        "stage 0", "probe", "open 2", "connect", "pause retract", "flush",
+        "receive all", "announce and send 0", "digests", "resume", "score", "admit 0",
     ]  # fmt: skip
     assert publication.engines == ("engine-0",)
     assert publication.fenced == ()
     assert fleet.serving == ["engine-0"]
 
 
-async def test_senders_take_turns_each_in_a_group_of_its_own() -> None:
+async def test_senders_send_at_the_same_time_each_in_a_group_of_its_own() -> None:
     # covers: C8
     fleet = FakeFleet([])
     publisher = make(fleet, senders=2)
     await publisher.publish(0)
     assert fleet.events[2:] == [
-        "open 2 by 0", "connect", "open 2 by 1", "connect", "pause retract", "flush", "begin",
-        "send 0/0 by 0", "receive t0", "load 0/1 by 1", "send 0/1 by 1", "receive t1", "end",
+        "open 2 by 0", "connect", "open 2 by 1", "connect", "pause retract", "flush",
+        "receive all", "announce and send 0 by 0", "announce and send 0 by 1",
         "digests", "resume", "score", "admit 0",
     ]  # fmt: skip
     assert len(fleet.groups) == 2
+    assert fleet.sent == [tuple(fleet.groups)]
     await publisher.close()
     assert not fleet.groups
+
+
+async def test_engines_that_are_not_ours_are_told_of_every_bucket_and_so_are_those_beside_them() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    fleet.bucketwise = frozenset({"engine-1"})
+    await make(fleet, senders=2).publish(0)
+    told = [event for event in fleet.events if event.split()[0] in ("begin", "receive", "end")]
+    assert told == ["begin", "receive t0", "receive t1", "end"]
+    assert {"send 0 by 0", "send 0 by 1"} <= set(fleet.events), "nothing is announced"
 
 
 async def test_rolling_brings_engines_to_the_weights_a_few_at_a_time() -> None:
@@ -136,6 +147,7 @@ async def test_group_is_kept_while_engines_stay_the_same() -> None:
         "connect",
         "pause retract",
         "flush",
+        "receive all",
         "begin",
         "receive t0",
         "receive t1",
@@ -149,6 +161,8 @@ async def test_group_is_kept_while_engines_stay_the_same() -> None:
 async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: str, senders: int) -> None:
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    if step in ("begin", "receive t0", "receive t1", "end"):
+        fleet.bucketwise = frozenset({"engine-0", "engine-1", "engine-2"})
     fleet.faults[step] = {"engine-1"}
     publication = await make(fleet, senders=senders).publish(3)
     for engine in fleet.serving:
@@ -165,7 +179,7 @@ async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: s
 async def test_a_group_that_broke_by_itself_costs_no_engine() -> None:
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
-    plain, broken = fleet.receive_bucket, []
+    plain, broken = fleet.receive_stream, []
 
     async def break_once(engines: Any, *rest: Any) -> Any:
         if not broken:
@@ -173,7 +187,7 @@ async def test_a_group_that_broke_by_itself_costs_no_engine() -> None:
             return {engine: EngineError("connection closed by peer") for engine in engines}
         return await plain(engines, *rest)
 
-    fleet.receive_bucket = break_once  # type: ignore[method-assign]
+    fleet.receive_stream = break_once  # type: ignore[method-assign]
     publication = await make(fleet).publish(3)
     assert set(publication.engines) == {"engine-0", "engine-1"}
     assert publication.fenced == ()
@@ -182,7 +196,7 @@ async def test_a_group_that_broke_by_itself_costs_no_engine() -> None:
 async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
     # covers: C8, C10
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
-    plain = fleet.receive_bucket
+    plain = fleet.receive_stream
 
     async def hang(engines: Any, *rest: Any) -> Any:
         if "engine-1" in ids(engines):
@@ -190,7 +204,7 @@ async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
             return {engine: EngineError("no answer within 0.05 s") for engine in engines}
         return await plain(engines, *rest)
 
-    fleet.receive_bucket = hang  # type: ignore[method-assign]
+    fleet.receive_stream = hang  # type: ignore[method-assign]
     publication = await make(fleet, publication_timeout=5.0).publish(3)
     assert publication.engines == ("engine-0",)
     assert fleet.fenced == ["engine-1"]
@@ -344,7 +358,7 @@ async def test_digests_are_compared_before_anybody_goes_on() -> None:
     # covers: C8
     fleet = FakeFleet([])
     await make(fleet, verify_weights="full").publish(0)
-    assert fleet.events[-5:] == ["end", "digests", "resume", "score", "admit 0"]
+    assert fleet.events[-4:] == ["digests", "resume", "score", "admit 0"]
 
 
 @pytest.mark.parametrize("transport", ["distributed", "disk"])

@@ -1,7 +1,8 @@
 """The driver's half of ``distributed``.
 
-SGLang takes one bucket at a time, so senders take turns, in the same order for all engines: two engines that took
-buckets of two senders in different order would wait for each other forever. Meanwhile the next sender loads its bucket.
+All senders broadcast at the same time, each its own buckets in their order. Engines receive the buckets of all senders
+in the manifest's order, by themselves where they can (one call per engine), else by a call per bucket. So the oldest
+bucket that somebody waits for is one that everybody has come to, and nobody waits forever.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from typing import Protocol
 
 from miles_async.arguments.cluster import Device
@@ -34,12 +34,13 @@ class Broadcasts(WeightSender, Protocol):
         """
         ...
 
-    def load_bucket(self, group_name: str, version: int, index: int) -> None:
-        """Copy a staged bucket to the device ahead of its turn. At most one per process group is held."""
-        ...
+    def send(self, group_name: str, version: int, announce: bool) -> str | None:
+        """Broadcast this sender's staged buckets one after another, the bytes of each as one uint8 tensor. Return why
+        that failed, or None.
 
-    def send_bucket(self, group_name: str, version: int, index: int) -> str | None:
-        """Broadcast all bytes of a staged bucket as one uint8 tensor; return why that failed, or None."""
+        ``announce``: what engines need to know comes first, which is an int64 and as many bytes of MessagePack: this
+        sender's ``StagedWeights.buckets``.
+        """
         ...
 
     def leave_group(self, group_name: str) -> None:
@@ -110,21 +111,28 @@ class DistributedTransport:
         return errors
 
     async def _send(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Send all buckets to all engines; as soon as one of them fails, send nothing more to any."""
+        """Send all buckets to all engines; an engine that fails breaks this for all of them."""
         errors = await self._connect(staged, engines)
         if _failed(errors):
             return errors
         [groups] = [groups for groups in self._kept if set(groups.engines) == set(engines)]
-        errors = await self._fleet.begin_update(engines)
-        for index, following in zip_longest(staged.buckets, tuple(staged.buckets)[1:]):
-            if not _failed(errors):
-                errors = await self._send_bucket(staged, index, following, engines, groups)
-        if not _failed(errors):
-            errors = await self._fleet.end_update(engines)
+        bucketwise = (await self._fleet.members()).bucketwise
+        by_themselves = not any(engine.engine in bucketwise for engine in engines)
+        async with asyncio.TaskGroup() as scope:
+            received = scope.create_task(
+                self._fleet.receive_stream(engines, groups.names, staged.version, self._flush_cache)
+                if by_themselves
+                else self._receive_buckets(staged, engines, groups)
+            )
+            sent = scope.create_task(self._broadcast(staged, groups, announce=by_themselves))
+        errors = received.result()
+        if (problem := sent.result()) and not _failed(errors):
+            errors = dict.fromkeys(engines, EngineError(problem))
         if _failed(errors):
             async with asyncio.TaskGroup() as scope:  # each takes a deadline of an engine that hangs
                 scope.create_task(self._leave(engines))
-                scope.create_task(self._fleet.end_update(engines, abandon=True))  # where it has begun
+                if not by_themselves:
+                    scope.create_task(self._fleet.end_update(engines, abandon=True))  # where it has begun
         return errors
 
     async def _join(self, sender: int, name: str, engines: Sequence[Incarnation], world_size: int) -> EngineErrors:
@@ -146,30 +154,27 @@ class DistributedTransport:
                     # Errors don't matter: engines that are gone have left, those that can't leave fail the next join.
                     scope.create_task(self._fleet.disconnect(groups.engines, name))
 
-    async def _send_bucket(
-        self,
-        staged: StagedWeights,
-        index: int,
-        following: int | None,
-        engines: Sequence[Incarnation],
-        groups: _ProcessGroups,
-    ) -> EngineErrors:
-        """One sender broadcasts while the engines receive; the sender of bucket ``following`` loads that one."""
-        sender, version = index % staged.senders, staged.version
-        name = groups.names[sender]
+    async def _broadcast(self, staged: StagedWeights, groups: _ProcessGroups, *, announce: bool) -> str | None:
+        """Have all senders send everything. Returns why that failed, or None."""
         async with asyncio.TaskGroup() as scope:
-            sent = scope.create_task(self._sender(sender).call(Broadcasts.send_bucket, name, version, index))
-            received = scope.create_task(
-                self._fleet.receive_bucket(engines, name, staged.buckets[index], version, self._flush_cache)
-            )
-            if following is not None:
-                ahead = following % staged.senders
-                load = self._sender(ahead).call(Broadcasts.load_bucket, groups.names[ahead], version, following)
-                scope.create_task(load)
-        errors = received.result()
-        if (problem := sent.result()) and not _failed(errors):
-            return dict.fromkeys(engines, EngineError(problem))
-        return errors
+            sending = [
+                scope.create_task(self._sender(sender).call(Broadcasts.send, name, staged.version, announce))
+                for sender, name in enumerate(groups.names)
+            ]
+        problem = next(filter(None, (sent.result() for sent in sending)), None)
+        await self._fleet.stream_sent(groups.names, broken=problem is not None)
+        return problem
+
+    async def _receive_buckets(
+        self, staged: StagedWeights, engines: Sequence[Incarnation], groups: _ProcessGroups
+    ) -> EngineErrors:
+        """Tell the engines to receive one bucket after another, until one of them fails."""
+        errors = await self._fleet.begin_update(engines)
+        for index, tensors in staged.buckets.items():
+            if not _failed(errors):
+                name = groups.names[index % staged.senders]
+                errors = await self._fleet.receive_bucket(engines, name, tensors, staged.version, self._flush_cache)
+        return errors if _failed(errors) else await self._fleet.end_update(engines)
 
 
 def process_group_backend(device: Device) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import structlog
 import torch
 
-from miles_async.types import StagedWeights
+from miles_async.errors import TrainerError
 from miles_async.weights.staging import Staging
 from miles_async.weights.transports.distributed.driver import process_group_backend
 from miles_async.weights.transports.distributed.weight_group import GroupBrokenError, WeightGroup
@@ -15,15 +14,6 @@ from miles_async.weights.transports.own_stream import own_stream
 from miles_async.weights.transports.spec import RankSide
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A bucket's bytes on the device, ahead of their turn."""
-
-    staged: StagedWeights | None
-    index: int
-    data: torch.Tensor
 
 
 class DistributedSender(Staging):
@@ -37,7 +27,6 @@ class DistributedSender(Staging):
         self._side = side
         self._device = torch.device(side.device)
         self._groups: dict[str, WeightGroup] = {}
-        self._loaded: dict[str, _Loaded] = {}  # by process group
 
     def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
         assert group_name not in self._groups, f"process group {group_name} is open already"
@@ -58,21 +47,24 @@ class DistributedSender(Staging):
         except GroupBrokenError as error:  # supervision point: engines fail, the trainer goes on
             log.warning("process group incomplete", group=group_name, error=str(error))
 
-    def load_bucket(self, group_name: str, version: int, index: int) -> None:
-        self._loaded.pop(group_name, None)  # freed before the next one is allocated
-        self._loaded[group_name] = _Loaded(self._staged.get(version), index, self._on_device(version, index))
-
-    def send_bucket(self, group_name: str, version: int, index: int) -> str | None:
-        data = self._take(group_name, version, index)
+    def send(self, group_name: str, version: int, announce: bool) -> str | None:
+        if version not in self._staged:
+            raise TrainerError(f"weights of version {version} are not staged, only {list(self._staged)}")
+        group, buckets = self._groups[group_name], self._staged[version].buckets
         try:
-            self._groups[group_name].broadcast(data)
+            if announce:
+                self._announce(group, msgspec.msgpack.encode(buckets))
+            loading = (self._on_device(version, index) for index in buckets)
+            data = next(loading, None)
+            while data is not None:
+                with group.broadcasting(data):
+                    data = next(loading, None)
         except GroupBrokenError as error:  # supervision point: as in join_group
             log.warning("process group broke while sending", group=group_name, error=str(error))
             return f"the sender's process group broke: {error}"
         return None
 
     def leave_group(self, group_name: str) -> None:
-        self._loaded.pop(group_name, None)
         if group := self._groups.pop(group_name, None):
             group.leave()
 
@@ -81,12 +73,11 @@ class DistributedSender(Staging):
             self.leave_group(name)
         super().close()
 
-    def _take(self, group_name: str, version: int, index: int) -> torch.Tensor:
-        """The bucket that was loaded ahead, unless that was another one or the version was staged again since."""
-        loaded = self._loaded.pop(group_name, None)
-        if loaded is not None and loaded.staged is self._staged.get(version) and loaded.index == index:
-            return loaded.data
-        return self._on_device(version, index)
+    def _announce(self, group: WeightGroup, manifest: bytes) -> None:
+        """Broadcast the manifest of this sender's buckets, after its length."""
+        for data in (torch.tensor([len(manifest)]), torch.frombuffer(bytearray(manifest), dtype=torch.uint8)):
+            with group.broadcasting(data.to(self._device)):
+                pass
 
     def _on_device(self, version: int, index: int) -> torch.Tensor:
         with own_stream(self._device):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch
@@ -71,10 +72,11 @@ class WeightGroup:
 
     def join(self) -> None:
         """Wait for all members. Raises GroupBrokenError if they don't join in time."""
-        self._process_group = self._within(self._join_timeout, self._new_process_group)
+        self._process_group = self._finish(self._start(self._new_process_group), self._join_timeout)
 
-    def broadcast(self, data: torch.Tensor) -> None:
-        """Send ``data``; return when, as far as the backend knows, all of it has been received.
+    @contextmanager
+    def broadcasting(self, data: torch.Tensor) -> Iterator[None]:
+        """Send ``data`` while what is inside runs; leave when, as far as the backend knows, all has been received.
 
         Raises GroupBrokenError.
         """
@@ -86,7 +88,11 @@ class WeightGroup:
             with self._beside_training:
                 dist.broadcast(data, src=0, group=process_group)
 
-        self._within(self._timeout, send)
+        sending = self._start(send)
+        try:
+            yield
+        finally:
+            self._finish(sending, self._timeout)
 
     def leave(self) -> None:
         """End this side; members that wait for it get an error. Idempotent."""
@@ -94,11 +100,8 @@ class WeightGroup:
         if process_group is not None:
             dist.destroy_process_group(process_group)
 
-    def _within(self, seconds: float, call: Callable[[], Result]) -> Result:
-        """Run ``call`` in a thread of its own and give that up at the deadline.
-
-        Operations have deadlines, but NCCL has none while it sets up a communicator, which is part of the first one.
-        """
+    def _start(self, call: Callable[[], Result]) -> Future[tuple[Result | None, str | None]]:
+        """Run ``call`` in a thread of its own: its result, or the problem with the process group."""
         outcome: Future[tuple[Result | None, str | None]] = Future()  # no exception: a traceback keeps objects alive
 
         def run() -> None:
@@ -112,6 +115,13 @@ class WeightGroup:
                 outcome.set_exception(error)
 
         threading.Thread(target=run, name=f"process group {self.name}", daemon=True).start()
+        return outcome
+
+    def _finish(self, outcome: Future[tuple[Result | None, str | None]], seconds: float) -> Result:
+        """Wait for a call that was started, and give its thread up at the deadline.
+
+        Operations have deadlines, but NCCL has none while it sets up a communicator, which is part of the first one.
+        """
         try:
             result, problem = outcome.result(seconds + _GRACE_SECONDS)
         except TimeoutError:

@@ -1,21 +1,24 @@
-"""Buckets that are loaded ahead of their turn; test_trainer_ranks.py and test_weights_real.py have real groups."""
+"""What a sender broadcasts; test_trainer_ranks.py and test_weights_real.py have real groups."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from miles_async.errors import TrainerError
+from miles_async.types import TensorMeta
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed import weight_group
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
 
-Sent = list[list[float]]
+Sent = list[list[int]]
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def sent(sender: DistributedSender, monkeypatch: pytest.MonkeyPatch) -> Iterator
     broadcast: Sent = []
 
     def note(data: torch.Tensor, **_: Any) -> None:
-        broadcast.append(data.clone().view(torch.float32).tolist())
+        broadcast.append(data.tolist())
 
     monkeypatch.setattr(weight_group.dist, "broadcast", note)
     sender.open_group("g", 2)
@@ -47,31 +50,46 @@ def stage(sender: DistributedSender, version: int, value: float) -> None:
     sender.stage(version, [("0.a.weight", torch.full((2,), value)), ("1.a.weight", torch.full((2,), value + 1))])
 
 
-def test_a_bucket_that_was_loaded_ahead_is_sent(sender: DistributedSender, sent: Sent) -> None:
-    sender.send_bucket("g", 0, 0)
-    sender.load_bucket("g", 0, 1)
-    (sender.file(0, "bucket-00001.safetensors")).unlink()  # it is not read again
-    sender.send_bucket("g", 0, 1)
-    assert sent == [[1, 1], [2, 2]]
-    with pytest.raises(FileNotFoundError):
-        sender.send_bucket("g", 0, 1)  # nor kept
+def test_all_buckets_are_sent_and_the_next_one_is_loaded_meanwhile(
+    sender: DistributedSender, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C8
+    loaded, plain, states = threading.Event(), sender._on_device, []
+
+    def load(version: int, index: int) -> torch.Tensor:
+        if index == 1:
+            loaded.set()
+        return plain(version, index)
+
+    def broadcast(data: torch.Tensor, **_: Any) -> None:
+        states.append(loaded.wait(5))
+
+    monkeypatch.setattr(sender, "_on_device", load)
+    monkeypatch.setattr(weight_group.dist, "broadcast", broadcast)
+    assert sender.send("g", 0, announce=False) is None
+    assert states == [True, True]
 
 
-@pytest.mark.parametrize("loaded", [(0, 0), (1, 1)])
-def test_another_bucket_is_not(sender: DistributedSender, sent: Sent, loaded: tuple[int, int]) -> None:
-    stage(sender, 1, 5.0)
-    sender.load_bucket("g", *loaded)
-    sender.send_bucket("g", 0, 1)
-    assert sent == [[2, 2]]
+def test_what_engines_need_to_know_goes_ahead(sender: DistributedSender, sent: Sent) -> None:
+    # covers: C8
+    assert sender.send("g", 0, announce=True) is None
+    length, manifest, *buckets = sent
+    assert length == [len(manifest)]
+    assert msgspec.msgpack.decode(bytes(manifest), type=dict[int, tuple[TensorMeta, ...]]) == {
+        index: sender.metas(0, index) for index in (0, 1)
+    }
+    assert [torch.tensor(bucket, dtype=torch.uint8).view(torch.float32).tolist() for bucket in buckets] == [
+        [1, 1],
+        [2, 2],
+    ]
 
 
-def test_nor_one_of_weights_that_were_staged_again_since(sender: DistributedSender, sent: Sent) -> None:
-    sender.load_bucket("g", 0, 0)
-    stage(sender, 0, 7.0)
-    sender.send_bucket("g", 0, 0)
-    assert sent == [[7, 7]]
+def test_a_sender_without_a_share_announces_that(tmp_path: Path, sender: DistributedSender, sent: Sent) -> None:
+    sender.stage(1, [])
+    assert sender.send("g", 1, announce=True) is None
+    assert len(sent) == 2
 
 
-def test_a_version_that_is_gone_is_an_error_not_the_bucket_of_another(sender: DistributedSender) -> None:
+def test_a_version_that_is_gone_is_an_error_not_the_weights_of_another(sender: DistributedSender) -> None:
     with pytest.raises(TrainerError, match="version 9 are not staged"):
-        sender.load_bucket("g", 9, 0)
+        sender.send("g", 9, announce=True)
