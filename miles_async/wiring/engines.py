@@ -157,7 +157,7 @@ class _StackMaker:
             name=group.name,
             engines=group.num_engines,
             ranks=group.gpus_per_engine,
-            streams=self._kind.streams and not group.external,
+            streams=KIND.streams and not group.external,
             launch=launch,
         )
 

@@ -1,8 +1,8 @@
 """What a publication costs: rate, pause and memory, against a plain gloo broadcast of the same bytes and a reload.
 
-The real publisher, transports, staging and sender; synthetic float32 models; instead of engines, processes that take
-weights as SGLang does: join a group, receive a bucket at a time, copy its tensors into their parameters, or load the
-files. One core each at best, so with more receivers than cores everything is slower, the plain broadcast too.
+The real publisher, transports, staging, sender and receiving loop; synthetic float32 models; instead of engines,
+processes that take weights as ours do: join a group, receive the buckets, copy their tensors into parameters, or load
+the files. One core each at best, so with more receivers than cores everything is slower, the plain broadcast too.
 """
 
 from __future__ import annotations
@@ -85,6 +85,15 @@ class Receiver:
         data = torch.empty(max(sizes), dtype=torch.uint8)
         for size in sizes:
             dist.broadcast(data[:size], src=0, group=self.groups[name])
+
+    def receive_stream(self, names: Sequence[str]) -> None:
+        import torch
+
+        from miles_async.engines.sglang.weight_stream import received
+
+        for tensors in received([self.groups[name] for name in names], torch.device("cpu")):
+            for name, tensor in tensors:
+                self.parameters[name].copy_(tensor)
 
     def receive_all(self, name: str, buckets: Sequence[tuple[TensorMeta, ...]]) -> None:
         for metas in buckets:
@@ -290,11 +299,14 @@ class Fleet:
     async def disconnect(self, engines: Sequence[Incarnation], name: str) -> Mapping[Incarnation, None]:
         return await self._each(engines, "leave", name)
 
-    async def receive_bucket(
-        self, engines: Sequence[Incarnation], name: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
+    async def receive_stream(
+        self, engines: Sequence[Incarnation], names: Sequence[str], version: int, flush_cache: bool
     ) -> Mapping[Incarnation, None]:
         self.version = version
-        return await self._each(engines, "receive", name, tuple(tensors))
+        return await self._each(engines, "receive_stream", tuple(names))
+
+    async def stream_sent(self, names: Sequence[str], *, broken: bool) -> None:
+        assert not broken
 
     async def load_files(
         self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool
@@ -324,7 +336,7 @@ class Fleet:
     async def _nothing(self, engines: Sequence[Incarnation], *_: Any) -> Mapping[Incarnation, None]:
         return dict.fromkeys(engines)
 
-    probe = pause = flush_cache = resume = begin_update = end_update = admit = _nothing
+    probe = pause = flush_cache = resume = admit = _nothing
 
 
 @asynccontextmanager

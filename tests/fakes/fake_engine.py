@@ -54,6 +54,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.url = ""
         self.stuck = False  # it generates nothing
+        self.silent: set[str] = set()  # paths that it never answers
         self.canary_shift = 0.0  # added to the log-probs of /generate with logprob_start_len
         self._running: dict[str, _Running] = {}
         self._waiting = 0  # requests that came during a pause
@@ -120,6 +121,8 @@ class FakeEngine:
             self.headers.append(dict(request.headers))
         elif request.method == "POST":
             self.calls.append(request.path)
+        if request.path in self.silent:
+            await asyncio.Event().wait()
         return await handler(request)
 
     # ------------------------------------------------------------------------------------- information

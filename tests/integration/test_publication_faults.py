@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from miles_async.errors import EngineError, PublicationError
 from miles_async.runtime.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import CanaryScore, GenerateRequest, Generation
+from miles_async.weights.transports.distributed.rank import DistributedSender
 from tests.integration.faulty_engines import Fault, FaultyEngine, PassOn, dies, does_nothing, hangs, refuses
 from tests.integration.publishing import (
     Publishing,
@@ -53,9 +54,11 @@ pytestmark = [
 
 BOTH = ("engine-0", "engine-1")
 PUBLICATION_SECONDS = 24.0  # six times as long as a step may take
+SMALL_BUCKET = 10_000  # bytes: several for each of two senders
+MIDDLE = 3  # index of a bucket
+SLACK_SECONDS = 4.0  # for what takes healthy engines time, on a busy machine
 REQUESTS = 6  # at once
 PROMPT = (5, 6, 7, 8)
-BEGIN = "/begin_weight_update"
 RECEIVE = {"distributed": "/update_weights_from_distributed", "disk": "/update_weights_from_disk"}
 
 Answers = list[tuple[int, Generation]]
@@ -71,6 +74,7 @@ class Cluster:
     trainer: Trainer
     staged: Path
     held_at_first: tuple[int, list[int]] = (0, [])
+    waiting: list[asyncio.Future[web.Response]] = field(default_factory=list)  # for servers that others spoke for
 
     def publishing(self, **options: Any) -> AbstractAsyncContextManager[Publishing]:
         limits = {"publication_timeout": PUBLICATION_SECONDS, "engines_timeout": 3.0}
@@ -195,7 +199,6 @@ async def claims_another_version(_: FaultyEngine, pass_on: PassOn) -> web.Respon
 
 
 FAULTS: dict[str, tuple[str, Fault]] = {
-    "refuses to begin": (BEGIN, refuses),
     "hangs before": ("/server_info", hangs),
     "hangs when it should pause": ("/pause_generation", hangs),
     "hangs when it should go on": ("/continue_generation", hangs),
@@ -242,7 +245,7 @@ async def test_a_stale_engine_that_the_router_still_lists_serves_nobody(
     monkeypatch.setattr(stale, "keeps_address", True)
     async with cluster.publishing() as published, cluster.requests() as answers:
         await published.next()
-        stale.faults = {BEGIN: refuses}
+        stale.faults = {RECEIVE["distributed"]: refuses}
         await published.next()
         stale.faults = {}
         asked = stale.passed_on.count("/generate")
@@ -258,7 +261,7 @@ async def test_while_no_engine_is_left_everybody_waits_up_to_a_deadline(cluster:
         await published.next()
         for engine in cluster.engines.values():
             engine.may_start.clear()
-            engine.faults = {BEGIN: refuses}
+            engine.faults = {RECEIVE["distributed"]: refuses}
         lost = r"waited 3 s for an engine to publish to; starting: .*engine-0.*engine-1.*; engine-\d was lost: send: .*"
         with pytest.raises(PublicationError, match=lost + "not now"):
             await published.next()
@@ -285,6 +288,61 @@ async def test_an_engine_that_dies_as_it_receives_is_restarted_and_repaired(clus
         assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
         engine.faults = {}
         await more(answers)
+        await cluster.until_joining("engine-0")
+        assert await published.publisher.repair() == ("engine-0",)
+        await cluster.assert_all_hold_what_was_trained()
+        await until_answered_by("engine-0", answers)
+
+
+IN_THE_MIDDLE: dict[str, Callable[[FaultyEngine], None]] = {
+    "dies": lambda engine: engine.server().kill(),
+    "hangs": lambda engine: engine.scheduler().suspend(),
+    "hangs and says that it has everything": lambda engine: engine.scheduler().suspend(),
+}
+
+
+@pytest.mark.parametrize("fault", IN_THE_MIDDLE)
+@pytest.mark.parametrize("senders", [1, 2])
+async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_and_repaired(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, fault: str, senders: int
+) -> None:
+    # covers: A3, C8, C10
+    engine, plain, failed = cluster.engines["engine-0"], DistributedSender._on_device, []
+
+    def load(sender: DistributedSender, version: int, index: int) -> Any:
+        if index == MIDDLE and armed and not failed:
+            failed.append(index)
+            IN_THE_MIDDLE[fault](engine)
+        return plain(sender, version, index)
+
+    async def lies(_: FaultyEngine, pass_on: PassOn) -> web.Response:
+        """Answer as soon as its scheduler hangs."""
+        passed_on = asyncio.ensure_future(pass_on())
+        while not failed:  # noqa: ASYNC110  (a thread of the sender's makes it hang)
+            await asyncio.sleep(0.01)
+        cluster.waiting.append(passed_on)
+        return await does_nothing(engine, pass_on)
+
+    armed = False
+    monkeypatch.setattr(DistributedSender, "_on_device", load)
+    async with (
+        cluster.publishing(senders=senders, update_weight_buffer_size=SMALL_BUCKET) as published,
+        cluster.requests() as answers,
+    ):
+        staged = await published.next()
+        assert staged.fenced == ()
+        await more(answers)
+        armed = True
+        if "says" in fault:
+            engine.faults = {RECEIVE["distributed"]: lies}
+        started = asyncio.get_running_loop().time()
+        publication = await published.next()
+        assert failed == [MIDDLE]
+        assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
+        assert asyncio.get_running_loop().time() - started < 2 * PUBLICATION_SECONDS / 6 + SLACK_SECONDS
+        engine.faults = {}
+        if engine.server().is_running() and "hangs" in fault:
+            engine.scheduler().resume()
         await cluster.until_joining("engine-0")
         assert await published.publisher.repair() == ("engine-0",)
         await cluster.assert_all_hold_what_was_trained()

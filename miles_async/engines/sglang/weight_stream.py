@@ -61,33 +61,38 @@ def _update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def _receive(manager: Any, names: Sequence[str]) -> str | None:
-    """Receive and load all buckets as one update. Returns why that failed, having left the process groups."""
+    """Receive and load all buckets as one update. Returns why that failed."""
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
-    updater = manager.tp_worker.model_runner.weight_updater
     begun = manager.begin_weight_update(BeginWeightUpdateReqInput())
     if not begun.success:
         return str(begun.message)
-    try:
-        _load_all(manager, [updater._model_update_group[name] for name in names], torch.device(updater.device))
-        problem = None
-    except Exception as error:  # supervision point: whatever goes wrong is this engine's failure, not its end
-        problem = f"{type(error).__name__}: {error}"
-    if problem is not None:
-        for name in names:
-            updater.destroy_weights_update_group(name)
+    with manager._observe_weight_load("distributed"):
+        problem = _loaded(manager, names)
+    manager._session = msgspec.structs.replace(manager._session, loaded_weights=True)
     manager.end_weight_update(EndWeightUpdateReqInput())
     return problem
 
 
-def _load_all(manager: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    with manager._observe_weight_load("distributed"), closing(received(groups, device)) as buckets:
-        for tensors in buckets:
-            for _, runner in manager._select_runners():
-                success, message = runner.weight_updater.load_weights_from_distributed(tensors)
-                if not success:
-                    raise _FailedError(message)
-    manager._session = msgspec.structs.replace(manager._session, loaded_weights=True)
+def _loaded(manager: Any, names: Sequence[str]) -> str | None:
+    """Receive and load all buckets. Returns why that failed, having left the process groups."""
+    updater = manager.tp_worker.model_runner.weight_updater
+    groups: list[dist.ProcessGroup] = []
+    try:
+        groups += [updater._model_update_group[name] for name in names]
+        with closing(received(groups, torch.device(updater.device))) as buckets:
+            for tensors in buckets:
+                for _, runner in manager._select_runners():
+                    success, message = runner.weight_updater.load_weights_from_distributed(tensors)
+                    if not success:
+                        raise _FailedError(message)
+        return None
+    except Exception as error:  # supervision point: whatever goes wrong is this engine's failure, not its end
+        problem = f"{type(error).__name__}: {error}"
+    groups.clear()
+    for name in names:
+        updater.destroy_weights_update_group(name)
+    return problem
 
 
 def _agreed(problem: str | None, group: Any) -> str | None:

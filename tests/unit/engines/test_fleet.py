@@ -16,7 +16,7 @@ from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.errors import ConfigurationError, EngineError, EngineStartError
+from miles_async.errors import ConfigurationError, EngineError, EngineStartError, EngineTimeoutError
 from miles_async.types import HeldPart, HeldWeights, Incarnation, TensorMeta, TensorShare
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
@@ -242,6 +242,35 @@ async def test_what_an_engine_holds_is_told_over_all_its_ranks() -> None:
     assert held.parts == {"w": tuple(parts), "norm": (norm, norm)}
     assert held.other_form == ("q",)
     assert dict(held.unfilled) == {"bias-0": 3, "bias-1": 3}
+
+
+@pytest.mark.parametrize(("broken", "seconds"), [(False, 0.6), (True, 0.2)])
+async def test_a_stream_has_its_deadline_when_the_senders_are_through(broken: bool, seconds: float) -> None:
+    # covers: C8, C10
+    async with started(2) as setup:
+        fleet = Fleet(setup.registry, setup.supervisor, SGLangServer(setup.http), setup.traffic, step_timeout=0.6)
+        await fleet.connect((E0, E1), "g", "127.0.0.1", 1, 3, "gloo")
+        setup.servers[1][0].engine.silent.add("/update_weights_from_distributed")
+        receiving = asyncio.ensure_future(fleet.receive_stream((E0, E1), ["g"], 1, True))
+        await asyncio.sleep(0.8)
+        assert not receiving.done(), "the senders are not through"
+        before = asyncio.get_running_loop().time()
+        await fleet.stream_sent(["g"], broken=broken)
+        errors = await receiving
+        assert seconds <= asyncio.get_running_loop().time() - before < seconds + 0.2
+        assert errors[E0] is None
+        assert isinstance(errors[E1], EngineTimeoutError)
+        assert f"no answer within {seconds:g} s after the senders were through" in str(errors[E1])
+        await fleet.stream_sent(["g"], broken=False)  # nobody waits any more
+
+
+async def test_senders_that_are_never_through_cost_all_of_a_publication_at_most() -> None:
+    # covers: C10
+    async with started(1) as setup:
+        fleet = Fleet(setup.registry, setup.supervisor, SGLangServer(setup.http), setup.traffic, step_timeout=0.02)
+        setup.servers[0][0].engine.silent.add("/update_weights_from_distributed")
+        errors = await fleet.receive_stream((E0,), ["g"], 1, True)
+        assert "no answer within 0.12 s" in str(errors[E0])
 
 
 async def test_a_failing_engine_is_an_entry_not_an_exception() -> None:
