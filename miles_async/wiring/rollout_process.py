@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import ray
 import structlog
@@ -16,7 +15,7 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import prompt_limit, response_length
-from miles_async.arguments.server_groups import context_lengths, of_role, server_groups
+from miles_async.arguments.server_groups import context_lengths
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
 from miles_async.ledger.schedule_writer import ScheduleWriter
@@ -24,16 +23,15 @@ from miles_async.ledger.writer import LedgerWriter
 from miles_async.observability.logs import configure_logging
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
-from miles_async.rewards.judge import API_KEY as JUDGE_KEY
 from miles_async.rollout.actor import RolloutParts
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import sampling_parameters
 from miles_async.rollout.group_filters.registry import group_filter
 from miles_async.rollout.manager import RolloutManager
-from miles_async.runtime.addresses import LOOPBACK, Network
+from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets
-from miles_async.runtime.keys import API_KEY_VARIABLE, RunKeys
+from miles_async.runtime.keys import RunKeys
 from miles_async.runtime.proxies import without_proxies_for
 from miles_async.runtime.run_directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.runtime.services import Services
@@ -44,6 +42,7 @@ from miles_async.wiring.canary import run_canary
 from miles_async.wiring.decisions import make_batches, make_pool
 from miles_async.wiring.engines import RunEngines
 from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services
+from miles_async.wiring.hook_keys import hook_keys
 from miles_async.wiring.prompt_lengths import length_notes
 
 log = structlog.get_logger(__name__)
@@ -62,7 +61,7 @@ async def build_rollout(
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
     os.environ.update(without_proxies_for(_own_hosts(arguments), os.environ))
     apply_secrets(secrets)
-    os.environ.update(_keys_for_hooks(arguments, keys))
+    os.environ.update(hook_keys(arguments, keys))
     template = _template(arguments)
     limit = prompt_limit(arguments)
     source = FilePromptSource(arguments.data, template.encode, limit)
@@ -106,26 +105,6 @@ def _own_hosts(arguments: Arguments) -> list[str]:
     """Names and addresses of this node and of all nodes of the cluster."""
     nodes = [] if arguments.cluster.ray_address is None else [node["NodeManagerAddress"] for node in ray.nodes()]
     return [Network.of_run(arguments.cluster).entrance(), *nodes]
-
-
-def _keys_for_hooks(arguments: Arguments, keys: RunKeys) -> dict[str, str]:
-    """Variables in which hooks of this process find keys: rewards that of the run's frozen engines, agents theirs."""
-    found = {API_KEY_VARIABLE: keys.engines.api.reveal()}
-    if arguments.sessions.agent_path is not None:
-        found["OPENAI_API_KEY"] = keys.sessions.agents.reveal()
-        if "OPENAI_API_KEY" in os.environ:
-            log.warning("OPENAI_API_KEY is replaced by the key of this run's sessions; put yours into another variable")
-    if _is_frozen_group(arguments, arguments.rewards.judge_url):
-        found[JUDGE_KEY] = keys.engines.api.reveal()
-    return found
-
-
-def _is_frozen_group(arguments: Arguments, url: str | None) -> bool:
-    """True if ``url`` is that of frozen engines of this run."""
-    asked = urlsplit(url or "")
-    ports = [group.port for group in of_role(server_groups(arguments), "frozen") if group.port is not None]
-    here = {"localhost", LOOPBACK, Network.of_run(arguments.cluster).entrance()}
-    return asked.hostname in here and asked.port in ports
 
 
 def _quadratic_work(arguments: Arguments) -> float:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -43,19 +44,20 @@ def until(run: RealRun, *states: str) -> None:
         time.sleep(0.5)
 
 
-def ask(port: int) -> str:
+def ask(port: int, key: str) -> str:
     body = {"model": "judge", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
     request = urllib.request.Request(
         f"http://{LOOPBACK}:{port}/v1/chat/completions",
         data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.loads(response.read())["choices"][0]["finish_reason"]
 
 
-def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path) -> None:
+def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C8, R4
+    monkeypatch.setenv("MILES_ASYNC_API_KEY", "chosen")
     with HeldPort(LOOPBACK) as held:
         port = held.number
     fleet = tmp_path / "fleet.toml"
@@ -66,7 +68,9 @@ def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path) -> None:
         run.wait_for_steps(1, SECONDS)
         assert "train-0 serving" in fleet_of(run)
         assert "judge-0 serving" in fleet_of(run)
-        assert ask(port) in ("stop", "length")
+        assert ask(port, "chosen") in ("stop", "length")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(port, "guessed")
         assert "train-1 starting" in fleet_of(run, "train", "2")
         until(run, "train-0 serving", "train-1 serving")
         steps = len(run.steps)

@@ -227,6 +227,16 @@ async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> 
     assert (tmp_path / "logs" / "agents.log").read_text() == "thinking\n"
 
 
+async def test_a_command_has_the_key_of_agents_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C13
+    monkeypatch.setenv("OPENAI_API_KEY", "of the user, for somebody else")
+    monkeypatch.setenv("MILES_ASYNC_ADMIN_KEY", "of the run")
+    source = "import json, os\nprint(json.dumps([dict(os.environ), 0.5]))\n"
+    environment, _ = await command(tmp_path, source)("http://x/v1", PROMPT)
+    assert environment["OPENAI_API_KEY"] == KEYS.sessions.agents.reveal()
+    assert "MILES_ASYNC_ADMIN_KEY" not in environment
+
+
 @pytest.mark.parametrize("exceptions", [None, "inside.example"])
 async def test_a_command_reaches_its_session_without_a_proxy_and_the_outside_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exceptions: str | None
