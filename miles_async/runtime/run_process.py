@@ -27,7 +27,10 @@ class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The driver of a run, as ``run.json`` records it."""
 
     pid: int
-    started: float  # seconds since 1970; tells the driver from a later process with its pid
+    started: float  # seconds since 1970, for people
+    start_ticks: (
+        int  # clock ticks since boot, which no change of the clock moves; tells it from a later one with its pid
+    )
     host: str
     mark: str
     control: str = ""  # the socket that commands talk to (control.py)
@@ -40,6 +43,7 @@ def note_run_process(run_dir: Path, control: Path) -> None:
     record = RunProcess(
         pid=this.pid,
         started=this.create_time(),
+        start_ticks=_start_ticks(this.pid),
         host=socket.gethostname(),
         mark=os.environ[MARK],
         control=str(control),
@@ -76,9 +80,9 @@ def find_driver(run: RunProcess) -> psutil.Process | None:
     """Return the driver, or None if it is dead."""
     try:
         process = psutil.Process(run.pid)
-        same = abs(process.create_time() - run.started) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        same = _start_ticks(run.pid) == run.start_ticks and process.status() != psutil.STATUS_ZOMBIE
         return process if same else None
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return None
 
 
@@ -95,6 +99,12 @@ def kill_marked(run: RunProcess) -> list[str]:
             killed.append(f"{process.pid} {process.name()}")
             process.kill()
     return killed
+
+
+def _start_ticks(pid: int) -> int:
+    """When the process started, in clock ticks since boot (proc(5)). Raises OSError if there is none."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    return int(after_name.split()[19])
 
 
 def _is_marked(process: psutil.Process, run: RunProcess) -> bool:

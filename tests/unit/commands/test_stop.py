@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,7 +98,7 @@ def test_a_process_that_only_has_the_pid_of_the_driver_is_left_alone(
     tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str]
 ) -> None:
     drivers.append(driver := Driver(tmp_path))
-    old = msgspec.structs.replace(read_run_process(tmp_path), started=time.time() - 1e6, mark="another")
+    old = msgspec.structs.replace(read_run_process(tmp_path), start_ticks=1, mark="another")
     (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(old))
     assert main(["stop", str(tmp_path)]) == 0
     assert alive(psutil.Process(driver.process.pid))
@@ -109,7 +108,7 @@ def test_a_process_that_only_has_the_pid_of_the_driver_is_left_alone(
 def test_what_is_no_run_of_this_machine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", str(tmp_path)]) == 2
     assert "expected a run directory with a run.json" in capsys.readouterr().err
-    elsewhere = RunProcess(pid=1, started=0.0, host="gpu-17", mark="x")
+    elsewhere = RunProcess(pid=1, started=0.0, start_ticks=0, host="gpu-17", mark="x")
     (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(elsewhere))
     assert main(["stop", str(tmp_path)]) == 2
     assert "was started on gpu-17; stop it there" in capsys.readouterr().err
