@@ -18,9 +18,9 @@ class CheckpointArguments:
         None, "keep only the newest N checkpoints (default: all; 1 with --save-retain-interval)", metavar="N"
     )
     save_retain_interval: int | None = flag(
-        None, "keep the checkpoint of every Nth rollout step permanently (default: none in particular)", metavar="N"
+        None, "keep the checkpoint of every Nth rollout step permanently (default: none)", metavar="N"
     )
-    save_overwrite: bool = flag(False, "replace the checkpoints of another run in --save by this run's first")
+    save_overwrite: bool = flag(False, "let this run's first checkpoint replace conflicting ones in --save")
     save_hf: Path | None = flag(None, "directory for a Hugging Face export of the final weights")
     max_run_restarts: int = flag(
         0,

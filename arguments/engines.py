@@ -14,8 +14,8 @@ class EnginesArguments:
 
     server_groups: Path | None = flag(
         None,
-        "a TOML file of groups of engines, for more than one kind of them: bigger ones, some for evaluation, a frozen "
-        "model for rewards; takes the place of --rollout-num-gpus and --rollout-num-gpus-per-engine",
+        "TOML file of engine groups, for engines that differ: larger ones, ones for evaluation, a frozen model for "
+        "rewards; replaces --rollout-num-gpus and --rollout-num-gpus-per-engine",
         metavar="FILE",
     )
     rollout_external: tuple[str, ...] = flag(
@@ -24,8 +24,8 @@ class EnginesArguments:
     engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS")
     engine_max_restarts: int = flag(
         3,
-        "times one engine is restarted within --engine-restart-window before it is given up; a first start that fails "
-        "is tried again, too",
+        "times one engine is restarted within --engine-restart-window before it is given up; failed first starts "
+        "count, too",
     )
     engine_restart_window: float = flag(
         3600.0, "seconds after which a restart does not count against --engine-max-restarts any more", metavar="SECONDS"

@@ -16,8 +16,8 @@ class EvaluationArguments:
 
     eval_prompt_data: tuple[str, ...] | None = flag(
         None,
-        "held-out prompts, same columns as --prompt-data: files, each with a name before it if its metrics are not to "
-        "have that of the file, such as aime data/aime-2025.jsonl gsm8k data/test.parquet (default: no evaluation)",
+        "files of held-out prompts, with the columns of --prompt-data; a name before a file names its metrics, such as "
+        "aime data/aime-2025.jsonl gsm8k data/test.parquet (default: no evaluation)",
         metavar="[NAME] PATH",
     )
     eval_interval: int | None = flag(None, "rollout steps between evaluations (default: only first and last)")

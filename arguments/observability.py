@@ -26,7 +26,7 @@ class ObservabilityArguments:
     wandb_project: str = flag("miles_async", "W&B project")
     wandb_group: str | None = flag(None, "W&B group")
     custom_tracker_path: str | None = flag(
-        None, "module:attr of your own Tracker, which is given all metrics too", metavar="MODULE:ATTR"
+        None, "module:attr of your own Tracker, which receives all metrics, too", metavar="MODULE:ATTR"
     )
     progress: bool = flag(True, "live progress on a terminal (plain lines elsewhere)")
     log_level: LogLevel = flag("info", "least severe messages on the console")

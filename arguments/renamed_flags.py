@@ -1,16 +1,16 @@
-"""Flags that users of other systems or versions type, and what to use here: they never fail silently."""
+"""Flags of other systems and earlier versions, each with what to use here. None is ignored silently."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
-_CLOSE_NAME = 0.8  # likeness of a misspelt name; unrelated flags of equal length have 0.4 to 0.7
+_CLOSE_NAME = 0.8  # similarity of a misspelt name; unrelated flags of equal length have 0.4 to 0.7
 _CLOSE_WORD = 0.85
 _SUGGESTIONS = 3
 
 RENAMED_FLAGS = {
-    "--max-async-level": "it was two things: use --max-weight-staleness (oldest age that is trained) and "
+    "--max-async-level": "it meant two things: use --max-weight-staleness (oldest age that is trained) and "
     "--max-rollout-lead (batches admitted ahead of the trainer)",
     "--max-off-policy-steps": "use --max-weight-staleness",
     "--staleness-threshold": "use --max-weight-staleness",
@@ -24,11 +24,10 @@ RENAMED_FLAGS = {
     "--use-dynamic-batch-size": "samples are always packed: remove it; --max-tokens-per-gpu is the size of "
     "a micro-batch",
     "--micro-batch-size": "samples are always packed: --max-tokens-per-gpu is the size of a micro-batch",
-    "--rollout-function-path": "the loop is not replaceable: use --custom-generate-function-path for one "
-    "trajectory, "
-    "--custom-rm-path for the reward, --group-filter and --group-filter-path for what is trained",
+    "--rollout-function-path": "the loop is not replaceable: use --custom-generate-function-path for one trajectory, "
+    "--custom-rm-path for the reward, --group-filter and --group-filter-path to choose what is trained",
     "--dynamic-sampling-filter-path": "use --group-filter zero_variance, or your own filter with --group-filter-path",
-    "--partial-rollout": "generation always survives publications: remove it; --pause-generation-mode says how",
+    "--partial-rollout": "generation always continues across publications: remove it; --pause-generation-mode says how",
     "--num-epoch": "use --num-rollout (rollout steps)",
     "--train-iters": "use --num-rollout (rollout steps)",
     "--actor-num-gpus": "use --actor-num-nodes and --actor-num-gpus-per-node",
@@ -40,7 +39,7 @@ RENAMED_FLAGS = {
     "--custom-pg-loss-reducer-function-path": "use --loss-aggregation module:attr",
     "--custom-tis-function-path": "use --use-tis and --tis-mode module:attr",
     "--loss-type": "use --policy-loss",
-    "--calculate-per-token-loss": "it is the default: remove it; --loss-aggregation has others",
+    "--calculate-per-token-loss": "it is the default: remove it; --loss-aggregation has the alternatives",
     "--wandb-key": "set WANDB_API_KEY in the environment",
     "--learning-rate": "use --lr",
     "--tokenizer-path": "the tokenizer comes with --hf-checkpoint",
@@ -77,8 +76,7 @@ OWNED_PASS_THROUGH_FLAGS = {
 
 
 def explain_unknown(name: str, valid: Sequence[str]) -> str:
-    """Explain that a flag (or key of a file) does not exist, and suggest those that are spelt like it or have its
-    words.
+    """Explain that a flag (or key of a file) does not exist, and suggest flags of similar spelling or with its words.
 
     >>> explain_unknown("--max-weight-stalenes", ["--max-weight-staleness", "--lr"])
     'unknown flag --max-weight-stalenes; did you mean --max-weight-staleness?'
@@ -88,12 +86,12 @@ def explain_unknown(name: str, valid: Sequence[str]) -> str:
         return f"{name} does not exist here: {advice}"
     is_for_router = name.startswith("--sglang-router-")
     words = _words(name)
-    nearest = _likest(words, [*valid, *RENAMED_FLAGS], _is_close)
+    nearest = _most_similar(words, [*valid, *RENAMED_FLAGS], _is_close)
     if not nearest and is_for_router:
         return f"unknown flag {name}; arguments of the router are passed as --router-{name[16:]}"
     if nearest and nearest[0] in RENAMED_FLAGS:
         return f"unknown flag {name}; {nearest[0]} does not exist here either: {RENAMED_FLAGS[nearest[0]]}"
-    meant = [*nearest[:1], *_likest(words, valid, _are_among)] or _likest(words, valid, _hold_all)
+    meant = [*nearest[:1], *_most_similar(words, valid, _are_among)] or _most_similar(words, valid, _hold_all)
     meant = list(dict.fromkeys(meant))[:_SUGGESTIONS]
     if not meant:
         return f"unknown flag {name}; `miles-async train --help` lists the flags"
@@ -104,14 +102,14 @@ def _words(name: str) -> list[str]:
     return name.lstrip("-").replace("_", "-").lower().split("-")
 
 
-def _likest(words: Sequence[str], flags: Iterable[str], fits: Callable[..., bool]) -> list[str]:
+def _most_similar(words: Sequence[str], flags: Iterable[str], fits: Callable[..., bool]) -> list[str]:
     """Flags that fit ``words``, most similar first."""
     found = [flag for flag in flags if fits(words, _words(flag))]
-    return sorted(found, key=lambda flag: -_likeness(words, _words(flag)))
+    return sorted(found, key=lambda flag: -_similarity(words, _words(flag)))
 
 
 def _is_close(words: Sequence[str], others: Sequence[str]) -> bool:
-    return _likeness(words, others) >= _CLOSE_NAME
+    return _similarity(words, others) >= _CLOSE_NAME
 
 
 def _are_among(words: Sequence[str], others: Sequence[str]) -> bool:
@@ -123,5 +121,5 @@ def _hold_all(words: Sequence[str], others: Sequence[str]) -> bool:
     return _are_among(others, words)
 
 
-def _likeness(words: Sequence[str], others: Sequence[str]) -> float:
+def _similarity(words: Sequence[str], others: Sequence[str]) -> float:
     return SequenceMatcher(None, "-".join(words), "-".join(others)).ratio()

@@ -35,19 +35,19 @@ class RewardArguments:
 
     rm_type: str | None = flag(
         None,
-        f"reward from the hub ({', '.join(REWARD_NAMES)}), or a weighted sum such as math:1.0+format:0.1; a row whose "
+        f"reward by name ({', '.join(REWARD_NAMES)}), or a weighted sum such as math:1.0+format:0.1; a row whose "
         "metadata has rm_type is rewarded by that instead",
         metavar="NAME[:WEIGHT][+...]",
     )
     custom_rm_path: str | None = flag(None, "module:attr of your own Reward", metavar="MODULE:ATTR")
     reward_timeout: float = flag(60.0, "seconds one reward may take, once it has its turn", metavar="SECONDS")
-    rm_workers: int = flag(8, "processes that verify answers or run code at once, at most")
+    rm_workers: int = flag(8, "most processes that verify answers or run code at once")
     rm_url: str | None = flag(
-        None, "where remote_rm posts prompt, response, label and metadata as JSON, and gets the reward", metavar="URL"
+        None, "URL to which remote_rm posts prompt, response, label and metadata as JSON for the reward", metavar="URL"
     )
     judge_url: str | None = flag(
         None,
-        "chat completions of the model that judges, as OpenAI's clients are given it: http://host:port/v1",
+        "base URL of the judge, as OpenAI's clients take it: http://host:port/v1",
         metavar="URL",
     )
     judge_model: str = flag("default", "name of the model that judges", metavar="NAME")
@@ -75,7 +75,7 @@ class RewardArguments:
     group_filter: tuple[str, ...] = flag(
         (),
         "groups that are replaced instead of trained: zero_variance (all rewards equal), aborted, max_length:TOKENS (a "
-        "response is longer), truncated:FRACTION (more of the responses than that met the length limit)",
+        "response is longer), truncated:FRACTION (a larger fraction of responses met the length limit)",
         metavar="NAME[:NUMBER]",
     )
     group_filter_path: str | None = flag(

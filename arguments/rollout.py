@@ -38,7 +38,9 @@ class RolloutArguments:
         "cache, more while they don't",
     )
     rollout_kv_use_target: float = flag(
-        0.9, "part of an engine's KV cache above which --adaptive-rollout-concurrency sends fewer", metavar="FRACTION"
+        0.9,
+        "used fraction of an engine's KV cache above which --adaptive-rollout-concurrency sends fewer samples",
+        metavar="FRACTION",
     )
     custom_generate_function_path: str | None = flag(None, "module:attr of your own Generate", metavar="MODULE:ATTR")
     max_sample_failures: int = flag(8, "infrastructure failures one sample survives before its attempt fails")

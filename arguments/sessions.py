@@ -19,7 +19,7 @@ class SessionsArguments:
 
     environment_path: str | None = flag(
         None,
-        "module:attr of your Environment: a class, or a function that makes one, of a prompt",
+        "module:attr of your Environment: a class, or a function that makes one for a prompt",
         metavar="MODULE:ATTR",
     )
     environment_timeout: float = flag(60.0, "seconds one step of an environment may take", metavar="SECONDS")

@@ -60,7 +60,9 @@ class WeightsArguments:
         "--verify-weights-shares of the tensors each time; canary compares log-probs alone",
     )
     verify_weights_shares: int = flag(
-        8, "with --verify-weights sample: publications in which every tensor is compared once", metavar="N"
+        8,
+        "with --verify-weights sample: number of shares; every tensor is compared once in as many publications",
+        metavar="N",
     )
     verify_weights_skip: tuple[str, ...] = flag(
         (),

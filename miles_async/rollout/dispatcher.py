@@ -98,7 +98,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------ producer
     async def run(self) -> None:
-        """Fill the pool whenever it has room, for ever. Cancelling it ends everything live as cancelled."""
+        """Fill the pool whenever it has room, forever. Cancelling it ends everything live as cancelled."""
         try:
             async with asyncio.TaskGroup() as scope:
                 scope.create_task(self.concurrency.run())

@@ -265,7 +265,7 @@ async def test_scores_cover_all_but_the_first_token_whatever_is_cached(engine: E
     assert scores[0].logprobs == pytest.approx(scores[1].logprobs, abs=1e-6)
 
 
-async def test_the_load_shows_what_runs_while_it_runs(engine: Engine) -> None:  # covers: C4
+async def test_the_load_shows_running_requests(engine: Engine) -> None:  # covers: C4
     tasks = [asyncio.ensure_future(engine.generate(LONG)) for _ in range(3)]
     async with asyncio.timeout(DEADLINE):
         while (load := await engine.api.load(engine.url, DEADLINE)).running < 3:  # noqa: ASYNC110, the server tells nobody
@@ -280,7 +280,7 @@ async def test_the_load_shows_what_runs_while_it_runs(engine: Engine) -> None:  
     assert (load.waiting, load.kv_use) == (0, 0.0)
 
 
-async def test_what_is_refused(engine: Engine) -> None:
+async def test_unusable_requests_are_refused(engine: Engine) -> None:
     await engine.post("/generate", {"sampling_params": {"max_new_tokens": 1}}, status=400)
     with pytest.raises(EngineError, match="begin_weight_update"):
         await engine.api.receive_bucket(engine.url, "none", (TensorMeta("a", "float32", (1,)),), 1, False, DEADLINE)

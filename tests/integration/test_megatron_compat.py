@@ -87,7 +87,7 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins() -> None:
         ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("fork")'),
     ],
 )
-def test_what_is_patched_is_still_there(module: str, text: str) -> None:
+def test_patched_code_is_still_there(module: str, text: str) -> None:
     assert text in source_of(module), f"{module} no longer has {text!r}: can its patch go?"
 
 
@@ -122,7 +122,7 @@ def test_bridge_still_cannot_number_experts(without: dict[str, Any]) -> None:
     assert "tensors of the checkpoint that the model has no place for: model.layers.0.mlp.experts" in without["experts"]
 
 
-def test_float16_module_still_rounds_what_stays_in_fp32(without: dict[str, Any]) -> None:
+def test_float16_module_still_rounds_parameters_that_stay_in_fp32(without: dict[str, Any]) -> None:
     """dtypes.MixedPrecision."""
     assert without["MixedPrecision"] == ["model.layers.1.mlp.gate.e_score_correction_bias"]
 
@@ -153,7 +153,7 @@ def test_gloo_still_refuses_to_gather_different_lengths(without: dict[str, Any])
     assert "invalid tensor size" in without["uneven gather"]
 
 
-def test_provider_still_misses_what_we_set(without: dict[str, Any]) -> None:
+def test_provider_still_misses_fields_that_we_set(without: dict[str, Any]) -> None:
     """model._provider and hf_config.provider_fields."""
     dense, latent = without["provider fields"]
     assert dense["rotary_base"] != 5e5

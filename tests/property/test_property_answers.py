@@ -114,5 +114,5 @@ def test_an_unknown_finish_reason_is_an_error(reply: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("content", [[], {"error": "no"}, {"output_ids": [], "meta_info": {"id": "a"}}])
-def test_what_is_not_one_answer_with_log_probs_stays_as_it_is(content: Any) -> None:
+def test_bodies_other_than_one_answer_with_log_probs_stay_as_they_are(content: Any) -> None:
     assert pack(content) is None

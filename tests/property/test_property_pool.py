@@ -276,7 +276,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert max(attempt.data_failures, attempt.infra_failures, attempt.stale_count) < 2
 
     def teardown(self) -> None:
-        """C3: from wherever this stopped, the loop goes on; nothing has drained, nothing waits for ever."""
+        """C3: from wherever this stopped, the loop goes on; nothing has drained, nothing waits forever."""
         if not hasattr(self, "world"):
             return
         world, steps = self.world, self.world.trainer.steps

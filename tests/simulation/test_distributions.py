@@ -11,7 +11,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace, median, parse_distribution
 
 
-def test_what_can_be_written(tmp_path: Path) -> None:
+def test_distributions_that_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "trace.txt").write_text("# seconds\n1.5\n\n3\n")
     assert parse_distribution("2.5", "--train-seconds") == Fixed(2.5)
     assert parse_distribution("fixed:2", "--train-seconds") == Fixed(2.0)

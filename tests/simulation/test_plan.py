@@ -111,7 +111,7 @@ def test_the_bound_is_what_its_footnote_says(capsys: pytest.CaptureFixture[str])
     assert bound == pytest.approx(67, rel=0.01)
 
 
-def test_what_cannot_work_is_refused_with_the_flag_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_cannot_work_is_refused_with_the_flag_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     # covers: C3
     assert main([*QUICK, "--sweep", "max-weight-staleness=0,1", "--sweep", "max-rollout-lead=2"]) == 0
     printed = capsys.readouterr().out

@@ -63,7 +63,7 @@ def fixed(cap: int) -> SimulationResult:
 
 
 @pytest.mark.parametrize("kv_target", [0.9, 1.0])  # at 1.0 only queues tell
-def test_a_far_too_high_cap_ends_near_what_engines_hold(kv_target: float) -> None:
+def test_a_far_too_high_cap_ends_near_the_capacity_of_engines(kv_target: float) -> None:
     right, flooded = fixed(SLOTS), fixed(8 * SLOTS)
     found = simulate(scenario(adaptive=True, kv_target=kv_target))
     assert {step.concurrency_limit for step in flooded.steps} == {8 * ENGINES * SLOTS}

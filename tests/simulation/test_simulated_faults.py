@@ -147,7 +147,7 @@ def test_an_outage_of_the_reward_service_costs_its_time_and_not_one_generation(s
     assert result.generated_tokens == simulate(settings(bound=None)).generated_tokens  # none was generated again
 
 
-def test_what_waited_for_its_reward_too_long_is_recycled_as_any_stale_group() -> None:
+def test_a_group_that_waited_too_long_for_its_reward_is_recycled_as_any_stale_one() -> None:
     # covers: C1, C3, C6
     result = simulate(settings(bound=1, faults=Faults(reward_outage=(10.3, 50.3))))
     assert max(result.ages) <= 1

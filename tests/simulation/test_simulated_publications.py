@@ -122,7 +122,7 @@ def test_an_engine_that_restarts_at_any_await_point_of_a_broadcast_never_serves_
 
 
 @pytest.mark.timeout(120)
-def test_an_engine_that_restarts_at_any_await_point_never_serves_only_what_changed(
+def test_an_engine_that_restarts_at_any_await_point_never_serves_changes_alone(
     by_delta: Callable[[], tuple[World, WeightPublisher]],
 ) -> None:
     # covers: C8

@@ -23,7 +23,7 @@ MODES = ("abort", "retract", "in_place")
 
 
 class Scripted:
-    """Seconds in the order given, then the last one for ever."""
+    """Seconds in the order given, then the last one forever."""
 
     def __init__(self, *seconds: float) -> None:
         self._seconds = list(seconds)
@@ -84,7 +84,7 @@ def test_slow_engines_make_groups_stale_and_each_is_replaced(action: str, outcom
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_wait_never_discards_and_never_trains_what_is_too_old(mode: str, bound: int) -> None:
+def test_wait_never_discards_and_never_trains_stale_groups(mode: str, bound: int) -> None:
     # covers: C1, C5
     staleness = StalenessArguments(max_weight_staleness=bound, stale_group_action="wait")
     options = {"response_seconds": LogNormal(1.0, 1.5), "steps": 200, "mode": mode}
@@ -101,7 +101,9 @@ def test_wait_never_discards_and_never_trains_what_is_too_old(mode: str, bound: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_too_old_in_flight_is_aborted_at_the_engines(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_in_flight_that_are_too_old_are_aborted_at_the_engines(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # covers: C1, C2, C3, C5
     chosen = settings(mode=mode, steps=60, response_seconds=Trace((0.5, 0.5, 0.5, 0.5, 0.5, 9.0)))
     result = simulate(chosen)
@@ -226,7 +228,7 @@ def test_the_global_generator_is_left_alone() -> None:
     assert random.random() == expected
 
 
-def test_what_it_measures_is_what_was_put_in() -> None:
+def test_measured_times_are_those_that_were_put_in() -> None:
     """Engines that never wait: every response takes 1 s, a batch is one wave, the trainer takes 3 s."""
     rollout = RolloutArguments(
         num_rollout=100, rollout_batch_size=4, n_samples_per_prompt=2, rollout_max_response_len=10**6,

@@ -189,7 +189,7 @@ async def test_interval_publishes_every_second_step_and_cuts_for_the_unchanged_v
 
 
 @pytest.mark.parametrize("interval", [1, 2])
-async def test_publication_waits_for_what_it_would_make_too_old(interval: int) -> None:
+async def test_publication_waits_for_attempts_that_it_would_make_too_old(interval: int) -> None:
     # covers: C5
     b = bench(steps=5 * interval, interval=interval, action="wait")
     b.rollout.stale = {2: [1, 3]}  # three attempts hold up version 2, one step later one
@@ -339,7 +339,7 @@ async def test_trainer_failure_stops_the_rollout_side() -> None:
     assert str(first_error(caught.value)) == "rank 1 died"
 
 
-async def test_resume_names_weights_that_were_never_published_anew() -> None:
+async def test_resume_gives_weights_that_were_never_published_a_new_version() -> None:
     # covers: C9
     b = bench(steps=5, resume=Position(step=3, version=7, unpublished=1).resumed())
     await b.controller.run()

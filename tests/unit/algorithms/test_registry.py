@@ -64,7 +64,7 @@ def test_every_choice_of_a_flag_has_a_row_that_can_be_made(flag: str) -> None:
         assert MAKERS[flag](with_flags(**{flag: name})) is not None
 
 
-def test_nothing_is_made_of_what_is_off() -> None:
+def test_parts_that_are_off_are_not_made() -> None:
     plain = AlgorithmArguments()
     assert registry.token_advantages(plain) is None
     assert registry.correction(plain) is None
@@ -141,7 +141,7 @@ def test_a_loss_of_users_sees_no_more_than_it_asked_for(own: Any) -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_the_start(own: Any, body: str, message: str) -> None:
+def test_unusable_parts_are_refused_at_the_start(own: Any, body: str, message: str) -> None:
     own(body)
     with pytest.raises(ConfigurationError, match=f"--policy-loss own_algorithms:Own.*{message}"):
         registry.check_own(AlgorithmArguments(policy_loss="own_algorithms:Own"))

@@ -274,7 +274,7 @@ class TestPassThrough:
             ("--sglang-router-cache-threshold", "passed as --router-cache-threshold"),
         ],
     )
-    def test_what_the_run_decides_cannot_be_passed_through(self, flag: str, advice: str):
+    def test_flags_that_the_run_decides_cannot_be_passed_through(self, flag: str, advice: str):
         assert advice in refusal(flag, "2")
 
     def test_flattening_is_reversible(self):

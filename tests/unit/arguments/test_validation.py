@@ -336,7 +336,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case("beta", {"adam_beta1": 1.0}, "--adam-beta1: expected at least 0 and less than 1"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_flags_to_change(
+def test_settings_that_cannot_work_are_refused_with_the_flags_to_change(
     valid: dict[str, Any], change: dict[str, Any], messages: tuple[str, ...]
 ):
     """# covers: C3, C4, C12, O4"""
@@ -371,7 +371,7 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
     ],
     ids=str,
 )
-def test_what_can_work_passes(valid: dict[str, Any], change: dict[str, Any]):
+def test_settings_that_can_work_pass(valid: dict[str, Any], change: dict[str, Any]):
     validate(assemble(valid | change, {}))
 
 

@@ -240,7 +240,7 @@ def test_the_newest_and_retained_checkpoints_are_never_expendable(
         assert kept == [s for s in sorted(all_steps) if s in newest or (interval and s % interval == 0)]
 
 
-async def test_what_killed_runs_left_half_written_or_half_removed_goes_at_the_next_save(tmp_path: Path) -> None:
+async def test_the_next_save_removes_half_written_and_half_removed_checkpoints(tmp_path: Path) -> None:
     await save("mine", 10, save=tmp_path)
     for leftover in ("iter_0000020.partial", "iter_0000005.old"):
         (tmp_path / leftover).mkdir()
@@ -268,7 +268,7 @@ async def test_a_full_disk_is_named_with_flag_and_directory(tmp_path: Path, erro
     assert names(tmp_path / "save") == []  # nothing that fills it further
 
 
-async def test_a_disk_that_answers_nothing_more_does_not_hide_what_failed(
+async def test_a_disk_that_stops_answering_does_not_hide_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C10
@@ -283,7 +283,7 @@ async def test_a_disk_that_answers_nothing_more_does_not_hide_what_failed(
         await checkpoints.save(Position(step=7))
 
 
-async def test_what_cannot_be_restored_is_named_with_flag_and_directory(tmp_path: Path) -> None:
+async def test_parts_that_cannot_be_restored_are_named_with_flag_and_directory(tmp_path: Path) -> None:
     await save("mine", 10, save=tmp_path)
     side = Side()
     side.fails = CheckpointError(f"cannot read {tmp_path / 'iter_0000010' / 'trainer'}: it is empty")

@@ -124,7 +124,7 @@ def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Pa
         (["--run-dir", "docs", "--dry-run"], "found files and no run.json"),
     ],
 )
-def test_what_cannot_work_ends_with_2_and_starts_nothing(
+def test_settings_that_cannot_work_end_with_2_and_start_nothing(
     flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
 ):
     assert main([*flags, *extra]) == 2
@@ -221,7 +221,7 @@ def test_exit_code_tells_how_a_run_ended(
     ],
     ids=str,
 )
-def test_a_dry_run_refuses_what_would_fail_later(
+def test_a_dry_run_refuses_settings_that_would_fail_later(
     flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
 ):
     assert main([*flags, *extra, "--dry-run"]) == 2

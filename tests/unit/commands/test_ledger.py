@@ -139,7 +139,7 @@ async def test_dead_letters_have_every_attempts_reason(run_dir: Path, capsys: An
         (("ledger", "empty", "--dead-letter"), "expected a run directory (ledger.sqlite) or checkpoints (iter_...)"),
     ],
 )
-async def test_what_is_not_there_is_named_with_the_nearest(
+async def test_a_name_that_does_not_exist_is_answered_with_the_nearest(
     run_dir: Path, words: tuple[str, ...], says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run_dir.parent / "empty").mkdir()

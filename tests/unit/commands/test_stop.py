@@ -66,7 +66,7 @@ def test_a_run_that_ends_by_itself_is_only_asked(
     assert capsys.readouterr().out == f"stopping the run in {tmp_path} (process {driver.process.pid})\n"
 
 
-def test_what_the_driver_leaves_is_killed_wherever_it_is(
+def test_processes_that_the_driver_leaves_are_killed_wherever_they_are(
     tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C10
@@ -105,7 +105,9 @@ def test_a_process_that_only_has_the_pid_of_the_driver_is_left_alone(
     assert "is over" in capsys.readouterr().out
 
 
-def test_what_is_no_run_of_this_machine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_of_this_machine_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["stop", str(tmp_path)]) == 2
     assert "expected a run directory with a run.json" in capsys.readouterr().err
     elsewhere = RunProcess(pid=1, started=0.0, start_ticks=0, host="gpu-17", mark="x")

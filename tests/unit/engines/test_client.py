@@ -277,7 +277,7 @@ async def test_an_answer_waits_for_its_own_engine_only(setup: Setup) -> None:  #
 
 
 @pytest.mark.parametrize("keep", [True, False])
-async def test_what_was_generated_before_an_abort_is_kept_or_done_anew(setup: Setup, keep: bool) -> None:  # covers: P4
+async def test_tokens_from_before_an_abort_are_kept_or_generated_again(setup: Setup, keep: bool) -> None:  # covers: P4
     setup.client._keep_aborted = keep
     aborted = []
 

@@ -228,7 +228,7 @@ async def test_functions_run_on_the_hosts_of_engines() -> None:
         assert results[E1] == "host-1 7"
 
 
-async def test_what_an_engine_holds_is_told_over_all_its_ranks() -> None:
+async def test_weights_that_an_engine_holds_are_reported_over_all_its_ranks() -> None:
     # covers: C8
     parts = [HeldPart(offset, (2, 4), (4, 1), "float32", digest) for offset, digest in ((0, "aa"), (8, "bb"))]
     norm = HeldPart(0, (4,), (1,), "float32", "cc")
@@ -605,7 +605,7 @@ async def test_an_engine_can_go_before_it_is_up_and_come_again() -> None:
 @pytest.mark.parametrize(("group", "engines", "message"), [("other", 1, "no group other; there are engine"),
                                                            ("engine", 0, "at least one has to be left"),
                                                            ("engine", -1, "at least one")])  # fmt: skip
-async def test_what_cannot_be_scaled(group: str, engines: int, message: str) -> None:
+async def test_groups_that_cannot_be_scaled(group: str, engines: int, message: str) -> None:
     async with started(1) as setup:
         await asyncio.sleep(0)
         with pytest.raises(ConfigurationError, match=message):

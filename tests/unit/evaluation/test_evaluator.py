@@ -121,7 +121,7 @@ async def test_whatever_user_code_raises_costs_one_sample(error: BaseException):
     assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (1, 2)
 
 
-async def test_an_outage_of_what_generation_needs_is_waited_for():
+async def test_an_outage_of_a_service_that_generation_needs_is_waited_for():
     # covers: C6
     bench = Bench(sets={"aime": 3})
     generate, failures = bench.generate, iter([ConnectionRefusedError(), TimeoutError()])

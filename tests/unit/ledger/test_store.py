@@ -67,7 +67,7 @@ def test_a_row_holds_the_whole_life(store: LedgerStore, path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_was_aborted_in_flight_is_told_apart(store: LedgerStore, path: Path) -> None:  # covers: C5, C7
+def test_attempts_aborted_in_flight_are_told_apart(store: LedgerStore, path: Path) -> None:  # covers: C5, C7
     attempt, other = make_attempt(7, issued_version=3), make_attempt(8)
     reason = "aborted at age 3"
     store.write(
@@ -98,7 +98,7 @@ def test_what_was_aborted_in_flight_is_told_apart(store: LedgerStore, path: Path
         CheckedEvent(at=0.0, issued=3, live={1: Stage.IN_FLIGHT}),
     ],
 )
-def test_what_does_not_follow_is_refused_and_nothing_of_its_batch_is_written(
+def test_an_impossible_event_is_refused_and_nothing_of_its_batch_is_written(
     store: LedgerStore, path: Path, event: object
 ) -> None:
     ended = EndedEvent(at=0.0, attempt_id=0, outcome=Outcome.TRAINED)
@@ -211,7 +211,7 @@ def test_a_ledger_is_never_overwritten(store: LedgerStore, path: Path) -> None:
         LedgerStore(path)
 
 
-def test_what_is_no_ledger_is_an_error_that_names_it(path: Path) -> None:
+def test_a_file_that_is_no_ledger_is_an_error_that_names_it(path: Path) -> None:
     path.write_text("something else, which is long enough not to be taken for an empty database")
     with pytest.raises(LedgerError, match=r"ledger\.sqlite: cannot read"), open_ledger(path):
         pass

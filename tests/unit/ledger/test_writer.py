@@ -218,7 +218,7 @@ async def test_the_end_of_a_failed_run_is_on_disk_too(tmp_path: Path) -> None:
         assert reader.balance().ended[Outcome.CANCELLED] > 0
 
 
-async def test_stopping_ends_what_is_in_flight_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_ends_attempts_in_flight_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: Any, **__: Any) -> Generation:
         await asyncio.Event().wait()
         raise AssertionError

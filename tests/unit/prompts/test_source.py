@@ -147,7 +147,7 @@ class TestMalformedFiles:
         path = write_parquet(tmp_path / "train.parquet", ROWS)
         assert refusal(path, input_key="q") == f"{path}: no column 'q' (--input-key); columns: prompt, label"
 
-    def test_what_is_no_prompt_file(self, tmp_path: Path):
+    def test_files_that_are_no_prompt_files(self, tmp_path: Path):
         assert "cannot read prompt data: No such file" in refusal(tmp_path / "absent.jsonl")
         assert "must be .jsonl or .parquet" in refusal(tmp_path / "train.csv")
         (tmp_path / "train.parquet").write_text("PAR")

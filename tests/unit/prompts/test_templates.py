@@ -67,7 +67,7 @@ def test_tokenizer_is_loaded_once(directory: Path):
     assert load_tokenizer(directory) is load_tokenizer(directory)
 
 
-def test_what_is_missing_is_named(tmp_path: Path, directory: Path):
+def test_missing_files_are_named(tmp_path: Path, directory: Path):
     from transformers import AutoTokenizer
 
     with pytest.raises(ConfigurationError, match=r"--hf-checkpoint .*absent: there is no such directory"):

@@ -52,7 +52,7 @@ async def test_mathematical_answers_are_compared_by_what_they_mean(workers: Work
         assert await math(prompt(label), make_sample([0], text=response)) == right, response
 
 
-async def test_what_cannot_be_decided_is_an_error_and_the_next_answer_is_judged(workers: WorkerPool):
+async def test_an_undecidable_answer_is_an_error_and_the_next_one_is_judged(workers: WorkerPool):
     math = MathReward(workers)
     assert await math(prompt("5"), make_sample([0], text="5")) == 1.0
     with pytest.raises(RewardError, match=r"took longer than --reward-timeout 5 s"):

@@ -138,7 +138,7 @@ def confined() -> list[psutil.Process]:
     return [process for process in ours if any("miles_async.rewards.sandbox" in word for word in process.cmdline())]
 
 
-def test_what_this_machine_can_enforce_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch):
+def test_the_sandbox_of_this_machine_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(confinement, "landlock_version", lambda: 3)
     assert (sandbox_level("auto"), sandbox_level("strict"), sandbox_level("off")) == ("landlock", "landlock", "off")
     monkeypatch.setattr(confinement, "landlock_version", lambda: 0)
@@ -386,7 +386,7 @@ def test_output_and_memory_are_bounded():
         ("fcntl.fcntl", (0, 8, 1)),  # F_SETOWN
     ],
 )  # fmt: skip
-def test_a_program_cannot_touch_what_is_outside(tmp_path: Path, action: str, arguments: tuple[Any, ...]):
+def test_a_program_cannot_touch_the_outside(tmp_path: Path, action: str, arguments: tuple[Any, ...]):
     (tmp_path / "file").write_text("kept")
     places = {"FILE": str(tmp_path / "file"), "FILE2": str(tmp_path / "other")}
     call = ", ".join(repr(places.get(a, a) if isinstance(a, str) else a) for a in arguments)

@@ -116,7 +116,7 @@ def test_the_verdict_is_the_mark_in_the_last_line(said: str, expected: float) ->
         "",
     ],
 )
-def test_what_is_not_clearly_a_mark_of_the_scale_is_none(said: str) -> None:
+def test_a_last_line_that_is_not_clearly_a_mark_is_none(said: str) -> None:
     assert read_verdict(said, 0, 10) is None
 
 
@@ -159,13 +159,13 @@ async def test_without_a_verdict_in_several_tries_the_error_has_what_was_said(tm
     assert len(requests) == 3
 
 
-async def test_what_is_no_chat_completion_says_nothing_about_the_sample(tmp_path: Path) -> None:
+async def test_an_answer_that_is_no_chat_completion_says_nothing_about_the_sample(tmp_path: Path) -> None:
     async with judge(tmp_path, lambda n: "{}") as (_, reward):
         with pytest.raises(ServiceUnavailableError, match="expected a chat completion"):
             await reward(PROMPT, SAMPLE)
 
 
-async def test_what_the_judge_refuses_is_the_samples_own_fault(tmp_path: Path) -> None:
+async def test_a_request_that_the_judge_refuses_is_the_samples_own_fault(tmp_path: Path) -> None:
     async with judge(tmp_path, lambda n: 400) as (_, reward):
         with pytest.raises(RewardError, match="status 400") as caught:
             await reward(PROMPT, SAMPLE)

@@ -68,7 +68,7 @@ async def test_the_server_gets_the_sample_and_answers_its_reward(body: str):
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-async def test_what_may_pass_is_tried_again(status: int):
+async def test_passing_errors_are_tried_again(status: int):
     async with serving(lambda n: status if n < 2 else "1") as (server, reward):
         assert await Services().circuit("server").call(lambda: reward(PROMPT, SAMPLE)) == 1.0
     assert len(server.requests) == 3
@@ -77,7 +77,7 @@ async def test_what_may_pass_is_tried_again(status: int):
 @pytest.mark.parametrize(
     ("answer", "message"), [(400, "status 400: b'busy'"), (422, "422"), ("no", "expected a number"), ("{}", "reward")]
 )
-async def test_what_will_not_pass_is_an_error_at_once(answer: Any, message: str):
+async def test_lasting_errors_are_raised_at_once(answer: Any, message: str):
     async with serving(lambda n: answer) as (server, reward):
         with pytest.raises(RewardError, match=message) as caught:
             await reward(PROMPT, SAMPLE)

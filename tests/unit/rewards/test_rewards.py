@@ -111,7 +111,7 @@ class TestHub:
             ("math:1:2", "--rm-type math:1:2: expected a number"),
         ],
     )
-    def test_what_is_no_sum_is_refused(self, text: str, message: str):
+    def test_malformed_sums_are_refused(self, text: str, message: str):
         with pytest.raises(ConfigurationError, match=message):
             resolve_reward(RewardArguments(rm_type=text), Services())
 
@@ -161,7 +161,7 @@ class TestHub:
         with pytest.raises(ConfigurationError, match="no reward: give --rm-type"):
             resolve_reward(RewardArguments(), Services())
 
-    async def test_closing_ends_what_the_reward_started(self, hooks: types.ModuleType):
+    async def test_closing_ends_processes_that_the_reward_started(self, hooks: types.ModuleType):
         reward = resolve_reward(RewardArguments(rm_type="math"), Services())
         assert await reward(PROMPT, sample("21")) == 1.0
         await reward.close()
@@ -178,7 +178,7 @@ class TestGuardedReward:
     """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, -1e39, 1e13, "no number", None])
-    async def test_what_is_no_finite_number_is_an_error(self, value: Any):
+    async def test_a_reward_that_is_no_finite_number_is_an_error(self, value: Any):
         async def reward(prompt: Prompt, sample: Sample) -> Any:
             return value
 
@@ -193,7 +193,7 @@ class TestGuardedReward:
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
-    async def test_what_is_no_exception_is_a_reward_error_too(self, error: BaseException):
+    async def test_other_base_exceptions_are_reward_errors_too(self, error: BaseException):
         # covers: C6
         async def reward(prompt: Prompt, sample: Sample) -> float:
             raise error
@@ -298,7 +298,7 @@ class TestHooks:
             ("own_hooks:Source", PromptSource, "it has no restore()"),
         ],
     )  # fmt: skip
-    def test_what_does_not_fit_says_why(self, hooks: types.ModuleType, path: str, protocol: type, message: str):
+    def test_a_hook_that_does_not_fit_says_why(self, hooks: types.ModuleType, path: str, protocol: type, message: str):
         with pytest.raises(ConfigurationError) as caught:
             load_object(path, protocol, "--some-flag")
         assert str(caught.value).startswith(f"--some-flag {path}")

@@ -76,7 +76,7 @@ async def test_a_worker_that_dies_idle_costs_nothing():
         assert await workers.call(double, 4) == 8
 
 
-async def test_what_a_function_raises_prints_or_allocates_is_its_own_affair():
+async def test_a_function_that_raises_prints_or_allocates_harms_no_other():
     async with pool() as workers:
         with pytest.raises(RewardError, match="ZeroDivisionError: by nothing"):
             await workers.call(fail)

@@ -47,7 +47,7 @@ async def test_calls_arrive_and_answers_and_errors_come_back() -> None:
         await manager.scale("judge", 2)
 
 
-async def test_what_the_protocol_lacks_is_no_method_of_its_stand_in() -> None:
+async def test_a_stand_in_has_only_methods_of_its_protocol() -> None:
     manager = await remote_manager()
     assert not hasattr(manager, "batches")  # an attribute of the part
     with pytest.raises(AttributeError, match="shutdown"):

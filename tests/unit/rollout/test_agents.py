@@ -317,7 +317,7 @@ def gone(pid: int) -> bool:
     return True
 
 
-async def test_what_a_command_leaves_behind_costs_no_time_and_is_ended_with_it(tmp_path: Path) -> None:
+async def test_processes_that_a_command_leaves_behind_cost_no_time_and_end_with_it(tmp_path: Path) -> None:
     agent = command(tmp_path, left_behind(tmp_path, "print('[3, 1.0]')"))
     async with asyncio.timeout(20):
         assert await agent("http://x/v1", PROMPT) == [3, 1.0]

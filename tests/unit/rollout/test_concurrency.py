@@ -105,7 +105,7 @@ def test_a_full_engine_lowers_it_by_a_share_in_a_round(adaptive: AdaptiveConcurr
     assert adaptive.per_engine == 1.0
 
 
-def test_what_is_not_used_is_not_raised_but_lowered(adaptive: AdaptiveConcurrency) -> None:
+def test_an_unused_limit_is_not_raised_but_lowered(adaptive: AdaptiveConcurrency) -> None:
     assert observe(adaptive, IDLE, in_use=50) == 0
     assert observe(adaptive, QUEUEING, in_use=50) == -64 * DECREASE
     adaptive.observe({"e0": QUEUEING}, limit=100, in_use=0, finished=5)  # all at once: no round to divide by

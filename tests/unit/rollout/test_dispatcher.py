@@ -270,7 +270,7 @@ async def test_resume_has_finished_groups_and_owes_every_prompt_that_was_in_flig
     assert resumed.balance()["trained"] == BATCH
 
 
-async def test_what_has_become_too_old_at_a_resume_is_generated_again() -> None:
+async def test_groups_that_are_too_old_at_a_resume_are_generated_again() -> None:
     # covers: C1, C9
     async with running(Bench()) as bench:
         await until(lambda: bench.balance()["buffered"] == 2 * BATCH)
@@ -313,7 +313,7 @@ async def test_stale_groups_are_swept_at_the_cut_and_their_prompts_come_again() 
         assert bench.source.taken == 2 * BATCH  # retries come before fresh prompts
 
 
-async def test_what_is_in_flight_and_too_old_is_aborted_and_replaced_once() -> None:
+async def test_an_attempt_in_flight_that_is_too_old_is_aborted_and_replaced_once() -> None:
     # covers: C1, C2, C3, C5
     bench = Bench()
     bench.engine.hangs_after = 0
@@ -331,7 +331,7 @@ async def test_what_is_in_flight_and_too_old_is_aborted_and_replaced_once() -> N
         bench.dispatcher.pool.check()
 
 
-async def test_what_is_in_flight_and_may_be_trained_goes_on() -> None:
+async def test_an_attempt_in_flight_that_may_be_trained_goes_on() -> None:
     # covers: C5
     bench = Bench()
     bench.engine.gate.clear()  # nothing was dispatched, so everything may turn out to be of any version
@@ -635,7 +635,7 @@ async def test_whatever_a_reward_or_filter_raises_costs_its_attempt_only(error: 
     assert type(error).__name__ in str(bench.dispatcher.pool.dead_letters)
 
 
-async def test_while_what_generation_needs_is_down_one_sample_at_a_time_tries_it() -> None:
+async def test_while_a_service_that_generation_needs_is_down_one_sample_at_a_time_tries_it() -> None:
     # covers: C6
     down, tries = True, 0
 
@@ -755,7 +755,7 @@ async def test_full_pool_is_no_stall_the_trainer_is_just_slow() -> None:
         bench.dispatcher.pool.trained(groups, 0)
 
 
-async def test_commit_starts_the_stall_timer_anew() -> None:
+async def test_commit_restarts_the_stall_timer() -> None:
     # covers: C10
     async with running(Bench(bound=0, stall_timeout=0.3)) as bench:
         bench.engine.seconds = 0.15
@@ -809,7 +809,7 @@ async def test_source_with_quarantined_prompts_only_is_an_error_that_says_so() -
     assert "found only the 1 that are" in str(first_error(caught.value))
 
 
-async def test_end_of_run_cancels_what_is_live_and_the_balance_adds_up() -> None:
+async def test_end_of_run_cancels_live_attempts_and_the_balance_adds_up() -> None:
     # covers: C2
     bench = Bench()
     async with running(bench):

@@ -139,7 +139,7 @@ async def test_a_turn_that_a_publication_aborts_goes_on_under_the_new_version() 
     assert sample.metadata["chunks"] == 3
 
 
-async def test_what_an_environment_counts_is_added_up() -> None:
+async def test_counts_of_an_environment_are_added_up() -> None:
     sample = await generate_with()(ScriptedModel(says(CALL, CALL, "68")), ATTEMPT, 0)
     assert sample.metadata["metrics"] == {"lookups": 2, "tool_errors": 1.0}
 

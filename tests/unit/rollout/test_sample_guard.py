@@ -58,7 +58,7 @@ def test_a_loss_token_needs_a_version() -> None:
 
 
 @pytest.mark.parametrize("logprob", UNUSABLE)
-def test_a_batch_refuses_what_got_past_the_guard(logprob: float) -> None:
+def test_a_batch_refuses_log_probs_that_got_past_the_guard(logprob: float) -> None:
     sample = make_sample([3, NO_VERSION, 3], prompt_length=2)
     advantages = np.zeros(2, np.float32)
     masked = group_of(make_attempt(), [sample, with_logprob(sample, 3, logprob)])

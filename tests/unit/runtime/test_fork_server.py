@@ -159,7 +159,7 @@ async def test_a_child_and_whoever_asked_for_it_may_end_at_once(server: ForkServ
     assert "imports everything itself" not in other.tail()
 
 
-async def test_what_imports_have_read_cannot_be_another_for_a_child(server: ForkServerProcess) -> None:
+async def test_a_child_cannot_change_variables_that_imports_have_read(server: ForkServerProcess) -> None:
     one = child(server, "one", "report", environment={"LATE": "x", "OMP_NUM_THREADS": "17"})
     await one.fork(server.path)
     assert await one.wait() == 3

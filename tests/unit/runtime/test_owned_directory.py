@@ -60,7 +60,7 @@ def test_files_that_another_user_names_are_left_alone(tmp_path: Path, monkeypatc
     assert mine.exists()
 
 
-def test_what_a_killed_owner_left_is_removed_and_what_a_live_one_has_is_not(tmp_path: Path) -> None:
+def test_files_of_a_killed_owner_are_removed_and_those_of_a_live_one_stay(tmp_path: Path) -> None:
     (tmp_path / "somebody-elses").mkdir()
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None

@@ -48,7 +48,7 @@ def test_an_address_where_nothing_answers_is_refused_at_once(closed_port: int) -
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:", ":", "head:70000", "head:x"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigurationError, match="expected host:port"):
         check_ray_address(address)
 

@@ -44,7 +44,7 @@ async def test_joining_asks_for_no_resources(calls: list[dict[str, Any]]) -> Non
     ("address", "message"),
     [(None, "Ray cannot start on this machine: no memory left"), ("h:1", "--ray-address h:1: no memory left")],
 )
-async def test_what_ray_has_against_it_is_one_line(
+async def test_the_reason_of_ray_is_one_line(
     monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], address: str | None, message: str
 ) -> None:
     def refuse(**_: Any) -> None:

@@ -96,7 +96,7 @@ def test_a_claim_ends_with_its_run(tmp_path: Path) -> None:
     check_run_directory(tmp_path / "run")
 
 
-def test_what_no_run_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_no_run_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")

@@ -60,7 +60,7 @@ def test_engines_that_choose_before_they_write_don_t_all_choose_memory(places: t
     assert scratch_directory(12 * GIB, memory=memory).path.parent == disk
 
 
-def test_what_is_used_of_a_claim_counts_once(places: tuple[Path, Path]) -> None:
+def test_the_used_part_of_a_claim_counts_once(places: tuple[Path, Path]) -> None:
     memory, _ = places
     first = scratch_directory(2**20, memory=memory)
     (first.path / "v1").mkdir()

@@ -179,7 +179,7 @@ async def test_who_waits_for_a_service_can_be_cancelled() -> None:
 
 
 @in_virtual_time
-async def test_what_is_no_outage_is_raised_at_once() -> None:
+async def test_errors_that_are_no_outage_are_raised_at_once() -> None:
     async def wrong() -> Awaitable[None]:
         raise RewardError("no label")
 

@@ -46,7 +46,7 @@ async def test_a_result_and_an_exception_come_out_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-async def test_what_is_no_exception_becomes_one(error: BaseException) -> None:
+async def test_other_base_exceptions_become_exceptions(error: BaseException) -> None:
     with pytest.raises(UserCodeError, match=type(error).__name__):
         await run_user_code(raises(error))
 

@@ -192,7 +192,7 @@ def test_reasoning_comes_first_unless_the_template_has_closed_it() -> None:
     assert [accepts(closed, text) for text in ("{}", "<think>\nhm\n</think>\n\n{}")] == [True, False]
 
 
-async def test_what_a_grammar_forced_carries_no_loss_and_its_turns_are_counted() -> None:
+async def test_tokens_that_a_grammar_forced_carry_no_loss_and_their_turns_are_counted() -> None:
     # covers: C12
     class Forced(ScriptedModel):
         async def generate(self, request: GenerateRequest) -> Any:
@@ -265,7 +265,7 @@ async def test_a_run_whose_loss_does_not_know_of_it_refuses_to_constrain() -> No
         ({"tools": [{"type": "function"}]}, "each needs a function with a name"),
     ],
 )
-async def test_what_there_is_not_is_refused_by_name(options: dict, words: str) -> None:
+async def test_unsupported_options_are_refused_by_name(options: dict, words: str) -> None:
     async with agent_of(ScriptedModel(says("x"))) as agent:
         with pytest.raises(openai.BadRequestError, match=words):
             await agent.chat(QUESTION, **options)

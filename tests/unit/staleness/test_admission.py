@@ -39,7 +39,7 @@ def test_trained_groups_keep_their_slots_until_their_version_is_visible() -> Non
     assert admission.room() == 2
 
 
-def test_publication_frees_only_what_led_to_it() -> None:
+def test_publication_frees_only_slots_of_batches_that_led_to_it() -> None:
     """Training may be a batch ahead of publication."""
     admission = admitted(4)
     admission.trained(2, leads_to=1)

@@ -62,17 +62,17 @@ def test_ending_twice_is_a_violation() -> None:
         ledger.end(1, Outcome.FAILED)
 
 
-def test_ending_what_was_never_issued_is_a_violation() -> None:
+def test_ending_an_attempt_that_was_never_issued_is_a_violation() -> None:
     with pytest.raises(ContractViolation, match=r"never issued \[7\]"):
         issued(2).end(7, Outcome.FAILED)
 
 
-def test_only_what_went_the_way_can_be_trained() -> None:
+def test_only_attempts_that_were_cut_can_be_trained() -> None:
     with pytest.raises(ContractViolation, match=r"cannot end as trained from in_flight.*'prompts.jsonl:0'"):
         issued(1).end(0, Outcome.TRAINED)
 
 
-def test_what_was_too_old_while_it_was_generated_is_counted_apart() -> None:  # covers: C5
+def test_attempts_aborted_while_they_were_generated_are_counted_apart() -> None:  # covers: C5
     ledger = issued(3)
     ledger.end(0, Outcome.STALE_RECYCLED, "aborted at age 3")
     ledger.buffered(1)
@@ -83,7 +83,7 @@ def test_what_was_too_old_while_it_was_generated_is_counted_apart() -> None:  # 
     assert restored.balance().aborted == Ledger.saved_balance(ledger.state()).aborted == 1
 
 
-def test_what_is_cut_is_not_stale_any_more() -> None:
+def test_an_attempt_that_was_cut_cannot_become_stale() -> None:
     ledger = issued(1)
     ledger.buffered(0)
     ledger.cut([0], 1)
@@ -91,7 +91,7 @@ def test_what_is_cut_is_not_stale_any_more() -> None:
         ledger.end(0, Outcome.STALE_RECYCLED)
 
 
-def test_cutting_what_is_in_flight_names_it() -> None:
+def test_cutting_an_attempt_in_flight_names_it() -> None:
     ledger = issued(2)
     ledger.buffered(0)
     with pytest.raises(ContractViolation, match="attempt_id=1"):
@@ -134,7 +134,7 @@ def test_the_balance_of_a_saved_ledger_is_read_without_restoring_it() -> None:
     assert Ledger.saved_balance(json.loads(json.dumps(ledger.state()))) == ledger.balance()
 
 
-def test_what_ended_since_an_earlier_balance() -> None:
+def test_attempts_that_ended_since_an_earlier_balance() -> None:
     ledger = issued(9)
     for attempt_id, outcome in enumerate((Outcome.STALE_RECYCLED, Outcome.FAILED)):
         ledger.end(attempt_id, outcome)
@@ -148,7 +148,7 @@ def test_what_ended_since_an_earlier_balance() -> None:
     }  # fmt: skip
 
 
-def test_resume_goes_on_counting_and_cancels_what_the_old_process_had_in_flight() -> None:
+def test_resume_goes_on_counting_and_cancels_attempts_of_the_old_process() -> None:
     ledger = issued(3)
     ledger.buffered(0)
     ledger.end(1, Outcome.FAILED, "boom")

@@ -73,7 +73,7 @@ def test_lead_is_capped_by_the_bound(arguments: StalenessArguments, bound: int |
         ({"order": "random"}, "--batch-order"),
     ],
 )
-def test_what_could_never_fill_a_batch_is_refused(wrong: dict[str, object], flag: str) -> None:
+def test_settings_that_could_never_fill_a_batch_are_refused(wrong: dict[str, object], flag: str) -> None:
     fields = {"bound": 2, "lead_batches": 3, "batch_size": 8, "action": "recycle", **wrong}
     with pytest.raises(ConfigurationError, match=flag):
         StalenessPolicy(**fields)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def test_samples_that_groups_go_on_without_are_counted(groups: list[Group]) -> N
     assert batch_metrics(groups, table_of(groups), target_version=6)["rollout/aborted_samples"] == 2.0
 
 
-def test_what_generation_noted_is_logged_and_what_is_no_number_is_passed_over() -> None:
+def test_notes_of_generation_are_logged_and_those_that_are_no_numbers_skipped() -> None:
     # covers: M13, M18
     notes = [
         {"turns": 2, "chunks": 3, "prompt_tokens": 10, "cached_tokens": 4, "metrics": {"tool_errors": 1, "odd": "x"}},

@@ -241,7 +241,7 @@ def test_tool_calls_of_each_family_are_read() -> None:
         (parse_glm, "<tool_call>search"),
     ],
 )
-def test_what_cannot_be_read_as_a_call_stays_text(parse, text: str) -> None:
+def test_text_that_is_not_a_call_stays_text(parse, text: str) -> None:
     assert parse(text, TOOLS) == (text, [])
 
 

@@ -31,7 +31,7 @@ def test_decoding_undoes_encoding(encoding: Literal["xor", "overwrite"], data: s
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_what_did_not_change_is_not_sent(encoding: Literal["xor", "overwrite"]) -> None:
+def test_unchanged_elements_are_not_sent(encoding: Literal["xor", "overwrite"]) -> None:
     old = np.arange(64, dtype=np.uint8)
     assert encode("w", old, old.copy(), 4, encoding) is None
     assert encode("empty", old[:0], old[:0], 4, encoding) is None

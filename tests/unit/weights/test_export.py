@@ -97,11 +97,11 @@ def test_two_buffers_are_used_in_turn() -> None:
     assert buffers.turn({"x": ahead})["x"] is ahead, "it is where it belongs"
     assert first.tolist() == [1] * 12
     again = buffers.copy(torch.full((12,), 2.0))
-    assert again.data_ptr() == first.data_ptr(), "no memory is taken anew"
+    assert again.data_ptr() == first.data_ptr(), "no new memory is taken"
     assert ahead.tolist() == [0] * 12
 
 
-def test_what_was_copied_ahead_moves_out_of_the_buffer_that_is_next_but_one() -> None:
+def test_tensors_copied_ahead_move_out_of_the_buffer_that_is_next_but_one() -> None:
     buffers = BucketBuffers(128)
     ahead = buffers.copy(torch.ones(4))
     moved = buffers.turn({"x": ahead})["x"]
@@ -109,7 +109,7 @@ def test_what_was_copied_ahead_moves_out_of_the_buffer_that_is_next_but_one() ->
     assert moved.tolist() == [1, 1, 1, 1]
 
 
-def test_what_has_no_room_there_has_memory_of_its_own() -> None:
+def test_tensors_without_room_there_have_memory_of_their_own() -> None:
     buffers = BucketBuffers(192)
     buffers.copy(torch.zeros(16))
     ahead = {str(index): buffers.copy(torch.full((20,), float(index))) for index in range(2)}  # one in each buffer

@@ -307,7 +307,7 @@ async def test_an_engine_that_was_lost_in_a_repair_is_named_when_none_is_left() 
         await publisher.publish(1)
 
 
-async def test_what_is_staged_and_not_delivered_repairs_nobody() -> None:
+async def test_staged_weights_that_were_not_delivered_repair_no_engine() -> None:
     fleet = FakeFleet([])
     publisher = make(fleet)
     await publisher.publish(7)
@@ -399,7 +399,7 @@ async def test_a_sample_visits_every_tensor_and_who_joins_is_compared_whole() ->
     assert counts == [2, *expected]
 
 
-async def test_what_was_not_compared_is_told_once_and_counted() -> None:
+async def test_tensors_that_were_not_compared_are_named_once_and_counted() -> None:
     # covers: M16
     fleet = FakeFleet([])
     right = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)

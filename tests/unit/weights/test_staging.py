@@ -43,7 +43,7 @@ def read(staged: StagedWeights) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def test_files_hold_what_was_exported(staging: Staging) -> None:
+def test_files_hold_the_exported_tensors(staging: Staging) -> None:
     staged = staging.stage(3, iter(tensors()))
     found = read(staged)
     assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in tensors()}

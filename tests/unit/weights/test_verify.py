@@ -236,7 +236,7 @@ def test_versions_that_are_nearer_than_the_noise_are_not_told_apart() -> None:
 
 
 @pytest.mark.parametrize("found", [[-1.0, float("nan")], [-1.0], [-1.0, float("-inf")]])
-def test_what_is_no_number_or_has_another_length_fails(found: list[float]) -> None:
+def test_log_probs_that_are_no_numbers_or_too_few_fail(found: list[float]) -> None:
     assert "finite log-probs" in str(judged(np.array(found), np.array([-1.0, -2.0])).problem)
 
 

@@ -100,7 +100,7 @@ def test_an_empty_schedule_is_no_error(run: RecordedRun, capsys: Any) -> None:
     )
 
 
-def test_what_is_missing_is_named(run: RecordedRun, tmp_path: Path, capsys: Any) -> None:
+def test_missing_files_are_named(run: RecordedRun, tmp_path: Path, capsys: Any) -> None:
     assert f"did you mean {run.run_dir}?" in printed(capsys, "replay", tmp_path / "runn", code=2)
     assert "see miles-async replay --help" in printed(capsys, "replay", code=2)
     (run.run_dir / CONFIG_FILE).unlink()

@@ -71,7 +71,7 @@ def test_a_share_has_digests_of_its_tensors_and_tells_where_all_are() -> None:
             assert part.digest == (EXPECTED[name] if share == mine else "")
 
 
-def test_what_is_replaced_after_loading_is_reported_and_not_kept_alive() -> None:
+def test_memory_replaced_after_loading_is_reported_and_not_kept_alive() -> None:
     # covers: M16
     model = Fused()
     watched = WatchedModel(model)
@@ -146,7 +146,7 @@ def test_loaders_that_join_or_wait_are_followed(load: Callable[[Fused, Given], N
     assert found(watched) == EXPECTED
 
 
-def test_a_loader_that_discards_what_it_is_given_holds_nothing_of_it() -> None:
+def test_a_loader_that_discards_its_tensors_holds_nothing_of_them() -> None:
     # covers: C8
     model = Fused()
     model.qk.data.normal_()

@@ -12,11 +12,11 @@ from miles_async.engines.sglang.known_flags import sglang_flags, smg_flags, unkn
     ["--mem-fraction-static", "--mem-fraction-static=0.3", "--tp-size", "--tensor-parallel-size",
      "--disable-cuda-graph", "--mem-fraction", "--no-enable-fused-qk-norm-rope", "0.3", "-1"],
 )  # fmt: skip
-def test_what_sglang_knows_passes(word: str):
+def test_flags_that_sglang_knows_pass(word: str):
     assert not list(unknown_flags([word], sglang_flags(), "--sglang-"))
 
 
-def test_what_it_does_not_know_is_named_as_the_user_wrote_it():
+def test_unknown_flags_are_named_as_the_user_wrote_them():
     [problem] = unknown_flags(["--mem-fraction-statik", "0.3", "--tp-size=2"], sglang_flags(), "--sglang-")
     assert problem.startswith("--sglang-mem-fraction-statik is passed on as --mem-fraction-statik, which the installed")
     assert problem.endswith("did you mean --sglang-mem-fraction-static?")

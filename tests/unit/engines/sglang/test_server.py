@@ -20,7 +20,7 @@ def test_engines_know_grammars_where_agents_may_ask_for_them() -> None:
     assert "--grammar-backend=none" in server_command(SPEC, LOOPBACK, 1, 2, 0)
 
 
-def test_cpu_servers_get_what_runs_without_a_gpu_and_cuda_servers_do_not() -> None:
+def test_only_cpu_servers_get_flags_for_machines_without_a_gpu() -> None:
     cpu = server_command(SPEC, LOOPBACK, 1, 2, 0)
     assert "--attention-backend=torch_native" in cpu
     cuda = server_command(

@@ -160,7 +160,7 @@ async def test_copies_are_gone_once_loaded(tmp_path: Path) -> None:
     setup.sender.close()
 
 
-async def test_engines_that_have_the_version_before_get_what_changed(
+async def test_engines_that_have_the_previous_version_get_the_changes(
     tmp_path: Path, transport: str, delta: str
 ) -> None:
     setup = Setup(tmp_path, engines=2, weight_transport=transport, weight_delta=delta)
@@ -175,7 +175,9 @@ async def test_engines_that_have_the_version_before_get_what_changed(
     setup.sender.close()
 
 
-async def test_an_engine_that_restarted_gets_everything_the_others_what_changed(tmp_path: Path, transport: str) -> None:
+async def test_an_engine_that_restarted_gets_everything_and_the_others_get_changes(
+    tmp_path: Path, transport: str
+) -> None:
     setup = Setup(tmp_path, engines=2, weight_transport=transport, weight_delta="xor")
     await setup.publish(0)
     await setup.publish(1)
@@ -189,7 +191,7 @@ async def test_an_engine_that_restarted_gets_everything_the_others_what_changed(
     setup.sender.close()
 
 
-async def test_an_engine_that_restarts_after_its_host_got_what_changed_is_not_given_only_that(tmp_path: Path) -> None:
+async def test_an_engine_that_restarts_after_its_host_got_changes_is_not_given_changes_alone(tmp_path: Path) -> None:
     # covers: C8
     setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta="xor")
     await setup.publish(0)
@@ -254,7 +256,7 @@ async def test_other_tensors_are_sent_whole(tmp_path: Path) -> None:
     setup.sender.close()
 
 
-async def test_a_base_that_is_not_what_it_was_costs_that_engine(tmp_path: Path, delta: str) -> None:
+async def test_a_base_that_was_changed_costs_that_engine(tmp_path: Path, delta: str) -> None:
     # covers: C8
     setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta=delta)
     await setup.publish(0)
