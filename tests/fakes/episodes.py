@@ -24,7 +24,7 @@ words = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9 .,;é]{0,20}", fullmatch=True).map
 
 
 def questions() -> st.SearchStrategy[list[dict[str, Any]]]:
-    """What opens a conversation."""
+    """First messages of a conversation."""
     return st.builds(
         lambda system, user: [*([{"role": "system", "content": system}] if system else []), user],
         st.one_of(st.none(), texts.filter(bool)),
@@ -33,7 +33,7 @@ def questions() -> st.SearchStrategy[list[dict[str, Any]]]:
 
 
 def follow_ups() -> st.SearchStrategy[list[dict[str, Any]]]:
-    """What an agent or an environment appends: results of one or several tools, a question, a hint of the system."""
+    """Messages that an agent or an environment appends: results of tools, a question, a hint of the system."""
     tool = texts.map(lambda content: {"role": "tool", "content": content, "tool_call_id": "call00000"})
     user = texts.map(lambda content: {"role": "user", "content": content})
     system = texts.map(lambda content: {"role": "system", "content": content})
@@ -47,7 +47,7 @@ def follow_ups() -> st.SearchStrategy[list[dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class Say:
-    """What the model samples in a turn."""
+    """Text that the model samples in a turn."""
 
     ids: tuple[int, ...] = ()  # any tokens at all
     text: str = ""  # or what the template would make of it

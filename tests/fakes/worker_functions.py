@@ -1,4 +1,4 @@
-"""What the tests of the worker pool have workers do. Imports nothing that takes time."""
+"""Functions that tests of the worker pool run in workers. Imports nothing that takes time."""
 
 from __future__ import annotations
 

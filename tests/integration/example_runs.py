@@ -1,4 +1,4 @@
-"""What runs of the examples of agents have in common, read from the run's summary, metrics and record."""
+"""Checks that all runs of the agent examples share, read from the run's summary, metrics and record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_turns_were_trained(run: RealRun, steps: int, *, most_turns: int) -> l
 
 
 def assert_observations_carry_no_loss(sample: Sample) -> None:
-    """Of the response only turns carry loss, each in one piece. A token is a character, or a mark of the template."""
+    """Only turns carry loss, each in one piece. A token is a character, or a mark of the template."""
     turns, messages = sample.metadata["turns"], sample.metadata["messages"]
     assert [message["role"] for message in messages].count("assistant") == turns
     mask = sample.loss_mask.tolist()
@@ -50,7 +50,7 @@ def assert_agent_agrees(samples: list[Sample]) -> None:
 
 
 def trained_samples(run: RealRun) -> Iterator[Sample]:
-    """Of a run with ``--record``, in the order of its batches; they are made again on the way, and compared."""
+    """Trained samples of a run with ``--record``, batch by batch; each batch is made again and compared."""
     for batch in Replay.of_run(run.run_dir):
         for group in batch.groups:
             yield from group.samples

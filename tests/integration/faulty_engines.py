@@ -17,7 +17,7 @@ from miles_async.engines.sglang.api import SGLangServer
 
 PassOn = Callable[[], Awaitable[web.Response]]
 Fault = Callable[["FaultyEngine", PassOn], Awaitable[web.Response]]
-"""What is done in place of passing a request on to the server, which may be part of it."""
+"""Action in place of passing a request on to the server; it may pass it on itself."""
 
 _NOT_PASSED_ON = {"host", "content-length", "transfer-encoding", "connection"}
 
@@ -43,8 +43,8 @@ async def dies(engine: FaultyEngine, pass_on: PassOn) -> web.Response:
 
 
 class FaultyEngine:
-    """A ``ServerHandle`` of one server over all its starts. One that lives is not started anew, which would take half a
-    minute: it keeps the weights that it has, and gets another address.
+    """A ``ServerHandle`` of one server over all its starts. One that lives is not started again, which would take
+    half a minute: it keeps the weights that it has, and gets another address.
     """
 
     def __init__(self, launch: LaunchServer, index: int) -> None:

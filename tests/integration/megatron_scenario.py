@@ -1,4 +1,4 @@
-"""What is observed of MegatronBackend in several layouts of ranks; runs inside of rank processes, asserts nothing.
+"""Observations of MegatronBackend in several layouts of ranks; runs inside of rank processes, asserts nothing.
 
 One set of processes goes through all layouts and models: importing megatron costs more than all they do with it.
 """
@@ -104,7 +104,7 @@ def each_case(cases: Sequence[Case], store: dist.Store, observe: Callable[[dist.
 
 
 def leave_groups() -> None:
-    """What MegatronBackend.close() does, when there is no backend."""
+    """Do what MegatronBackend.close() does, without a backend."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -114,7 +114,7 @@ def leave_groups() -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained in observe_training()."""
+    """Settings of the training in observe_training()."""
 
     directory: Path
     algorithm: AlgorithmArguments = PLAIN

@@ -1,4 +1,4 @@
-"""What ``--on-policy`` stands for, written plainly: sample, compare, train, publish, strictly in turn.
+"""The loop of ``--on-policy``, written plainly: sample, compare, train, publish, strictly in turn.
 
 A real SGLang server is asked for one sample at a time, the real Megatron backend trains all samples as one pack, and
 weights go to the server as Hugging Face files. Nothing else of the system takes part: no router, dispatcher, pool,

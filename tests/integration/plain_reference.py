@@ -1,4 +1,4 @@
-"""What the trainer must compute, written plainly: transformers, one sample at a time, torch.optim.AdamW.
+"""Reference of the trainer's computation, written plainly: transformers, one sample at a time, torch.optim.AdamW.
 
 Deliberately shares no code with miles_async: no packing, no parallelism, formulas spelled out.
 """

@@ -49,7 +49,7 @@ Corrupt = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
 
 
 def listening_sockets() -> int:
-    """How many this process has; process groups that are garbage have closed theirs."""
+    """Number of listening sockets of this process; process groups that are garbage have closed theirs."""
     gc.collect()
     return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections())
 
@@ -186,6 +186,6 @@ async def publishing(
 
 
 def random_sequences() -> list[list[int]]:
-    """Of several lengths, the same in every process."""
+    """Prompts of several lengths, the same in every process."""
     draw = np.random.default_rng(7)
     return [draw.integers(3, VOCAB, length).tolist() for length in (2, 17, 64, 130)]

@@ -130,12 +130,12 @@ def real_run(
 
 
 def shared_memory() -> set[str]:
-    """Of SGLang's, on this machine."""
+    """Names of SGLang's shared memory on this machine."""
     return {path.name for path in Path("/dev/shm").glob("sglang_*")}
 
 
 def traceback_in(output: str) -> bool:
-    """Whether the user was shown a Python traceback."""
+    """True if the user was shown a Python traceback."""
     return re.search(r"^Traceback", output, re.MULTILINE) is not None
 
 

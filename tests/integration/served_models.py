@@ -41,7 +41,7 @@ def _logprobs(model: Path, tokens: tuple[int, ...], temperature: float) -> np.nd
 
 
 def declare_plugin(directory: Path, register: str) -> None:
-    """What SGLang finds there if it is on its path: an installed distribution with an entry point of its plugins."""
+    """Make ``directory`` look like an installed distribution with an entry point of SGLang's plugins."""
     information = directory / "plugin-0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 0\n")

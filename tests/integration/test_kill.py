@@ -164,7 +164,7 @@ def _check_checkpoint(checkpoints: Path, run: RealRun, before: Kept | None) -> K
 
 
 def _check_restored(kept: Kept, run: RealRun) -> None:
-    """What was finished goes on as it was, and is not generated again."""
+    """Finished groups go on as they were, and are not generated again."""
     prompts = {group.attempt.prompt.prompt_id for group in kept.groups}
     found = [row for row in attempts(run.run_dir) if row.prompt_id in prompts]
     assert [(row.attempt_id, row.prompt_id, row.oldest_version, row.response_lengths) for row in found] == [

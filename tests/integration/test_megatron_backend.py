@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a single rank saw."""
+    """Observations of a single rank."""
     large = tmp_path_factory.mktemp("model") / "large"
     save_tiny_qwen3(large, tied=False, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, head_dim=64)
     return run_ranks(1, _single_rank, model, large, tmp_path_factory.mktemp("single"))[0]
@@ -207,7 +207,7 @@ def test_empty_micro_batches_are_allowed(seen: dict[str, Any]) -> None:
 
 
 def test_a_micro_batch_of_one_token_without_loss_changes_nothing(seen: dict[str, Any]) -> None:
-    """What ``train_data.dp_split`` fills up with, where a rank has fewer sequences than others have micro-batches."""
+    """The filler of ``train_data.dp_split``, where a rank has fewer sequences than others have micro-batches."""
     for name in ("loss", "grad_norm", "loss_tokens"):
         assert seen["with filler"][name] == pytest.approx(seen["without filler"][name], rel=1e-6)
     assert seen["with filler"]["tokens"] == seen["without filler"]["tokens"] + 1

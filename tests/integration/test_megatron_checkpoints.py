@@ -141,7 +141,7 @@ def _observe_all(rank: int, world_size: int, store: dist.Store, root: Path) -> d
 
 
 def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Path) -> list[str] | str:
-    """How the export differs from the files, or the refusal."""
+    """Differences of the export from the files, or the refusal."""
     from miles_async.backends.megatron import host_spec
 
     class WithBias(host_spec.RMSNorm):
@@ -232,7 +232,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(root: Path) -> dict[Case, list[Observed | str]]:
-    """What each rank saw of each case, or a traceback."""
+    """Observations of each rank in each case, or a traceback."""
     ranks = run_ranks(2, _observe_all, root, timeout=300)
     return {case: [rank[case] for rank in ranks] for case in ranks[0]}
 

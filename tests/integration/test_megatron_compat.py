@@ -108,7 +108,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def without(models: Path) -> dict[str, Any]:
-    """What rank 0 sees when a patch is absent, by the patch's name; or a traceback."""
+    """Observations of rank 0 when a patch is absent, by the patch's name; or a traceback."""
     return {patch: seen for (_, patch), seen in run_ranks(2, _without_patches, models)[0].items()}
 
 
@@ -213,7 +213,7 @@ def _make_state(make: MakeBackend, models: Path) -> str:
 
 
 def _separate_steps(make: MakeBackend, models: Path) -> int:
-    """How many step counters there are."""
+    """Number of step counters."""
     backend = make(models / "qwen3", TENSOR)
     backend.save(models / "separate_steps")
     with patch(f"{BACKEND}.adam_state.separate_steps"):

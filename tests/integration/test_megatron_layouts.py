@@ -72,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
 
 @pytest.fixture(scope="module")
 def seen(models: dict[str, Training]) -> dict[Case, Ranks | str]:
-    """What each rank saw of each case, or the traceback of one."""
+    """Observations of each rank in each case, or the traceback of one."""
     seen: dict[Case, Ranks | str] = {}
     for world_size in sorted({layout.world_size for layout in LAYOUTS.values()}):
         layouts = {name: layout for name, layout in LAYOUTS.items() if layout.world_size == world_size}

@@ -185,7 +185,7 @@ def _loads(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[An
 # -------------------------------------------------------------------------------------------------- tests
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """What each rank saw of each case, or a traceback."""
+    """Observations of each rank in each case, or a traceback."""
     root = tmp_path_factory.mktemp("resharding")
     for model in ("qwen3-tied", "qwen3-moe"):
         save_tiny(model, root / model)

@@ -127,7 +127,7 @@ class Cluster:
                 np.testing.assert_allclose(score.logprobs, self.trainer.logprobs(sequence), atol=1e-4)
 
     def held(self) -> tuple[int, list[int]]:
-        """What publications could leave: listening sockets here, and what the schedulers have open."""
+        """Count what publications could leave: listening sockets here, and what the schedulers have open."""
         return listening_sockets(), [engine.scheduler().num_fds() for engine in self.engines.values()]
 
 

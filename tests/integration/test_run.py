@@ -142,7 +142,7 @@ def ctrl_c(run: RealRun) -> None:
 
 
 def stop_command(run: RealRun) -> None:
-    """Which sends SIGTERM."""
+    """Stop a run with ``miles-async stop``, which sends SIGTERM."""
     command = [sys.executable, "-m", "miles_async", "stop", str(run.run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
     assert done.stdout == f"stopping the run in {run.run_dir} (process {run.process.pid})\n"

@@ -32,7 +32,7 @@ port = {port}
 
 
 def fleet_of(run: RealRun, *words: str) -> str:
-    """What ``miles-async scale`` prints, without a process for every question."""
+    """Return what ``miles-async scale`` prints, without a process for every question."""
     return scale([str(run.run_dir), *words])
 
 

@@ -1,4 +1,4 @@
-"""What becomes of groups that the trainer overtakes, by ``--stale-group-action``, with everything real.
+"""Stale groups under each ``--stale-group-action``, with everything real.
 
 The overtaken are always the same attempts (``stragglers``), so each test knows whose story to expect.
 
@@ -151,7 +151,7 @@ def _trained_prompts(rows: list[AttemptRecord]) -> list[str]:
 
 
 def _age(row: AttemptRecord) -> int:
-    """Of its oldest token, at the cut."""
+    """Age of its oldest token at the cut."""
     assert row.target_version is not None, row
     assert row.oldest_version is not None, row
     return row.target_version - row.oldest_version

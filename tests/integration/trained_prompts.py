@@ -1,4 +1,4 @@
-"""What a run of the quick start trained, from its ledger and checkpoints, and what its prompt source would give."""
+"""Prompts that a run of the quick start trained, from its ledger and checkpoints, and those of its prompt source."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ BOUNDS = st.none() | st.integers(0, 4)
 
 
 def trainings_between(oldest: int, target: int) -> int:
-    """How often the optimizer stepped since the weights ``oldest``, counted one by one."""
+    """Count the optimizer's steps since the weights ``oldest``, one by one."""
     steps = 0
     while oldest < target:
         oldest += 1

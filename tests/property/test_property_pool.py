@@ -41,7 +41,7 @@ class Trainer:
 
     @property
     def version_of_next_batch(self) -> int:
-        """What it will step from when the batch that is cut now comes to be trained."""
+        """Version that it will step from when the batch that is cut now is trained."""
         return self.version + (bool(self.training) and self.publishes)
 
     def may_run_on(self) -> range:
@@ -115,7 +115,7 @@ class World:
         self.pool.finished(make_group(attempt, samples))
 
     def review(self) -> None:
-        """What the dispatcher does as a batch is asked for. C5: what is aborted could not have been trained."""
+        """Act as the dispatcher does when a batch is asked for. C5: what is aborted could not have been trained."""
         target = self.trainer.version_of_next_batch
         for attempt_id in self.pool.in_doubt(target):
             begun = self.begun[attempt_id]

@@ -64,7 +64,7 @@ MADE_LATER = {
     *("docs/staleness_study.md", "docs/staleness_study.png"),  # by `make study`
     "my_hooks.py",  # by the reader
 }
-"""What pages may name though the repository does not hold it."""
+"""Files that pages may name though the repository does not hold them."""
 
 RAY_START_FLAGS = {"--head", "--port", "--address", "--node-ip-address", "--labels"}
 OTHER_TOOLS_FLAGS = {"--no-deps", "--help", "--version", "--X"} | RAY_START_FLAGS  # pip's; the command's; a placeholder
@@ -76,7 +76,7 @@ def on_pages(pages: list[Path] = PAGES) -> pytest.MarkDecorator:
 
 # ------------------------------------------------------------------------------------------------- reading a page
 def code_spans(text: str) -> list[str]:
-    """What stands in single backticks, code blocks left out."""
+    """Text in single backticks, outside of code blocks."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 
@@ -133,13 +133,13 @@ def test_files_exist(page: Path) -> None:
 
 @lru_cache(maxsize=1)
 def flags_of_ours() -> frozenset[str]:
-    """Of `miles-async train`, negated ones too."""
+    """Flags of `miles-async train`, negated ones too."""
     return frozenset(build_parser("miles-async train")._option_string_actions)
 
 
 @lru_cache(maxsize=1)
 def flags_of_scripts() -> frozenset[str]:
-    """Of the commands in examples/, scripts/ and tests/benchmarks/, and of those of ours that are not ``train``."""
+    """Flags of commands in examples/, scripts/ and tests/benchmarks/, and of miles-async's other than ``train``."""
     sources = [
         path.read_text()
         for folder in ("examples", "scripts", "tests/benchmarks")

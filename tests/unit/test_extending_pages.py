@@ -30,7 +30,7 @@ CHOOSE: dict[str, Callable[[AlgorithmArguments], Any]] = {
 
 
 def choose(hook: str, flag: str) -> Any:
-    """What the registry makes of an algorithm's flag."""
+    """Load an algorithm's flag as the registry does."""
     return CHOOSE[flag](AlgorithmArguments(**{flag.removeprefix("--").replace("-", "_"): hook}))
 
 

@@ -1,4 +1,4 @@
-"""What flags can name is there, what users bring is checked at the start, and the examples of the docs run."""
+"""Rows for every choice of a flag, checks of users' own parts at the start, and the examples of docstrings."""
 
 from __future__ import annotations
 

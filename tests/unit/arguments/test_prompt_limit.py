@@ -1,4 +1,4 @@
-"""How long prompts may be, by flags and model, and what is said about their lengths before a run starts.
+"""Limits of prompts' lengths by flags and model, and messages about them before a run starts.
 
 # covers: C3
 """

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, and that each message names the flags to change (C3, C4, C12)."""
+"""Settings that are refused before anything starts, with messages that name the flags to change (C3, C4, C12)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def valid(tmp_path: Path) -> dict[str, Any]:
 
 
 def case(name: str, *change_and_messages: Any) -> Any:
-    """Of one or more dicts, then messages."""
+    """Parameters: one or more dicts, then messages."""
     dicts = [value for value in change_and_messages if isinstance(value, dict)]
     return pytest.param(*dicts, change_and_messages[len(dicts) :], id=name)
 

@@ -38,7 +38,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What ``miles_async.wiring.driver.run`` was called with; it returns 0, or raises what is put into ``raises``."""
+    """Arguments of the calls of ``miles_async.wiring.driver.run``, which returns 0 or raises what ``raises`` holds."""
     calls: list[Any] = []
     module = types.ModuleType("miles_async.wiring.driver")
 

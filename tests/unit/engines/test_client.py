@@ -243,7 +243,7 @@ async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  
 
 
 async def test_an_answer_of_older_weights_than_those_visible_at_dispatch_is_not_used(setup: Setup) -> None:
-    """Of an engine that was out, got the request all the same, and is back, verified, when it answers."""
+    """An engine was out, got the request all the same, and is back, verified, when it answers."""
     # covers: C8
     replies = []
 

@@ -1,4 +1,4 @@
-"""What smg says of itself becomes metrics of ours, and never anybody's trouble.
+"""smg's own metrics become metrics of the run; failing to read them harms nothing.
 
 # covers: M12
 """

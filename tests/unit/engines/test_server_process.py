@@ -86,7 +86,7 @@ async def test_a_server_that_never_answers_is_ended_at_its_deadline(spec: Server
 async def test_a_server_leaves_no_files_behind(
     spec: ServerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it makes in the temporary directory, SGLang's sockets for instance, goes with it."""
+    """Files in its temporary directory, such as SGLang's sockets, are removed with it."""
     program = "import tempfile; [tempfile.NamedTemporaryFile(delete=False) for _ in range(5)]; raise SystemExit('done')"
     monkeypatch.setattr("miles_async.engines.server_process.temporary_parent", lambda: tmp_path / "tmp")
     with pytest.raises(EngineStartError, match="done"):

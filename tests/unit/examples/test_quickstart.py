@@ -1,4 +1,4 @@
-"""What the repository ships for the quick start: tasks, tokenizer, warm-started models, argument files."""
+"""Files of the quick start in the repository: tasks, tokenizer, warm-started models, argument files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a W&B run is opened: which failures are tried again (M12). The real wandb is in tests/integration."""
+"""Opening a W&B run: failures that are tried again (M12). The real wandb is in tests/integration."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ async def test_sessions_are_keyed_by_sample_and_over_when_the_agent_is_cancelled
 
 # ---------------------------------------------------------------------------------------------------- whose fault
 async def refused_connection() -> Exception:
-    """What the openai client raises when nobody listens."""
+    """The error that the openai client raises when nobody listens."""
     async with openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.APIConnectionError) as caught:
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])

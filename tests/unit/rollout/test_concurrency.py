@@ -1,4 +1,4 @@
-"""What makes the limit move: engines that come and go, and what they say of their load.
+"""Changes of the limit: engines that come and go, and the load that they report.
 
 # covers: C4
 """

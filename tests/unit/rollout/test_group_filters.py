@@ -1,4 +1,4 @@
-"""Which groups are filtered. That they are replaced is tested in tests/unit/rollout/test_dispatcher.py.
+"""Group filters and their reasons. tests/unit/rollout/test_dispatcher.py tests that filtered groups are replaced.
 
 # covers: C3, M10, R10
 """

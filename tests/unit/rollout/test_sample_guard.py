@@ -1,4 +1,4 @@
-"""What a sample must have before it is rewarded, and what the trainer's data refuses should it get past that.
+"""Checks of a sample before it is rewarded, and what the trainer's data refuses should it get past that.
 
 # covers: C12
 """
@@ -48,7 +48,7 @@ def test_every_branch_is_checked() -> None:
 
 @pytest.mark.parametrize("index", [0, 4])
 def test_tokens_without_loss_may_have_any(index: int) -> None:
-    """Of the prompt, and of a tool's output."""
+    """Tokens of the prompt and of a tool's output."""
     check_sample(with_logprob(make_sample([3, 3, NO_VERSION, 3], prompt_length=2), index, np.nan))
 
 

@@ -24,7 +24,7 @@ def test_a_held_port_is_ours_until_released() -> None:
 
 
 def test_a_server_can_listen_on_a_port_that_we_still_hold() -> None:
-    """What lets us hold it until an engine is up; create_server sets SO_REUSEADDR as servers do."""
+    """So a run can hold it until an engine is up; create_server sets SO_REUSEADDR as servers do."""
     with HeldPort(LOOPBACK) as port, socket.create_server((LOOPBACK, port.number)) as server:
         server.listen()
 

@@ -1,4 +1,4 @@
-"""Which Ray cluster a run joins, and what cannot be one."""
+"""The choice of a Ray cluster, and addresses that are refused."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from miles_async.runtime.ray_cluster import ray_cluster
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What ``ray.init`` was called with; it starts nothing."""
+    """Arguments that ``ray.init`` was called with; it starts nothing."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr("ray.init", lambda **options: calls.append(options))
     monkeypatch.setattr("ray.shutdown", lambda: calls.append({"shutdown": True}))

@@ -1,4 +1,4 @@
-"""What ``stall.txt`` is made of.
+"""The contents of ``stall.txt``.
 
 # covers: C10
 """

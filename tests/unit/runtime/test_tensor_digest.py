@@ -26,7 +26,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def piece(tensor: torch.Tensor, view: torch.Tensor) -> str:
-    """Of a view of ``tensor``, in memory of its own."""
+    """Digest of a view of ``tensor``, copied to memory of its own."""
     row = tensor.shape[-1] if tensor.ndim else 1
     offset = view.storage_offset() - tensor.storage_offset()
     return to_text(int(region_digest(view.clone(), offset, view.stride(), row)))

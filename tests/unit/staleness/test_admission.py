@@ -1,4 +1,4 @@
-"""When slots are taken and when they come back.
+"""Slots are taken at admission and given back at commits.
 
 # covers: C4, P1
 """

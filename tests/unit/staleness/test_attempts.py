@@ -1,4 +1,4 @@
-"""What a prompt gets when an attempt of it ended untrained.
+"""Decisions about a prompt whose attempt ended untrained.
 
 # covers: C5, C6, O2, M7, M8
 """

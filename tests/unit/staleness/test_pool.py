@@ -1,4 +1,4 @@
-"""What the pool does with the prompts that it is offered, and how it says where everything stands."""
+"""The pool: prompts that it is offered, and its account of where every attempt stands."""
 
 from __future__ import annotations
 

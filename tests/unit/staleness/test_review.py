@@ -1,4 +1,4 @@
-"""What is in flight and too old: what is certain of it, and what becomes of it."""
+"""Attempts in flight that are certainly too old, and their end."""
 
 from __future__ import annotations
 

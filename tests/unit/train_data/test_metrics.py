@@ -1,4 +1,4 @@
-"""What is said about a batch.
+"""Metrics of a batch.
 
 # covers: M3, M18, O5
 """

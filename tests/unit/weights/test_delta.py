@@ -1,4 +1,4 @@
-"""What changed between two versions of a tensor: exact in both encodings, small when little changed."""
+"""Changes between two versions of a tensor: exact in both encodings, small when little changed."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_ranks_that_hold_the_same_part_have_to_agree() -> None:
 
 
 def test_every_tensor_is_in_one_of_the_shares() -> None:
-    """Of a share, elements are compared; of the rest, that they are held."""
+    """A share's tensors are compared element by element; of the others only that they are held."""
     # covers: C8
     wrong = weights()
     one_element(wrong)

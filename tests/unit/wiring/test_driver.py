@@ -1,4 +1,4 @@
-"""How a run ends as a command: its first error surfaces, and its summary says what was done."""
+"""The end of a run as a command: its first error surfaces, and its summary says what was done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes of a run are forked from one that has imported what they need."""
+"""Processes of a run that are forked from one that has imported what they need."""
 
 from __future__ import annotations
 

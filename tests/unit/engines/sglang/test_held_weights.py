@@ -1,4 +1,4 @@
-"""What a model says that it holds, as its loader copies tensors into parameters and something replaces them after."""
+"""A model's report of the weights that it holds, with a loader that copies tensors and code that replaces them later."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def sender(tmp_path: Path) -> Iterator[DistributedSender]:
 
 @pytest.fixture
 def sent(sender: DistributedSender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
-    """What is broadcast."""
+    """Contents of the broadcasts."""
     broadcast: Sent = []
 
     def note(data: torch.Tensor, **_: Any) -> None:

@@ -140,7 +140,7 @@ def test_an_operation_without_any_deadline_is_given_up_and_its_communicator_abor
 def test_groups_are_made_so_that_their_errors_are_raised_and_no_other_group_is(
     group_of: Callable[..., WeightGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ProcessGroupNCCL reads when it is made."""
+    """The variable that ProcessGroupNCCL reads when it is made."""
     found = []
 
     def make(*_: Any, **__: Any) -> Any:
