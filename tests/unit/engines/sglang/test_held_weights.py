@@ -1,4 +1,4 @@
-"""A model's report of the weights that it holds, with a loader that copies tensors and code that replaces them later."""
+"""A model's report of the weights that it holds, with a loader that copies tensors and code that replaces them."""
 
 from __future__ import annotations
 
