@@ -71,6 +71,7 @@ def test_without_a_file_there_is_one_group_by_flags() -> None:
         ('[groups.a]\nengines = "2"', r"\[groups.a\]: Expected `int`, got `str` - at `\$.engines`"),
         ('[groups.a]\nrole = "eval"', r"\[groups.a\]: Invalid enum value 'eval'"),
         ("[groups.a\n", r"fleet.toml: .*line 1"),
+        ('[groups.a]\nsglang = { api-key = "x" }', r"\[groups.a\]: sglang may not have api-key: .*MILES_ASYNC_API_KEY"),
         ("[fleet.a]\n", r"expected tables \[groups.NAME\], found fleet"),
     ],
 )
