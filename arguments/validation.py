@@ -68,7 +68,7 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
 
 
 def check_network(arguments: Arguments) -> Iterator[str]:
-    """Ports and labels are written as expected; labels are those of a cluster's nodes."""
+    """Ports and labels are written as expected; nodes of a cluster are labelled and share what they have to."""
     cluster = arguments.cluster
     for read in (lambda: cluster.ports, lambda: cluster.actor_labels, lambda: cluster.rollout_labels):
         try:
@@ -79,6 +79,13 @@ def check_network(arguments: Arguments) -> Iterator[str]:
     for flag, given in labels.items():
         if given and cluster.ray_address is None:
             yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
+    weights = arguments.weights
+    if cluster.ray_address and weights.weight_transport == "disk" and weights.weight_staging_dir is None:
+        yield (
+            "--weight-transport disk on a cluster: by default the files are in the run directory, which is each node's "
+            "own; give --weight-staging-dir on a file system that trainer ranks and engines share, or use distributed "
+            "or object_store"
+        )
 
 
 def check_batches(arguments: Arguments) -> Iterator[str]:

@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ from miles_async.runtime.environment import secret_environment, worker_environme
 from miles_async.runtime.fork_server_process import running
 from miles_async.runtime.keys import make_run_keys
 from miles_async.runtime.last_resort import LastResort
+from miles_async.runtime.node_files import marked
 from miles_async.runtime.own_ray import OwnRay
 from miles_async.runtime.owned_directory import OwnedDirectory, sweep, sweep_temporary, temporary_parent
 from miles_async.runtime.ray_cluster import ray_cluster
@@ -69,7 +71,7 @@ from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
 from miles_async.wiring.engines import engine_imports
 from miles_async.wiring.rollout_process import build_rollout
-from miles_async.wiring.trainer_process import rank_imports, staging_directory, trainer_ranks
+from miles_async.wiring.trainer_process import rank_imports, shared_directories, staging_directory, trainer_ranks
 
 log = structlog.get_logger(__name__)
 
@@ -167,7 +169,10 @@ class Run:
         place = self._run_dir, self._device
         of_engines = engine_imports(arguments, *place, self._sockets / "engine_imports", environment)
         of_ranks = rank_imports(arguments, *place, self._sockets / "rank_imports", environment)
-        with open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress:
+        with (
+            open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress,
+            ExitStack() as starting,
+        ):
             progress.phase("Ray")
             async with (
                 running(of_engines),  # importing takes longer than Ray's start
@@ -185,11 +190,13 @@ class Run:
                         of_engines.path if of_engines else None,
                     )
                 )
-                trainer = trainer_ranks(arguments, *place, environment, of_ranks)
+                marks = starting.enter_context(marked(shared_directories(arguments)))
+                trainer = trainer_ranks(arguments, *place, environment, of_ranks, marks)
                 async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.start())
                         scope.create_task(trainer.start())
+                    starting.close()
                     all_is_up()
                     async with ControlServer(self._sockets / "control", _commands(rollout.manager)):
                         await self._control(progress, rollout, trainer)

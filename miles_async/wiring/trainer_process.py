@@ -13,6 +13,7 @@ from miles_async.backends import create_backend
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
 from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
+from miles_async.runtime.node_files import NodeFiles
 from miles_async.runtime.run_directory import STAGING_DIRECTORY
 from miles_async.trainer.actor import TrainerActor
 from miles_async.trainer.placement import RankResources
@@ -44,15 +45,24 @@ def trainer_ranks(
     device: Device,
     environment: Mapping[str, str],
     imports: ForkServerProcess | None,
+    marks: Mapping[str, Path],
 ) -> TrainerRanks:
-    """The trainer of this run, not started. ``imports``: what its ranks are forked from."""
+    """The trainer of this run, not started. ``imports``: what its ranks are forked from. ``marks``: of the directories
+    of :func:`shared_directories`.
+    """
     weights, network = arguments.weights, Network.of_run(arguments.cluster)
     interpreter = imports.interpreter(f"ray::{TrainerActor.__name__}") if imports is not None else None
     return TrainerRanks(
         world_size=arguments.cluster.trainer_world_size,
         nodes=arguments.cluster.actor_num_nodes,
         resources=RankResources.for_device(device, environment, interpreter, arguments.cluster.actor_labels),
-        backend=partial(make_backend, arguments, device, secret_environment(arguments.cluster.forward_env)),
+        backend=partial(
+            _backend_on_node,
+            NodeFiles(present=_models(arguments), shared=marks),
+            arguments,
+            device,
+            secret_environment(arguments.cluster.forward_env),
+        ),
         sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device, ports=network.ports),
         senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
         network=network,
@@ -60,9 +70,40 @@ def trainer_ranks(
     )
 
 
+def shared_directories(arguments: Arguments) -> Mapping[str, Path]:
+    """Return the directories that ranks and the run's machine share, by flag. None on one machine, which checks them
+    anyway.
+    """
+    if arguments.cluster.ray_address is None:
+        return {}
+    checkpoint, weights = arguments.checkpoint, arguments.weights
+    named = {
+        "--save": checkpoint.save,
+        "--load": checkpoint.load,
+        "--save-hf": checkpoint.save_hf,
+        "--weight-staging-dir": weights.weight_staging_dir if weights.weight_transport == "disk" else None,
+    }
+    return {flag: path for flag, path in named.items() if path is not None}
+
+
+def _models(arguments: Arguments) -> Mapping[str, Path]:
+    named = {
+        "--hf-checkpoint": arguments.model.hf_checkpoint,
+        "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
+    }
+    return {flag: path for flag, path in named.items() if path is not None}
+
+
 def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
     """Return the directory in which each sending rank makes its own for exported weights."""
     return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
+
+
+def _backend_on_node(
+    files: NodeFiles, arguments: Arguments, device: Device, secrets: SecretEnvironment, **rank: object
+) -> TrainBackend:
+    files.check()
+    return make_backend(arguments, device, secrets, **rank)
 
 
 def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironment, **rank: object) -> TrainBackend:

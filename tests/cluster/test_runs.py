@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import Machines, machines, needs_machines
+from tests.cluster.machines import Machine, Machines, machines, needs_machines
 from tests.cluster.runs import GENERATE, RUN_DIR, TRAIN, cluster_run
-from tests.integration.real_run import RealRun
+from tests.integration.real_run import RealRun, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420), needs_machines]
 
 RUN_SECONDS = 300.0
 SHORT = ("--num-rollout", "4", "--eval-prompt-data", "none", "--eval-interval", "none")
+SMALL = (*SHORT, "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1")
+PORTS = range(21000, 21030)
+LISTEN = "0A"  # a state of TCP, as /proc writes it
 
 
 def logs_on(cluster: Machines, position: int) -> set[str]:
@@ -29,6 +33,23 @@ def assert_trained(run: RealRun, steps: int) -> None:
     assert summary["logprob_diff"]["max"] < 1e-4  # the same weights on both sides
 
 
+def listening(machine: Machine) -> set[tuple[str, int]]:
+    """(address, port) on which a process of this machine accepts connections, by IPv4."""
+    rows = [line.split() for line in Path(f"/proc/{machine.pid}/net/tcp").read_text().splitlines()[1:]]
+    ends = [row[1].split(":") for row in rows if row[3] == LISTEN]
+    return {(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in ends}
+
+
+def assert_refused(cluster: Machines, *flags: str, problem: str) -> None:
+    """A run with ``flags`` ends with one line that says why, and leaves nothing."""
+    with cluster_run(cluster, *SMALL, *flags) as run:
+        assert run.wait(RUN_SECONDS) != 0, run.output
+        run.assert_nothing_left()
+        [error] = [line for line in run.output.splitlines() if line.startswith("error:")]
+        assert problem in error, run.output
+        assert not traceback_in(run.output)
+
+
 def test_ranks_on_one_machine_and_engines_on_another(tmp_path: Path) -> None:
     # covers: A6
     with machines(tmp_path, 2) as cluster:
@@ -39,3 +60,64 @@ def test_ranks_on_one_machine_and_engines_on_another(tmp_path: Path) -> None:
         assert_trained(run, 4)
         assert {"trainer-0.log", "trainer-1.log", "router.0.log"} <= logs_on(cluster, 0)
         assert logs_on(cluster, 1) == {"engine-0.0.log", "engine-1.0.log"}
+
+
+@pytest.mark.long
+def test_ranks_and_engines_on_both_machines(tmp_path: Path) -> None:
+    """Data parallel over machines, each of which generates, too."""
+    # covers: A6
+    with machines(tmp_path, 2) as cluster:
+        cluster.start_ray()
+        with cluster_run(cluster, *SHORT, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1") as run:
+            assert run.wait(RUN_SECONDS) == 0, run.output
+            run.assert_nothing_left()
+        assert_trained(run, 4)
+        here, there = logs_on(cluster, 0), logs_on(cluster, 1)
+        assert len(here & {"trainer-0.log", "trainer-1.log"}) == 1
+        assert there == {"engine-1.0.log", *({"trainer-0.log", "trainer-1.log"} - here)}
+
+
+@pytest.mark.long
+def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) -> None:
+    """The run on one machine, ranks on another and engines on a third; every server at its machine's address only."""
+    # covers: A6, A7
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    outputs = ("--save", str(shared / "checkpoints"), "--save-hf", str(shared / "hf"))
+    ports = ("--port-range", f"{PORTS.start}-{PORTS.stop - 1}")
+    with machines(tmp_path, 3, [shared]) as cluster:
+        cluster.start_ray({1: "pool=train", 2: "pool=generate"})
+        with cluster_run(cluster, *SMALL, *TRAIN, *GENERATE, *outputs, *ports) as run:
+            run.wait_for_steps(1, RUN_SECONDS)
+            for machine in cluster.all:  # router; rendezvous of ranks and weights; engine
+                assert {address for address, port in listening(machine) if port in PORTS} == {machine.address}
+            assert run.wait(RUN_SECONDS) == 0, run.output
+            run.assert_nothing_left()
+        assert_trained(run, 4)
+        assert logs_on(cluster, 1) == {"trainer-0.log"}
+        assert logs_on(cluster, 2) == {"engine-0.0.log"}
+        assert list((shared / "hf").glob("*.safetensors"))
+        assert not list(shared.glob(".miles-async-*"))
+        for machine in cluster.all[1:]:  # of staging and servers
+            assert not list(machine.tmp.rglob("miles-async-*"))
+
+
+@pytest.mark.long
+def test_paths_that_have_to_be_shared_and_are_not_are_refused(tmp_path: Path) -> None:
+    # covers: C12
+    with machines(tmp_path, 2) as cluster:
+        cluster.start_ray({0: "pool=generate", 1: "pool=train"})
+        assert_refused(cluster, *TRAIN, *GENERATE, "--save", "/tmp/checkpoints", problem="--save: expected a directory")
+        disk = ("--weight-transport", "disk", "--weight-staging-dir", "/tmp/staged")
+        assert_refused(cluster, *TRAIN, *GENERATE, *disk, problem="--weight-staging-dir: expected a directory")
+
+
+@pytest.mark.long
+def test_a_cluster_that_cannot_be_joined_or_has_no_such_nodes_is_refused(tmp_path: Path) -> None:
+    # covers: C10
+    with machines(tmp_path, 1) as cluster:
+        cluster.start_ray()
+        nodes = ("--rollout-node-labels", "pool=generate", "--engine-max-restarts", "0")
+        assert_refused(cluster, *nodes, problem="(--rollout-node-labels) for engines, found 10.77.0.1 (1 CPU)")
+        cluster[0].seen_from_host("/tmp/home/.ray/auth_token").unlink()
+        assert_refused(cluster, problem="the cluster wants a token, and there is none in /tmp/home/.ray/auth_token")

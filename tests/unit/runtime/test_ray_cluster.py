@@ -51,7 +51,7 @@ async def test_the_reason_of_ray_is_one_line(
         raise ValueError("no memory\n  left")
 
     monkeypatch.setattr("ray.init", refuse)
-    with pytest.raises(ConfigurationError, match=f"^{message}($|; .*RAY_AUTH_MODE=token)"):
+    with pytest.raises(ConfigurationError, match=f"^{message}$"):
         async with ray_cluster(address, {}, None):
             pass
     assert calls == [{"shutdown": True}]

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from miles_async.engines.client import http_error
 from miles_async.errors import StalledError, TransientEngineError
+from miles_async.runtime.ports import HeldPort
 from miles_async.sessions.problems import as_json
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.turn import take_turn
@@ -25,6 +26,21 @@ from tests.fakes import session_agents
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, agent_of, says
+
+
+# ------------------------------------------------------------------------------------------------------- address
+async def test_it_listens_at_one_address_on_a_port_of_the_range() -> None:
+    # covers: A6
+    with HeldPort("127.0.0.2") as free:
+        port = free.number
+    server = SessionServer(Mock(), Mock(), keys=session_agents.KEYS.sessions, session_timeout=60.0)
+    await server.start("127.0.0.2", range(port, port + 1))
+    try:
+        assert server.url == f"http://127.0.0.2:{port}"
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", port)
+    finally:
+        await server.stop()
 
 
 # -------------------------------------------------------------------------------------------- chat completions

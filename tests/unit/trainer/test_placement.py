@@ -1,0 +1,117 @@
+"""Which nodes trainer ranks and engines go to."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miles_async.engines.kind import EngineKind, ServerSpec
+from miles_async.engines.placement import RayServers
+from miles_async.errors import EngineStartError, TrainerError
+from miles_async.trainer.placement import Placement, RankResources
+
+NODES = [
+    {"Alive": True, "NodeID": "b" * 56, "NodeManagerAddress": "10.0.0.2", "Labels": {"pool": "x"}, "Resources": {}},
+    {"Alive": False, "NodeID": "c" * 56, "NodeManagerAddress": "10.0.0.3", "Labels": {"pool": "x"}, "Resources": {}},
+    {"Alive": True, "NodeID": "a" * 56, "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Resources": {"CPU": 2.0}},
+    {"Alive": True, "NodeID": "d" * 56, "NodeManagerAddress": "10.0.0.4", "Labels": {"pool": "x"}, "Resources": {}},
+]
+
+
+@pytest.fixture(autouse=True)
+def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.nodes", lambda: NODES)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What Ray was asked for; it grants it at once."""
+    asked: dict[str, Any] = {}
+
+    class Group:
+        def __init__(self, bundles: list[dict[str, float]], **options: Any) -> None:
+            asked.update(bundles=bundles, **options)
+
+        async def ready(self) -> None:
+            await asked.get("granted", _at_once)()
+
+    monkeypatch.setattr("miles_async.trainer.placement.placement_group", Group)
+    monkeypatch.setattr(
+        "miles_async.trainer.placement.PlacementGroupSchedulingStrategy",
+        lambda group, placement_group_bundle_index: placement_group_bundle_index,
+    )
+    return asked
+
+
+async def _at_once() -> None: ...
+
+
+async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(asked: dict[str, Any]) -> None:
+    resources = RankResources(num_cpus=1, num_gpus=1, labels={"pool": "x"})
+    placement = Placement(resources, 2, 4)
+    await placement.reserve(5.0)
+    assert asked["bundles"] == [{"CPU": 4, "GPU": 4}] * 2
+    assert asked["strategy"] == "STRICT_SPREAD"
+    assert asked["bundle_label_selector"] == [{"pool": "x"}] * 2
+    assert [placement.options(rank)["scheduling_strategy"] for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+async def test_what_ray_cannot_place_is_said_with_what_there_is(asked: dict[str, Any]) -> None:
+    # covers: C10
+    async def never() -> None:
+        raise TimeoutError
+
+    asked["granted"] = never
+    placement = Placement(RankResources(num_cpus=1, num_gpus=8, labels={"pool": "x"}), 3, 1)
+    with pytest.raises(TrainerError, match=r"3 nodes .*pool.*--actor-node-labels.*10\.0\.0\.1 \(2 CPU\); 10\."):
+        await placement.reserve(5.0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"), [({}, ["a", "b", "d", "a"]), ({"pool": "x"}, ["b", "d", "b", "d"])], ids=["any", "labelled"]
+)
+async def test_engines_without_gpus_take_turns_on_the_nodes(
+    monkeypatch: pytest.MonkeyPatch, labels: dict[str, str], expected: list[str]
+) -> None:
+    started = await _started(monkeypatch, "cpu", labels)
+    assert [options["scheduling_strategy"].node_id[0] for options in started] == expected
+
+
+async def test_engines_with_gpus_go_where_ray_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in await _started(monkeypatch, "cuda", {"pool": "x"}):
+        assert options == {"num_cpus": 0, "num_gpus": 2, "label_selector": {"pool": "x"}}
+
+
+async def test_engines_without_a_node_to_go_to_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineStartError, match=r"--rollout-node-labels\) for engines, found 10\.0\.0\.1 \(2 CPU\)"):
+        await _started(monkeypatch, "cpu", {"pool": "y"})
+
+
+async def _started(monkeypatch: pytest.MonkeyPatch, device: Any, labels: dict[str, str]) -> list[dict[str, Any]]:
+    """Options of the actors of four engines."""
+    started: list[dict[str, Any]] = []
+
+    def answer(*_: object) -> Awaitable[str]:
+        async def url() -> str:
+            return "http://10.0.0.1:1"
+
+        return url()
+
+    class ActorClass:
+        def options(self, **options: Any) -> ActorClass:
+            started.append(options)
+            return self
+
+        def remote(self, *_: object) -> Any:
+            return SimpleNamespace(perform=SimpleNamespace(remote=answer))
+
+    monkeypatch.setattr("ray.remote", lambda _: ActorClass())
+    spec = ServerSpec(model_path="m", device=device, dtype="float32", tensor_parallel_size=2)
+    kind = EngineKind(name="none", command=None, environment=None, is_up=None, calls=None)
+    launch = RayServers(kind, spec, labels)
+    for index in range(4):
+        await launch(index, 0).start()
+    return started
