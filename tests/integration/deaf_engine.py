@@ -2,7 +2,7 @@
 
 Only in a server that was started with ``DEAF``, and with everything else as it should be: the server answers that it
 loaded the weights, and reports their version. Imported in the server's processes alone, by the entry point that
-``test_deaf_engine.py`` declares.
+``conftest.py`` declares.
 """
 
 from __future__ import annotations

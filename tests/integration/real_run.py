@@ -134,6 +134,24 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("sglang_*")}
 
 
+def shared_memory_left() -> set[str]:
+    """Of SGLang's, on this machine, what no living process has mapped: other runs may be under way."""
+    left = shared_memory()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # the process has ended meanwhile
+            text = maps.read_text()
+            left = {name for name in left if name not in text}
+    return left
+
+
+def assert_no_more_shared_memory_left(before: set[str]) -> None:
+    """Than ``before``, a moment after the end of whoever had it."""
+    deadline = time.monotonic() + LEAVING_SECONDS
+    while (left := shared_memory_left() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
 def traceback_in(output: str) -> bool:
     """True if the user was shown a Python traceback."""
     return re.search(r"^Traceback", output, re.MULTILINE) is not None

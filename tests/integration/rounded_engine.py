@@ -4,7 +4,7 @@ SGLang's own quantizations need kernels of GPUs. This one, in plain torch, makes
 right only if every update restores layers before it loads and post-processes them after: floats that are loaded into
 int8 lose what is behind the point, and floats that stay floats are not rounded. Nothing raises; log-probs tell.
 
-Imported in the server's processes alone, by the entry point that ``test_quantized_engine.py`` declares.
+Imported in the server's processes alone, by the entry point that ``conftest.py`` declares.
 """
 
 from __future__ import annotations

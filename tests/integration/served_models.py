@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -40,9 +40,12 @@ def _logprobs(model: Path, tokens: tuple[int, ...], temperature: float) -> np.nd
     return torch.log_softmax(logits[0, :-1] / temperature, -1)[range(len(tokens) - 1), list(tokens[1:])].numpy()
 
 
-def declare_plugin(directory: Path, register: str) -> None:
-    """Make ``directory`` look like an installed distribution with an entry point of SGLang's plugins."""
-    information = directory / "plugin-0.dist-info"
+def declare_plugins(directory: Path, modules: Iterable[str]) -> None:
+    """Make modules with a function ``register`` plugins of each SGLang server that has ``directory`` on its path, as an
+    installed distribution is that declares them as entry points.
+    """
+    information = directory / "plugins-0.dist-info"
     information.mkdir(parents=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 0\n")
-    (information / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nplugin = {register}\n")
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 0\n")
+    entries = [f"{module.rpartition('.')[2]} = {module}:register" for module in modules]
+    (information / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *entries, ""]))

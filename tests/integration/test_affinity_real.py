@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -72,11 +73,16 @@ class Conversation:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FrozenEngines]:
+async def engines(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[FrozenEngines]:
     folder = tmp_path_factory.mktemp("affinity")
     model = save_served("qwen3-tied", folder / "model", seed=0)
     spec = ServerSpec(
-        model_path=str(model), device="cpu", dtype="float32", start_timeout=START_SECONDS, log_dir=str(folder)
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        start_timeout=START_SECONDS,
+        log_dir=str(folder),
+        fork_server=engine_imports,
     )
     stack = FrozenEngines(
         [EngineGroup(engines=2, streams=True, launch=partial(ServerProcess, SGLANG, spec))],

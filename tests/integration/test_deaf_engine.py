@@ -4,7 +4,6 @@ say nothing about it. Two real SGLang servers and Megatron, no Ray and no router
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from miles_async.weights.verify import canary_tolerance
 from tests.fakes.fake_engine import FakeRouter
 from tests.integration.deaf_engine import DEAF
 from tests.integration.publishing import Trainer, publishing
-from tests.integration.served_models import declare_plugin, save_served
+from tests.integration.served_models import save_served
 
 pytestmark = [
     pytest.mark.integration,
@@ -51,7 +50,7 @@ class Pair:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+async def pair(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Pair]:
     folder = tmp_path_factory.mktemp("deaf")
     model = save_served("qwen3", folder / "model", seed=0, dtype="bfloat16")
     groups = []
@@ -65,6 +64,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
             log_dir=str(folder / "logs"),
             held_weights=True,
             dummy_weights=True,
+            fork_server=engine_imports,
             extra=extra,
         )
         groups.append(EngineGroup(name=name, engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec)))
@@ -72,10 +72,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     router: Any = FakeRouter(registry)
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), groups)
     await router.start()
-    declare_plugin(folder / "plugins", "tests.integration.deaf_engine:register")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(folder / "plugins"), prepend=os.pathsep)
-        await supervisor.start()
+    await supervisor.start()
     trainer = Trainer(model, bf16=True, lr=1e-6)
     yield Pair(Fleet(registry, supervisor, SGLangServer(http), Traffic()), registry, trainer, folder / "staged")
     trainer.close()

@@ -42,7 +42,7 @@ IN_OTHER_FORM = {"gemma": 5}  # two norms of each of two layers, and the last on
 
 @pytest.mark.parametrize(("family", "ranks"), CASES)
 async def test_engines_hold_all_that_is_exported_and_nothing_else(
-    family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_imports: Path
 ) -> None:
     # covers: C8, M16
     if ranks > 1:
@@ -57,6 +57,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
         log_dir=str(tmp_path / "logs"),
         held_weights=True,
         dummy_weights=True,
+        fork_server=engine_imports,
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)

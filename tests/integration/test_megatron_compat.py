@@ -9,6 +9,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,37 +32,52 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for machines without CUDA")
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
-
-
-@without_cuda
-def test_megatron_core_still_asks_for_cuda_devices() -> None:
-    """cpu_compat.device_views."""
-    result = run_python("import megatron.core.pipeline_parallel.schedules as s; s.torch.zeros([], device='cuda')")
-    assert result.returncode != 0
-    assert 'device="cuda"' in source_of("megatron.core.pipeline_parallel.schedules")
-
-
-@without_cuda
-@pytest.mark.skipif(bool(importlib.util.find_spec("transformer_engine")), reason="Transformer Engine is installed")
-def test_bridge_still_imports_transformer_engine_unconditionally() -> None:
-    """cpu_compat.absent_modules."""
-    result = run_python("import megatron.bridge")
-    assert result.returncode != 0
-    assert "transformer_engine" in result.stderr or "triton" in result.stderr
-
-
-@without_cuda
-def test_install_lets_bridge_import_and_hides_the_stand_ins() -> None:
-    result = run_python(
+FRESH = {
+    "core": "import megatron.core.pipeline_parallel.schedules as s; s.torch.zeros([], device='cuda')",
+    "bridge": "import megatron.bridge",
+    "installed": (
         "from miles_async.backends.megatron import cpu_compat; assert cpu_compat.install() and cpu_compat.install()\n"
         "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
         "assert 'transformer_engine' not in sys.modules and 'triton' not in sys.modules, 'a stand-in is visible'\n"
         "assert not te.HAVE_TE and not torch.cuda.is_available()\n"
         "assert te.torch is not torch and torch.zeros(1).cuda().device.type == 'cpu'"
-    )
-    assert result.returncode == 0, result.stderr
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, subprocess.CompletedProcess[str]]:
+    """What became of fresh processes with these programs. All at once: each is busy importing, on one core."""
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(FRESH, threads.map(run, FRESH.values()), strict=True))
+
+
+@without_cuda
+def test_megatron_core_still_asks_for_cuda_devices(fresh: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    """cpu_compat.device_views."""
+    assert fresh["core"].returncode != 0
+    assert 'device="cuda"' in source_of("megatron.core.pipeline_parallel.schedules")
+
+
+@without_cuda
+@pytest.mark.skipif(bool(importlib.util.find_spec("transformer_engine")), reason="Transformer Engine is installed")
+def test_bridge_still_imports_transformer_engine_unconditionally(
+    fresh: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    """cpu_compat.absent_modules."""
+    assert fresh["bridge"].returncode != 0
+    assert "transformer_engine" in fresh["bridge"].stderr or "triton" in fresh["bridge"].stderr
+
+
+@without_cuda
+def test_install_lets_bridge_import_and_hides_the_stand_ins(
+    fresh: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    assert fresh["installed"].returncode == 0, fresh["installed"].stderr
 
 
 @pytest.mark.parametrize(

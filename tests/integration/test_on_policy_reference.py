@@ -84,7 +84,8 @@ def as_trained(row: AttemptRecord) -> Trained:
 
 
 def test_on_policy_is_the_plain_loop(tmp_path: Path) -> None:
-    with real_run(tmp_path / "run", "--num-rollout", str(NUM_STEPS), *ON_POLICY) as run:
+    flags = ("--num-rollout", str(NUM_STEPS), *ON_POLICY)
+    with real_run(tmp_path / "run", *flags) as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
     rows = attempts(run.run_dir)
@@ -104,13 +105,15 @@ def test_on_policy_is_the_plain_loop(tmp_path: Path) -> None:
     assert run.summary["age_histogram"] == {"0": NUM_STEPS * BATCH_SIZE * GROUP_SIZE}
 
 
-def test_batches_are_those_of_the_plain_loop_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_those_of_the_plain_loop_to_the_last_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_imports: Path
+) -> None:
     flags = ("--num-rollout", "3", "--rollout-batch-size", "4", "--rollout-num-gpus", "1", *ON_POLICY)
     flags += ("--actor-num-gpus-per-node", "1", "--rollout-concurrency-per-engine", "1")
     monkeypatch.chdir(ROOT)
     with real_run(tmp_path / "run", *flags, "--record") as run:
         arguments = with_absolute_paths(parse_arguments([f"@{QUICKSTART}/reverse.args", *flags]).arguments)
-        steps = asyncio.run(_plain_steps(arguments, tmp_path))
+        steps = asyncio.run(_plain_steps(arguments, tmp_path, engine_imports))
         assert run.wait(RUN_SECONDS) == 0, run.output
 
     for (shard, metrics), trained, reported in zip(steps, Replay.of_run(run.run_dir), run.steps, strict=True):
@@ -121,13 +124,14 @@ def test_batches_are_those_of_the_plain_loop_to_the_last_bit(tmp_path: Path, mon
         assert reported["reward/mean"] > 0  # there was something to learn
 
 
-async def _plain_steps(arguments: Arguments, directory: Path) -> list[Step]:
+async def _plain_steps(arguments: Arguments, directory: Path, imports: Path) -> list[Step]:
     """The plain loop with a server like the run's, but that nobody publishes to."""
     template = ChatTemplate(load_tokenizer(QUICKSTART / "assets" / "reverse" / "model"), apply_chat_template=True)
     count = arguments.rollout.num_rollout * arguments.rollout.rollout_batch_size
     prompts = [prompt for _, prompt in FilePromptSource(arguments.data, template.encode).take(count)]
     [group] = server_groups(arguments)
-    spec = msgspec.structs.replace(server_spec(arguments, group, directory / "logs", "cpu"), dummy_weights=False)
+    spec = server_spec(arguments, group, directory / "logs", "cpu")
+    spec = msgspec.structs.replace(spec, dummy_weights=False, fork_server=imports)
     server = ServerProcess(SGLANG, spec, engine_index=0, incarnation=0)
     try:
         rest = (await server.start(), arguments, prompts, directory)

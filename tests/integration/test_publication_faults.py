@@ -42,7 +42,7 @@ from tests.integration.publishing import (
     random_sequences,
     until_equal,
 )
-from tests.integration.real_run import shared_memory
+from tests.integration.real_run import assert_no_more_shared_memory_left, shared_memory_left
 from tests.integration.served_models import save_served
 
 pytestmark = [
@@ -147,10 +147,10 @@ async def until_answered_by(engine: str, answers: Answers) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("faults")
     model = save_served("qwen3-tied", folder / "model", seed=0)
-    shared_before = shared_memory()
+    left_before = shared_memory_left()
     logs = folder / "logs"
     limits = WeightsArguments(publication_timeout=PUBLICATION_SECONDS)
     spec = ServerSpec(
@@ -160,6 +160,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         start_timeout=200,
         log_dir=str(logs),
         weight_group_seconds=limits.group_timeout,
+        fork_server=engine_imports,
     )
     engines = {engine: FaultyEngine(partial(ServerProcess, SGLANG, spec), index) for index, engine in enumerate(BOTH)}
     stack = EngineStack(
@@ -187,7 +188,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         for engine in engines.values():
             await engine.close()
         await stack.stop()
-    assert shared_memory() <= shared_before
+    assert_no_more_shared_memory_left(left_before)
     assert psutil.wait_procs([process for engine in engines.values() for process in engine.processes], 10)[1] == []
 
 

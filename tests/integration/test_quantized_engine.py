@@ -5,7 +5,6 @@ post-processes them after it, whatever the transport. One server that rounds lin
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from miles_async.engines.traffic import Traffic
 from miles_async.types import TensorShare
 from tests.fakes.fake_engine import FakeRouter
 from tests.integration.publishing import CANARY, TRANSPORTS, Trainer, publishing
-from tests.integration.served_models import declare_plugin, reference_logprobs, save_served
+from tests.integration.served_models import reference_logprobs, save_served
 
 pytestmark = [
     pytest.mark.integration,
@@ -101,7 +100,7 @@ class Server:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+async def server(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Server]:
     folder = tmp_path_factory.mktemp("quantized")
     models = (save_served("qwen3", folder / "m0", seed=0), save_served("qwen3", folder / "m1", seed=1))
     spec = ServerSpec(
@@ -112,6 +111,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         log_dir=str(folder / "logs"),
         held_weights=True,
         dummy_weights=True,
+        fork_server=engine_imports,
         extra=("--quantization=rounded",),
     )
     registry, http = EngineRegistry(), Http()
@@ -123,14 +123,11 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         [EngineGroup(engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec))],
     )
     await router.start()
-    declare_plugin(folder / "plugins", "tests.integration.rounded_engine:register")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(folder / "plugins"), prepend=os.pathsep)
-        await supervisor.start()
-        fleet, trainer = Fleet(registry, supervisor, SGLangServer(http), Traffic()), Trainer(models[0])
-        yield Server(fleet, registry, SGLangServer(http), models, trainer, folder)
-        trainer.close()
-        await supervisor.stop()
+    await supervisor.start()
+    fleet, trainer = Fleet(registry, supervisor, SGLangServer(http), Traffic()), Trainer(models[0])
+    yield Server(fleet, registry, SGLangServer(http), models, trainer, folder)
+    trainer.close()
+    await supervisor.stop()
     await http.close()
 
 

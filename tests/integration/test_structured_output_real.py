@@ -52,13 +52,19 @@ class Served:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def served(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp("structured")
     tokenizer = chat_format("qwen3")._tokenizer
     model = save_tiny("qwen3-tied", folder / "model", vocab_size=len(tokenizer), max_position_embeddings=4096)
     tokenizer.save_pretrained(model)
     spec = ServerSpec(
-        model_path=str(model), device="cpu", dtype="float32", start_timeout=200, log_dir=str(folder), grammars=True
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        start_timeout=200,
+        log_dir=str(folder),
+        grammars=True,
+        fork_server=engine_imports,
     )
     server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
     url = await server.start()

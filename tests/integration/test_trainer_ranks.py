@@ -28,6 +28,7 @@ from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed.driver import Broadcasts
 from miles_async.weights.transports.spec import RankSide
+from tests.integration.conftest import Imported
 from tests.integration.tiny_models import save_tiny_qwen3
 from tests.integration.toy_batches import to_shards, toy_samples
 from tests.integration.weight_receiver import receive
@@ -85,10 +86,15 @@ def make_sender(directory: Path, address: str, *, sender: int, senders: int) -> 
     return DistributedSender(RankSide(staging=staging, address=address, device="cpu", timeout_seconds=SENDER_TIMEOUT))
 
 
-def trainer_ranks(directory: Path, **options: Any) -> TrainerRanks:
+@pytest.fixture(scope="module")
+def resources(rank_imports: Imported) -> RankResources:
+    return RankResources.for_device("cpu", {}, rank_imports.interpreter("ray::TrainerActor"))
+
+
+def trainer_ranks(directory: Path, resources: RankResources, **options: Any) -> TrainerRanks:
     defaults: dict[str, Any] = {
         "world_size": 2,
-        "resources": RankResources.for_device("cpu", {}),
+        "resources": resources,
         "backend": partial(make_backend, directory),
         "sender": partial(make_sender, directory.parent / "staged"),
         "canary_tokens": CANARY,
@@ -99,11 +105,13 @@ def trainer_ranks(directory: Path, **options: Any) -> TrainerRanks:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def trainer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerRanks]:
+async def trainer(
+    model: Path, resources: RankResources, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[TrainerRanks]:
     """Two data-parallel ranks, shared by the tests in which nobody dies."""
     staged = tmp_path_factory.mktemp("staged")
     sender = partial(make_sender, staged)
-    running = trainer_ranks(model, sender=sender, log_directory=tmp_path_factory.mktemp("logs"))
+    running = trainer_ranks(model, resources, sender=sender, log_directory=tmp_path_factory.mktemp("logs"))
     await running.start()
     yield running
     pids = [info.pid for info in running.ranks]
@@ -223,8 +231,9 @@ async def test_checkpoint_and_hf_export(trainer: TrainerRanks, tmp_path: Path) -
 
 
 # ----------------------------------------------------------------------------------- in which somebody dies
-async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path) -> None:  # covers: A1, C10
-    running = trainer_ranks(model, canary_tokens=())
+async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path, resources: RankResources) -> None:
+    # covers: A1, C10
+    running = trainer_ranks(model, resources, canary_tokens=())
     await running.start()
     pids = [info.pid for info in running.ranks]
     await running.train(references())
@@ -252,11 +261,11 @@ async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path) -> None: 
         ("config", ConfigurationError, "sliding_window"),
         ("absent", ConfigurationError, "does not exist"),
         ("one rank", TrainerError, "trainer rank 1 failed: RuntimeError: no luck"),
-        ("hangs", StalledError, r"ranks \[1\] did not answer within 20 s"),
+        ("hangs", StalledError, r"ranks \[1\] did not answer within 12 s"),
     ],
 )
 async def test_a_start_that_fails_says_why_and_leaves_nothing(
-    model: Path, tmp_path: Path, broken: str, error: type[Exception], message: str
+    model: Path, resources: RankResources, tmp_path: Path, broken: str, error: type[Exception], message: str
 ) -> None:
     # covers: C10
     if broken == "config":
@@ -265,7 +274,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
         backend = partial(make_backend, tmp_path / "absent")
     else:
         backend = partial(_rank_1_fails, broken == "hangs")
-    running = trainer_ranks(model, backend=backend, start_timeout=20.0 if broken == "hangs" else 120.0)
+    running = trainer_ranks(model, resources, backend=backend, start_timeout=12.0 if broken == "hangs" else 120.0)
     with pytest.raises(error, match=message):
         await running.start()
     assert not running._actors
@@ -285,13 +294,15 @@ class _Idle:
 
 
 async def test_a_cluster_without_room_is_named_as_the_reason(model: Path) -> None:
-    running = trainer_ranks(model, resources=RankResources(num_cpus=1, num_gpus=1), start_timeout=3.0)
+    running = trainer_ranks(model, RankResources(num_cpus=1, num_gpus=1), start_timeout=3.0)
     with pytest.raises(TrainerError, match="--actor-num-gpus-per-node"):
         await running.start()
 
 
-async def test_loading_what_is_no_checkpoint_is_a_checkpoint_error(model: Path, tmp_path: Path) -> None:
-    running = trainer_ranks(model, world_size=1)
+async def test_loading_what_is_no_checkpoint_is_a_checkpoint_error(
+    model: Path, resources: RankResources, tmp_path: Path
+) -> None:
+    running = trainer_ranks(model, resources, world_size=1)
     await running.start()
     with pytest.raises(CheckpointError, match="holds no trainer checkpoint"):
         await running.load(tmp_path)

@@ -113,7 +113,7 @@ class Server:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+async def server(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Server]:
     folder = tmp_path_factory.mktemp("weights")
     model = save_served("qwen3-moe", folder / "model", seed=0)
     spec = ServerSpec(
@@ -124,6 +124,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         log_dir=str(folder / "logs"),
         held_weights=True,
         dummy_weights=True,
+        fork_server=engine_imports,
     )
     registry, http = EngineRegistry(), Http()
     router: Any = FakeRouter(registry)
