@@ -145,6 +145,7 @@ def test_a_run_that_never_had_the_directory_is_not_judged_by_what_is_there(tmp_p
     assert lives.run(0) == 1
     refused = RunKeeper([sys.executable, "-c", "raise SystemExit(1)"], lives.arguments(3), lives.run_dir)
     assert asyncio.run(refused.run()) == 1
+    assert (lives.run_dir / "summary.json").is_file()  # not moved aside for a restart
 
 
 def test_what_a_lost_driver_left_is_ended_before_the_next_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

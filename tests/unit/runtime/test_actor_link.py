@@ -158,6 +158,13 @@ def test_a_repetition_of_a_call_that_is_being_executed_waits_for_its_answer() ->
     assert answers[0] is answers[1]
 
 
+def test_answers_that_nobody_wants_any_more_are_forgotten() -> None:
+    once = CallOnce()
+    for number in range(1, 100):
+        once.run(CallId(number, frozenset({1, number})), lambda: bytes(1000))
+    assert sorted(once._answers) == [1, 99]
+
+
 def test_an_error_is_answered_again_like_any_answer() -> None:
     once, call = CallOnce(), CallId(1, frozenset({1}))
     with pytest.raises(ZeroDivisionError):
