@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from structlog.testing import capture_logs
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
@@ -273,6 +274,30 @@ async def test_senders_that_are_never_through_cost_all_of_a_publication_at_most(
         assert "no answer within 0.12 s" in str(errors[E0])
 
 
+async def test_calls_to_many_engines_begin_a_few_per_turn_of_the_loop() -> None:
+    """Each takes a fifth of a millisecond, and requests wait for the loop meanwhile."""
+    # covers: C10
+    registry, turn = EngineRegistry(), 0
+    begun: Counter[int] = Counter()
+
+    class Server:
+        async def flush_cache(self, url: str, timeout: float) -> None:
+            begun[turn] += 1
+
+    for index in range(100):
+        record = registry.engines[f"engine-{index}"] = EngineRecord(f"engine-{index}", state=EngineState.SERVING)
+        record.url = f"http://{index}"
+    fleet = Fleet(registry, None, Server(), Traffic())  # type: ignore[arg-type]
+    engines = [record.current for record in registry.engines.values()]
+    flushing = asyncio.ensure_future(fleet.flush_cache(engines))
+    while not flushing.done():
+        turn += 1
+        await asyncio.sleep(0)
+    assert await flushing == dict.fromkeys(engines)
+    assert sum(begun.values()) == 100
+    assert max(begun.values()) <= 16
+
+
 async def test_a_failing_engine_is_an_entry_not_an_exception() -> None:
     async with started(2) as setup:
         errors = await setup.fleet.receive_bucket((E0, E1), "g", BUCKET, 1, True)
@@ -473,7 +498,9 @@ async def test_an_engine_that_never_comes_up_is_given_up_and_the_run_goes_on(kin
             assert setup.registry.may_dispatch()
             async with asyncio.timeout(5):
                 while not setup.supervision.done():
-                    await setup.servers[0][-1].crash()
+                    server = setup.servers[0][-1]
+                    if server.engine.url:  # else it is still starting
+                        await server.crash()
                     await asyncio.sleep(0.01)
             with pytest.raises(EngineError, match=r"no engine is left.*engine-0.*ended with status -9"):
                 setup.supervision.result()
