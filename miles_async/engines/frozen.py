@@ -23,7 +23,7 @@ class FrozenEngines(EngineStack):
 
     async def _admit(self) -> NoReturn:
         while True:
-            await self.wait_for_joining()
+            await self.supervisor.wait_for_joining()
             for record in self.registry.in_state(EngineState.JOINING):
                 await self._admit_one(record)
 

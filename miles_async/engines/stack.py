@@ -111,10 +111,6 @@ class EngineStack:
         """Keep router and engines alive until cancelled; see ``EngineSupervisor.supervise``."""
         await gathered(self.supervisor.supervise(), self._router_metrics.run())
 
-    async def wait_for_joining(self) -> None:
-        """Wait until at least one engine waits for weights."""
-        await self.supervisor.wait_for_joining()
-
     async def stop(self) -> None:
         """End all processes. Cancel :meth:`supervise` first, which would restart them."""
         async with afterwards(self.http.close), afterwards(self.router.stop):

@@ -65,7 +65,7 @@ class RunEngines:
             make(FrozenEngines, f"router-{group.name}", [group], group.port) for group in of_role(groups, "frozen")
         ]
         self._services: list[Service] = [*self._stacks]
-        self.wait_for_joining = self.train.wait_for_joining
+        self.wait_for_joining = self.train.supervisor.wait_for_joining
 
     def add(self, service: Service) -> None:
         """To be started, supervised and stopped with the engines."""

@@ -491,7 +491,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
         await registry.wait_until(lambda: registry.engines[ENGINE].state is not EngineState.SERVING)
     assert not registry.may_dispatch()
     async with asyncio.timeout(200):
-        await stack.wait_for_joining()
+        await stack.supervisor.wait_for_joining()
     await running.note_processes()
     async with asyncio.timeout(DEADLINE):
         while await stack.router.workers():  # noqa: ASYNC110, it takes the dead one out a moment after it is told to
