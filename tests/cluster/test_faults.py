@@ -1,4 +1,4 @@
-"""A machine of a cluster that is cut off for a while: the run waits for it and goes on.
+"""Machines of a cluster that are cut off for a while, or die: the run waits for them, or goes on without them.
 
 # covers: A1, A6, C2, C10
 """
@@ -53,3 +53,15 @@ def test_ranks_out_of_reach_for_20_seconds_cost_that_time_and_no_step(tmp_path: 
             assert run.wait(RUN_SECONDS) == 0, run.output
             run.assert_nothing_left()
         assert_each_trained_once(run, 8)
+
+
+@pytest.mark.long
+def test_a_dead_machine_with_engines_costs_its_engines(tmp_path: Path) -> None:
+    with machines(tmp_path, 3) as cluster:
+        cluster.start_ray({0: RANKS, 1: ENGINES, 2: ENGINES})
+        with cluster_run(cluster, *flags(10)) as run:
+            run.wait_for_steps(2, START_SECONDS)
+            cluster[2].kill()
+            assert run.wait(RUN_SECONDS) == 0, run.output
+            run.assert_nothing_left()
+        assert_each_trained_once(run, 10)
