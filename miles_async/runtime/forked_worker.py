@@ -13,14 +13,14 @@ import socket
 import sys
 
 _MAX_ANSWER = 1 << 16
-_IMPORTS_SECONDS = 40.0  # that imports may go on: Ray gives up a worker that has not registered after 60 s
+IMPORTS_SECONDS = 40.0  # that imports may go on: Ray gives up a worker that has not registered after 60 s
 
 
 def main(server: str, title: str, arguments: list[str]) -> None:
     """Have the arguments run by a forked process, and end as it does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "title": title}
-    connection.settimeout(_IMPORTS_SECONDS)
+    connection.settimeout(IMPORTS_SECONDS)
     try:
         connection.connect(server)
         socket.send_fds(connection, [json.dumps(request).encode()], [1, 2])

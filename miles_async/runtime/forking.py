@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from miles_async.runtime.forked_worker import IMPORTS_SECONDS
+
 _MAX_ANSWER = 1 << 16
 _BACKLOG = 128
 
@@ -63,8 +65,12 @@ async def fork(server: Path, arguments: Sequence[str], environment: Mapping[str,
         connection.setblocking(False)
         connection.connect(str(server))
         socket.send_fds(connection, [json.dumps(request).encode()], [output, output])
-        await _readable(connection)
+        async with asyncio.timeout(IMPORTS_SECONDS):
+            await _readable(connection)
         told: dict[str, Any] = json.loads(connection.recv(_MAX_ANSWER) or b'{"refused": "it is ending"}')
+    except TimeoutError as error:
+        connection.close()
+        raise CannotForkError(f"the fork server at {server} has imported for {IMPORTS_SECONDS:g} s") from error
     except OSError as error:
         connection.close()
         raise CannotForkError(f"the fork server at {server} does not answer: {error}") from error

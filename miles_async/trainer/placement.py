@@ -13,6 +13,8 @@ from miles_async.arguments.cluster import Device
 from miles_async.errors import TrainerError
 from miles_async.runtime.nodes import NO_LABELS, describe_nodes
 
+_POLL_SECONDS = 1.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResources:
@@ -63,7 +65,9 @@ class Placement:
         )
         try:
             async with asyncio.timeout(deadline_seconds):
-                await self._group.ready()
+                # Not `ready()`: that runs a task, for which Ray starts a worker.
+                while not await asyncio.to_thread(self._group.wait, _POLL_SECONDS):
+                    pass
         except TimeoutError:
             where = f" labelled {labels} (--actor-node-labels)" if labels else ""
             raise TrainerError(

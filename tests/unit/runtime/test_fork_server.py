@@ -14,6 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from miles_async.runtime import forking
 from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.fork_server_process import ForkServerProcess, running
 from miles_async.runtime.forking import ForkedProcess
@@ -188,6 +189,28 @@ async def test_a_server_that_cannot_fork_says_so(server: ForkServerProcess, text
         await one.fork(unusable.path)
         assert await one.wait() == 3
     assert reason in one.tail()
+
+
+async def test_a_process_that_waits_too_long_for_imports_starts_by_itself(
+    server: ForkServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C10
+    monkeypatch.setattr(forking, "IMPORTS_SECONDS", 0.5)
+    (server.path.parent / "hanging.py").write_text("import time; time.sleep(60)")
+    hanging = ForkServerProcess(
+        server.path.with_name("hanging"),
+        ["hanging"],
+        late=LATE,
+        log_path=server.path.with_name("hanging.log"),
+        environment={},
+    )
+    async with running(hanging):
+        one = child(hanging, "one", "report")
+        async with asyncio.timeout(20):
+            await one.fork(hanging.path)
+        assert await one.wait() == 3
+    assert "has imported for 0.5 s" in one.tail()
+    assert "imported" in one.tail().splitlines()
 
 
 async def _number_in(child: ChildProcess) -> int:
