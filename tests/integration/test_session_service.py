@@ -137,10 +137,11 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         settings = ServerSettings(
             hf_checkpoint="/nowhere", host="127.0.0.1", session_timeout=1, tool_call_parser=None, reasoning_parser=None
         )
+        environment = KEYS.sessions.environment()
         service = SessionService(
             ScriptedModel(lambda call, input_ids: ANSWER),
             settings.command(),
-            lambda command, starts: ChildProcess("s", command, log_path=tmp_path / "sessions.log", environment={}),
+            lambda command, starts: ChildProcess("s", command, log_path=tmp_path / "s.log", environment=environment),
             keys=KEYS.sessions,
         )
         try:
