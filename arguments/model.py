@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_async.arguments.flag import flag
+from miles_async.errors import ConfigurationError
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
 
@@ -21,6 +22,12 @@ class ModelArguments:
     train_backend: str = flag("megatron", "training backend, a name in the entry point group miles_async.backends")
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers")
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers of the first pipeline stage, if it is to have others than the rest"
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "layers of the last pipeline stage, if it is to have others than the rest: it computes the logits, too"
+    )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a mixture-of-experts model")
     expert_tensor_parallel_size: int | None = flag(
         None, "ranks that share each expert's matrices (default: --tensor-model-parallel-size)"
@@ -34,3 +41,29 @@ class ModelArguments:
     def expert_tensor_size(self) -> int:
         """``--expert-tensor-parallel-size`` in force: megatron's default is that of the dense layers."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """Share ``layers`` of a model out over pipeline stages. Raises ConfigurationError naming the flags.
+
+        >>> ModelArguments(pipeline_model_parallel_size=4, decoder_last_pipeline_num_layers=13).stage_layers(61)
+        [16, 16, 16, 13]
+        """
+        stages = self.pipeline_model_parallel_size
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        given = "".join(
+            f", --decoder-{name}-pipeline-num-layers {count}"
+            for name, count in (("first", first), ("last", last))
+            if count is not None
+        )
+        if given and stages == 1:
+            raise ConfigurationError(f"{given[2:]} without --pipeline-model-parallel-size: there is one stage only")
+        middle = stages - (first is not None) - (last is not None)
+        left = layers - (first or 0) - (last or 0)
+        if left < middle or (left % middle if middle else left):
+            raise ConfigurationError(
+                f"--pipeline-model-parallel-size {stages}{given} does not divide num_hidden_layers {layers}: {left} "
+                f"layers are left for {middle} stages of equal size; --decoder-first-pipeline-num-layers and "
+                "--decoder-last-pipeline-num-layers make the first and the last stage differ"
+            )
+        shares = [left // middle] * middle if middle else []
+        return [*([first] if first is not None else []), *shares, *([last] if last is not None else [])]

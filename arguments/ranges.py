@@ -15,6 +15,8 @@ AT_LEAST: dict[str, int] = {
     "rollout_num_gpus_per_engine": 1,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
+    "decoder_first_pipeline_num_layers": 1,
+    "decoder_last_pipeline_num_layers": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "seed": 0,
@@ -63,6 +65,7 @@ AT_LEAST: dict[str, int] = {
 }
 
 ABOVE_ZERO = {
+    "gpu_memory_gb",
     "rollout_temperature",  # the trainer divides logits by it, and equal samples teach nothing
     "eval_top_p",
     "rollout_kv_use_target",

@@ -37,7 +37,6 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
     config = read_config(path) if path else {}
     sizes = {
         "--tensor-model-parallel-size": (model.tensor_model_parallel_size, "num_attention_heads"),
-        "--pipeline-model-parallel-size": (model.pipeline_model_parallel_size, "num_hidden_layers"),
         "--rollout-num-gpus-per-engine": (
             arguments.cluster.rollout_num_gpus_per_engine,
             "num_attention_heads",
@@ -55,6 +54,11 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
         found = config.get(key)
         if isinstance(found, int) and found % size:
             yield f"{flag} {size} does not divide the model's {key} {found}"
+    if isinstance(layers := config.get("num_hidden_layers"), int):
+        try:
+            model.stage_layers(layers)
+        except ConfigurationError as error:
+            yield str(error)
     longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import NoReturn
 from rich.console import Console
 from rich_argparse import RawDescriptionRichHelpFormatter
 
+from miles_async.arguments.model_files import read_config
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.ranges import range_problems
 from miles_async.arguments.server_groups import of_role, server_groups
-from miles_async.arguments.validation import check_deadlines, check_staleness
+from miles_async.arguments.surroundings import check_model_fits
+from miles_async.arguments.validation import check_deadlines, check_ranks, check_staleness
+from miles_async.commands.durations import durations
 from miles_async.errors import ConfigurationError
 from miles_async.simulation.distributions import Fixed, parse_distribution
-from miles_async.simulation.plan import Flags, Row, Timing, candidates, predict, recommend
+from miles_async.simulation.estimates import GB, GPUS, Assumptions
+from miles_async.simulation.plan import Flags, Row, candidates, predict, recommend
 from miles_async.simulation.plan_view import plan_table, plan_text, plot_plan
 
 DESCRIPTION = """\
@@ -26,35 +31,33 @@ Predict step time, idle time, ages and waste for a sweep of settings, by simulat
 recommend the smallest age within 5 % of the fastest that throws away less than 2 % of the tokens, if one does.
 Starts nothing, needs no model and no data.
 
+--memory prints instead what trainer ranks and engines need of their GPUs; it needs config.json of --hf-checkpoint.
+
 Flags of `miles-async train` (and @FILE, --config) say what is planned; those below say how long its parts take.
 SECONDS are a number, fixed:S, lognormal:MEDIAN:SIGMA[:LONGEST] or trace:FILE (one number per line)."""
 
 EPILOG = """\
 Examples:
   miles-async plan @run.args --latency lognormal:20:0.5 --train-seconds 60 --publish-seconds 2
+  miles-async plan @run.args --memory --gpu-memory-gb 80
   miles-async plan @run.args --latency trace:latencies.txt --train-seconds 60 --publish-seconds 2 \\
       --sweep max-weight-staleness=1,2,4 --sweep rollout-num-gpus=4,6,8 --output plan.png
+  miles-async plan @run.args --gpu h100 --response-tokens lognormal:6000:0.8:32768
 """
 
 
 def plan(words: Sequence[str]) -> str:
     """Return the table and the recommendation. Raises ConfigurationError if no candidate can work."""
+    if "--memory" in words:
+        return _plan_memory([word for word in words if word != "--memory"])
     own, train_words = _parser().parse_known_args(list(words))
-    timing = Timing(
-        response=parse_distribution(own.latency, "--latency"),
-        environment=parse_distribution(own.environment_seconds, "--environment-seconds"),
-        reward=parse_distribution(own.reward_seconds, "--reward-seconds"),
-        train=parse_distribution(own.train_seconds, "--train-seconds"),
-        publish=parse_distribution(own.publish_seconds, "--publish-seconds"),
-        stage_seconds=own.stage_seconds,
-        start_seconds=0.0,
-    )
     base = parse_arguments(train_words, prog="miles-async plan").arguments
+    timing, slots, estimated = durations(own, base)
     labels = list(dict.fromkeys(candidates(own.sweep)))
     rows: list[Row] = []
     for row in predict(
         labels,
-        lambda words: _flags([*train_words, *words], own.engine_slots),
+        lambda words: _flags([*train_words, *words], slots),
         timing,
         steps=own.steps,
         seed=own.seed,
@@ -70,11 +73,22 @@ def plan(words: Sequence[str]) -> str:
     console = Console()
     with console.capture() as capture:
         console.print(plan_table(rows, recommended))
-    text = capture.get() + plan_text(rows, recommended)
+    text = estimated + capture.get() + plan_text(rows, recommended)
     if own.output is not None:
         plot_plan(rows, recommended, own.output)
         text += f"wrote {own.output}\n"
     return text
+
+
+def _plan_memory(train_words: Sequence[str]) -> str:
+    from miles_async.commands.memory import memory_report  # here, since it brings torch with it
+
+    arguments = parse_arguments(train_words, prog="miles-async plan --memory").arguments
+    refuse([*range_problems(arguments)])
+    refuse([*check_ranks(arguments), *check_model_fits(arguments)])
+    if arguments.model.hf_checkpoint is None or not read_config(arguments.model.hf_checkpoint):
+        raise ConfigurationError("--memory needs --hf-checkpoint: a directory with config.json; weights are not read")
+    return memory_report(arguments)
 
 
 def _flags(words: Sequence[str], slots: int | None) -> Flags:
@@ -119,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--latency", required=True, metavar="SECONDS",
+        "--latency", metavar="SECONDS",
         help="that an engine generates for one response, on a slot of its own: all turns, without what is in between",
     )  # fmt: skip
     parser.add_argument(
@@ -135,15 +149,37 @@ def _parser() -> argparse.ArgumentParser:
         help="from the end of one sample to its reward: a judge, tests (default: 0)",
     )
     parser.add_argument(
-        "--train-seconds", required=True, metavar="SECONDS",
+        "--train-seconds", metavar="SECONDS",
         help="of one rollout step, with the trainer ranks given; a sweep of ranks scales it",
     )  # fmt: skip
+    parser.add_argument("--publish-seconds", metavar="SECONDS", help="engines are paused, per publication (default: 0)")
     parser.add_argument(
-        "--publish-seconds", default="0", metavar="SECONDS", help="engines are paused, per publication (default: 0)"
-    )
-    parser.add_argument(
-        "--stage-seconds", type=_seconds, default=0.0, metavar="S",
+        "--stage-seconds", type=_seconds, metavar="S",
         help="export and staging before the pause: the trainer is busy, engines generate (default: 0)",
+    )  # fmt: skip
+    estimated = parser.add_argument_group("Estimates, where nothing was measured yet")
+    estimated.add_argument(
+        "--gpu", choices=GPUS, help="estimate the durations that aren't given, from config.json and this data sheet"
+    )
+    estimated.add_argument(
+        "--response-tokens",
+        metavar="TOKENS",
+        help="that a response has, written as SECONDS above: lognormal:6000:0.8:32768",
+    )
+    estimated.add_argument(
+        "--prompt-tokens", type=_positive, default=512, metavar="N", help="of a prompt (default: 512)"
+    )
+    estimated.add_argument(
+        "--mfu", type=_share, default=Assumptions.mfu, metavar="SHARE",
+        help=f"of the GPU's FLOP/s that training reaches (default: {Assumptions.mfu})",
+    )  # fmt: skip
+    estimated.add_argument(
+        "--decode-use", type=_share, default=Assumptions.decode_use, metavar="SHARE",
+        help=f"of the memory's bandwidth that decoding reaches (default: {Assumptions.decode_use})",
+    )  # fmt: skip
+    estimated.add_argument(
+        "--link-gbytes", type=_above_zero, default=Assumptions.link / GB, metavar="GB",
+        help=f"per second from a sending rank to the engines (default: {Assumptions.link / GB:g})",
     )  # fmt: skip
     parser.add_argument(
         "--engine-slots", type=_positive, metavar="N",
@@ -155,8 +191,21 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--steps", type=_positive, default=60, metavar="N", help="simulated per setting (default: 60)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same plan (default: 0)")
+    parser.add_argument("--memory", action="store_true", help="memory per GPU instead of a simulation (seconds)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="draw the plan into this PNG")
     return parser
+
+
+def _above_zero(text: str) -> float:
+    if not (number := float(text)) > 0 or math.isinf(number):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+    return number
+
+
+def _share(text: str) -> float:
+    if (number := _above_zero(text)) > 1:
+        raise argparse.ArgumentTypeError(f"expected a share of at most 1, found {text}")
+    return number
 
 
 def _seconds(text: str) -> float:

@@ -15,6 +15,7 @@ from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer
 from miles_async.commands.keep_running import keep_running
+from miles_async.runtime.device import choose_device
 from miles_async.runtime.last_resort import sigterm_interrupts
 from miles_async.runtime.ray_address import VARIABLE, with_ray_address
 
@@ -39,7 +40,8 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     prompts = check_prompts(arguments)
     if parsed.dry_run:
         notes = check_tokenizer(arguments)
-        show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n")
+        memory = _memory(arguments)  # before anything is shown: it may refuse
+        show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n" + memory)
         return 0
     if arguments.checkpoint.max_run_restarts:
         run_dir, staging = arguments.observability.run_dir, arguments.weights.weight_staging_dir
@@ -49,6 +51,18 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     from miles_async.wiring.driver import run  # here, since it brings torch and Ray with it
 
     return run(arguments)
+
+
+def _memory(arguments: Arguments) -> str:
+    """Return the tables of memory where GPUs are meant; a CPU run takes what the machine has."""
+    cluster = arguments.cluster
+    if arguments.model.train_backend != "megatron" or (
+        cluster.gpu_memory_gb is None and choose_device(cluster.device) == "cpu"
+    ):
+        return ""
+    from miles_async.commands.memory import memory_report  # here, since it brings torch with it
+
+    return memory_report(arguments)
 
 
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:

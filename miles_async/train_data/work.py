@@ -1,6 +1,8 @@
-"""Compute cost of a sequence: one part is linear in its tokens, attention is quadratic."""
+"""Work of a model, from config.json: of a sequence one part is linear in its tokens, attention is quadratic."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +11,43 @@ from miles_async.arguments.model import EXPERT_COUNTS
 from miles_async.types import JsonObject
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWork:
+    """Sizes of a model that work and traffic depend on. Norms and biases are left out."""
+
+    weights: int  # all; an embedding that the output layer doesn't share counts too
+    passed_weights: int  # those that one token is multiplied with: some of a mixture's experts, no embedding
+    routed_weights: int  # those of all experts that a router chooses from
+    expert_share: float  # of them, that one token passes through
+    pair: int  # multiplications of attention per pair of tokens
+
+    def sequence_flops(self, tokens: float) -> float:
+        """Multiplications of a causal forward pass of one sequence; half of the pairs are masked."""
+        return tokens * self.passed_weights + tokens**2 / 2 * self.pair
+
+    def touched_weights(self, tokens: int) -> float:
+        """Weights that ``tokens`` single tokens read together, if each chooses its experts by chance."""
+        touched = 1 - (1 - self.expert_share) ** tokens
+        return self.passed_weights + self.routed_weights * (touched - self.expert_share)
+
+
+def model_work(config: JsonObject) -> ModelWork | None:
+    """None if ``config`` (config.json) lacks sizes."""
+    if not all(config.get(name) for name in NEEDED):
+        return None
+    per_layer, per_pair = _latent_attention(config) if config.get("kv_lora_rank") else _attention(config)
+    layers, vocabulary = config["num_hidden_layers"], config["hidden_size"] * config["vocab_size"]
+    shared, routed, share = _feed_forward(config)
+    always = layers * per_layer + shared + vocabulary
+    return ModelWork(
+        weights=always + routed + (0 if config.get("tie_word_embeddings") else vocabulary),
+        passed_weights=always + round(routed * share),
+        routed_weights=routed,
+        expert_share=share,
+        pair=layers * per_pair,
+    )
 
 
 def sequence_work(lengths: npt.ArrayLike, quadratic: float) -> npt.NDArray[np.float64]:
@@ -23,12 +62,8 @@ def quadratic_work(config: JsonObject) -> float:
     In a sequence of 1 / quadratic tokens attention costs as much as all weights together. The backward pass doubles
     both, and so changes nothing. 0 if ``config`` (config.json) lacks sizes: work is the number of tokens then.
     """
-    if not all(config.get(name) for name in NEEDED):
-        return 0.0
-    per_layer, per_pair = _latent_attention(config) if config.get("kv_lora_rank") else _attention(config)
-    layers = config["num_hidden_layers"]
-    weights = layers * per_layer + _feed_forward(config) + config["hidden_size"] * config["vocab_size"]
-    return float(layers * per_pair / 2 / weights)  # half of the pairs are masked
+    work = model_work(config)
+    return 0.0 if work is None else work.pair / 2 / work.passed_weights
 
 
 def _attention(config: JsonObject) -> tuple[int, int]:
@@ -50,14 +85,14 @@ def _latent_attention(config: JsonObject) -> tuple[int, int]:
     return weights, heads * (key + value)
 
 
-def _feed_forward(config: JsonObject) -> int:
-    """Feed-forward weights of all layers that one token passes through: some of a mixture's experts."""
+def _feed_forward(config: JsonObject) -> tuple[int, int, float]:
+    """All layers: (weights of every token, weights of routed experts, the share of these that one token takes)."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     dense = 3 * hidden * config["intermediate_size"]
     experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
     if not experts:
-        return int(layers * dense)
+        return layers * dense, 0, 0.0
     first_dense = config.get("first_k_dense_replace") or 0
-    passed = config["num_experts_per_tok"] + (config.get("n_shared_experts") or 0)
-    mixture = hidden * (experts + 3 * config["moe_intermediate_size"] * passed)
-    return int(first_dense * dense + (layers - first_dense) * mixture)
+    mixtures, expert = layers - first_dense, 3 * hidden * config["moe_intermediate_size"]
+    shared = mixtures * (hidden * experts + expert * (config.get("n_shared_experts") or 0))
+    return first_dense * dense + shared, mixtures * experts * expert, config["num_experts_per_tok"] / experts

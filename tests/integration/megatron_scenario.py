@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from miles_async.algorithms.objective import make_objective
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.backend import MegatronBackend
 from tests.integration.toy_batches import to_shards, toy_samples
@@ -38,6 +38,7 @@ class Layout:
     world_size: int = 1
     tensor: int = 1
     pipeline: int = 1
+    first_stage_layers: int | None = None
     expert: int = 1
     expert_tensor: int | None = None
     sequence_parallel: bool = True
@@ -66,6 +67,7 @@ def make_backend(
     algorithm: AlgorithmArguments = PLAIN,
     *,
     bf16: bool = False,
+    recompute: RecomputeGranularity | None = None,
     **optimizer: Any,
 ) -> MegatronBackend:
     return MegatronBackend(
@@ -77,10 +79,12 @@ def make_backend(
             hf_checkpoint=directory,
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            decoder_first_pipeline_num_layers=layout.first_stage_layers,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,
             sequence_parallel=layout.sequence_parallel,
             bf16=bf16,
+            recompute_granularity=recompute,
         ),
         optimizer=OptimizerArguments(**({"lr": LR} | optimizer)),
         total_steps=10,

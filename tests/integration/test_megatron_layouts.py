@@ -35,11 +35,13 @@ LAYOUTS = {
     "tp2-sequence-parallel": Layout(world_size=2, tensor=2),
     "tp2": Layout(world_size=2, tensor=2, sequence_parallel=False, micro_batches=2),
     "pp2": Layout(world_size=2, pipeline=2, micro_batches=2),
+    "pp2-unequal": Layout(world_size=2, pipeline=2, first_stage_layers=2, micro_batches=2),
     "ep2": Layout(world_size=2, expert=2, micro_batches=2),
     "tp2-ep2": Layout(world_size=2, tensor=2, expert=2, expert_tensor=1),
     "tp2-ep2-etp2": Layout(world_size=4, tensor=2, expert=2, expert_tensor=2, micro_batches=2),
 }
 DENSE = tuple(name for name in FAMILIES if name not in MIXTURES)
+THREE_LAYERS = {"qwen3-three-layers": "qwen3", "deepseek-v3-three-layers": "deepseek-v3"}
 MODELS = {
     "one-rank": FAMILIES,
     "one-rank-3-micro-batches": ("qwen3", "qwen3-moe"),
@@ -47,6 +49,7 @@ MODELS = {
     "tp2-sequence-parallel": FAMILIES,
     "tp2": DENSE,  # megatron trains experts under tensor parallelism only with sequence parallelism
     "pp2": FAMILIES,
+    "pp2-unequal": THREE_LAYERS,
     "ep2": MIXTURES,
     "tp2-ep2": MIXTURES,
     "tp2-ep2-etp2": MIXTURES,
@@ -60,13 +63,15 @@ Ranks = list[Observed]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     root = tmp_path_factory.mktemp("models")
+    directories = {name: save_tiny(name, root / name) for name in FAMILIES}
+    directories |= {name: save_tiny(family, root / name, num_hidden_layers=3) for name, family in THREE_LAYERS.items()}
     return {
         name: Training(
-            save_tiny(name, root / name),
+            directory,
             algorithm=ALGORITHMS.get(name, PLAIN),
             optimizer_steps=2 if name in ("qwen3", "qwen3-tied") else 1,
         )
-        for name in FAMILIES
+        for name, directory in directories.items()
     }
 
 

@@ -63,10 +63,8 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
         if count is not None and count % tensor:
             raise ConfigurationError(f"--tensor-model-parallel-size {tensor} does not divide {name} {count}")
     layers = config.get("num_hidden_layers")
-    if layers is not None and layers % pipeline:
-        raise ConfigurationError(
-            f"--pipeline-model-parallel-size {pipeline} does not divide num_hidden_layers {layers}"
-        )
+    if layers is not None:
+        model.stage_layers(layers)
     _check_expert_layout(config, model, world_size)
 
 

@@ -66,6 +66,9 @@ class SdpaAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[b, s, h, d] → [b, s, h, d]."""
+        width = value.shape[-1]
+        if width < key.shape[-1]:  # latent attention; only equal widths get a kernel that keeps no scores [s, s]
+            value = F.pad(value, (0, key.shape[-1] - width))
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out = F.scaled_dot_product_attention(
             query,
@@ -76,7 +79,7 @@ class SdpaAttention(MegatronModule):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out.transpose(1, 2)
+        return out[..., :width].transpose(1, 2)
 
 
 def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -57,7 +57,7 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
     bridge = AutoBridge.from_hf_pretrained(str(directory))
     config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
     hf_config.check_model(config, directory)
-    provider = _provider(bridge, config, model, platform)
+    provider = make_provider(bridge, config, model, platform, load_weights=True)
 
     def prepare(modules: list[Module]) -> list[Module]:
         for module in modules:
@@ -133,8 +133,11 @@ def make_optimizer(
     return optimizer, scheduler
 
 
-def _provider(bridge: AutoBridge, config: JsonObject, model: ModelArguments, platform: Platform) -> GPTModelProvider:
-    provider = bridge.to_megatron_provider(load_weights=True)
+def make_provider(
+    bridge: AutoBridge, config: JsonObject, model: ModelArguments, platform: Platform, *, load_weights: bool
+) -> GPTModelProvider:
+    """Return what builds this rank's modules. ``config``: config.json with transformers' defaults filled in."""
+    provider = bridge.to_megatron_provider(load_weights=load_weights)
     for name, value in hf_config.provider_fields(config).items():
         setattr(provider, name, value)
     # The bridge (0.3) skips initialisation, as the weights are loaded anyway; but only initialisation marks
@@ -143,6 +146,8 @@ def _provider(bridge: AutoBridge, config: JsonObject, model: ModelArguments, pla
     provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
     provider.tensor_model_parallel_size = model.tensor_model_parallel_size
     provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size
+    provider.num_layers_in_first_pipeline_stage = model.decoder_first_pipeline_num_layers
+    provider.num_layers_in_last_pipeline_stage = model.decoder_last_pipeline_num_layers
     provider.expert_model_parallel_size = model.expert_model_parallel_size
     provider.expert_tensor_parallel_size = model.expert_tensor_size
     provider.sequence_parallel = model.sequence_parallel and model.tensor_model_parallel_size > 1

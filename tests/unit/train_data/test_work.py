@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from miles_async.train_data.balance import balance, exchanged, largest_differencing
-from miles_async.train_data.work import quadratic_work, sequence_work
+from miles_async.train_data.work import ModelWork, model_work, quadratic_work, sequence_work
 from tests.integration.tiny_models import FAMILIES
 
 
@@ -129,3 +129,43 @@ def test_a_large_batch_is_shared_out_in_no_time() -> None:
     started = time.perf_counter()
     balance(lengths, sequence_work(lengths, 1 / 27_000), 64, 16_384)
     assert time.perf_counter() - started < 5  # 0.3 s when alone; quadratic would be minutes
+
+
+DEEPSEEK_V3 = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "intermediate_size": 18432,
+    "vocab_size": 129280, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "passed"),
+    [
+        ({}, 671e9, 37e9),
+        # Kimi-K2: more experts, fewer heads
+        (
+            {"n_routed_experts": 384, "num_attention_heads": 64, "vocab_size": 163840, "first_k_dense_replace": 1},
+            1.03e12,
+            32e9,
+        ),
+    ],
+)
+def test_sizes_of_published_models(changes: dict[str, int], weights: float, passed: float) -> None:
+    """As their reports give them, rounded."""
+    work = model_work(DEEPSEEK_V3 | changes)
+    assert work is not None
+    assert work.weights == pytest.approx(weights, rel=0.01)
+    assert work.passed_weights == pytest.approx(passed, rel=0.02)
+
+
+def test_many_tokens_touch_all_experts() -> None:
+    work = model_work(DEEPSEEK_V3)
+    assert work is not None
+    assert work.touched_weights(1) == pytest.approx(work.passed_weights)
+    assert work.touched_weights(10_000) == pytest.approx(work.weights - 7168 * 129280)  # but for the embedding
+
+
+def test_sequence_flops_are_linear_and_quadratic() -> None:
+    work = ModelWork(weights=100, passed_weights=10, routed_weights=0, expert_share=0.0, pair=6)
+    assert work.sequence_flops(4) == 4 * 10 + 16 * 3

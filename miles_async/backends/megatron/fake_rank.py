@@ -1,0 +1,199 @@
+"""Measure what one rank of each pipeline stage would need, without allocating it.
+
+The real Megatron model of the rank is built from fake tensors in a fake process group of the full world size, and runs
+forward and backward on one micro-batch, while the bytes of live tensors are counted. No weights are read, no other rank
+exists: a layout of 256 ranks takes seconds on a laptop.
+
+What stands in for the real thing: host layers for Transformer Engine's (which keep less between forward and backward
+where they fuse), one sequence of all the tokens for a packed micro-batch (attention keeps no scores either way), and
+experts that get equal numbers of tokens (real routing gives some ranks more).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import megatron.core.tensor_parallel.random as megatron_random
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, PretrainedConfig
+
+from miles_async.backends.megatron import dtypes
+from miles_async.backends.megatron.memory import StageMemory, StageRequest
+from miles_async.backends.megatron.model import make_provider
+from miles_async.backends.megatron.packing import pack_sequences
+from miles_async.backends.megatron.platform import Platform
+from miles_async.backends.megatron.scores import token_entropy, token_logprobs
+from miles_async.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron.bridge.models import GPTModelProvider
+    from torch.nn import Module
+
+
+def measure_stages(request: StageRequest, platform: Platform) -> list[StageMemory]:
+    """Measure a rank of every pipeline stage, of stages that are alike only the first, which keeps the most.
+
+    Needs a process of its own: it takes the default process group. Raises ConfigurationError if Megatron cannot build
+    the model so.
+    """
+    try:
+        config = AutoConfig.from_pretrained(request.directory)
+        return [_measure(request, platform, config, stages) for stages in _alike(request, platform, config)]
+    except (AssertionError, ValueError) as error:  # how Megatron says that a layout is not for a model
+        raise ConfigurationError(f"Megatron cannot build {request.directory / 'config.json'} so: {error}") from error
+
+
+def _alike(request: StageRequest, platform: Platform, config: PretrainedConfig) -> Iterator[range]:
+    """Runs of pipeline stages with the same kinds of layers."""
+    provider = _provider(request, platform, config)
+    remaining, layers = iter(moe_layers(provider)), request.model.stage_layers(provider.num_layers)
+    count = len(layers)
+    kinds = [
+        (stage == 0, stage == count - 1, tuple(itertools.islice(remaining, layers[stage]))) for stage in range(count)
+    ]
+    for _, stages in itertools.groupby(range(count), key=kinds.__getitem__):
+        numbers = list(stages)
+        yield range(numbers[0], numbers[-1] + 1)
+
+
+def moe_layers(provider: GPTModelProvider) -> list[bool]:
+    """Which layers are mixtures of experts."""
+    frequency = provider.moe_layer_freq
+    if not provider.num_moe_experts:
+        return [False] * provider.num_layers
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(provider.num_layers)]
+    return [bool(layer) for layer in frequency]
+
+
+def _provider(request: StageRequest, platform: Platform, config: PretrainedConfig) -> GPTModelProvider:
+    bridge = AutoBridge.from_hf_config(config)
+    provider = make_provider(bridge, config.to_dict(), request.model, platform, load_weights=False)
+    provider.perform_initialization, provider.use_cpu_initialization = False, True
+    if provider.num_moe_experts:
+        # Every expert takes the mean number of tokens: shapes that don't depend on the router's choice.
+        provider.moe_expert_capacity_factor, provider.moe_pad_expert_input_to_capacity = 1.0, True
+    return provider
+
+
+def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig, stages: range) -> StageMemory:
+    model, count = request.model, _num_stages(request)
+    rank = request.world_size // count * stages.start
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.world_size)
+    try:
+        provider = _provider(request, platform, config)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=model.tensor_model_parallel_size,
+            pipeline_model_parallel_size=count,
+            expert_model_parallel_size=model.expert_model_parallel_size,
+            expert_tensor_parallel_size=model.expert_tensor_size,
+            create_gloo_process_groups=False,  # the fake backend has no gloo side
+        )
+        last = stages.stop == count
+        with _without_values(), FakeTensorMode(allow_non_fake_inputs=True):
+            module = provider.provide(pre_process=stages.start == 0, post_process=last)
+            dtypes.enforce(module, provider.params_dtype)
+            kept, peak = _forward_backward(module, provider, request, last=last)
+            sizes = [(".experts." in name, parameter.numel()) for name, parameter in module.named_parameters()]
+        return StageMemory(
+            stages=stages,
+            parameters=sum(size for expert, size in sizes if not expert),
+            expert_parameters=sum(size for expert, size in sizes if expert),
+            kept=kept,
+            peak=peak,
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _forward_backward(
+    module: Module, provider: GPTModelProvider, request: StageRequest, *, last: bool
+) -> tuple[int, int]:
+    """Bytes kept after the forward pass, and at the peak of both passes."""
+    for parameter in module.parameters():
+        # As DistributedDataParallel does, which adds a gradient to its buffer and lets it go.
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    share = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
+    tokens = -(-request.tokens // share) * share
+    with LiveBytes(but=[*module.parameters(), *module.buffers()]) as live:
+        if not module.pre_process:
+            hidden = torch.empty(tokens // share, 1, provider.hidden_size, dtype=provider.params_dtype)
+            module.set_input_tensor(hidden.requires_grad_())  # type: ignore[operator]
+        output = module(torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None], None)
+        loss = _loss(output, request) if last else output.sum()
+        del output  # as Megatron's schedule does
+        kept = live.now
+        loss.backward()
+    return kept, live.most
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made while it is on, until they go; views of ``but`` are none.
+
+    torch's MemTracker gives the same sums and keeps books for every module, which takes most of the time.
+    """
+
+    def __init__(self, but: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in but)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(storage)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def _loss(logits: torch.Tensor, request: StageRequest) -> torch.Tensor:
+    """Sum of what a loss is made of: log-probs and, if asked for, entropy. ``logits``: [1, T, V / TP]."""
+    packed = pack_sequences([[0] * logits.shape[1]], align=1, device=torch.device("cpu"))
+    if request.entropy:
+        token_entropy(logits, packed, request.temperature)
+    return token_logprobs(logits, packed, request.temperature).sum()
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Replace the two places of megatron-core (0.16) that read a tensor's value, which a fake one has not."""
+
+    def by_one_expert(self: Any, hidden: torch.Tensor, _: object, probs: torch.Tensor) -> object:
+        # The sizes are those of all experts with equal shares of the tokens.
+        return self.local_experts[0](hidden, probs)
+
+    with (
+        mock.patch.object(megatron_random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
+        mock.patch.object(SequentialMLP, "forward", by_one_expert),
+    ):
+        yield
+
+
+def _num_stages(request: StageRequest) -> int:
+    return request.model.pipeline_model_parallel_size

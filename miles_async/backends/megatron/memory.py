@@ -1,0 +1,133 @@
+"""Memory of trainer ranks, known before a machine is rented: per pipeline stage, from Megatron's own model.
+
+:func:`measure` runs :mod:`miles_async.backends.megatron.fake_rank` in a process of its own; the rest is arithmetic of
+what Megatron's optimizer keeps. Light to import.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_async.arguments.model import ModelArguments
+from miles_async.errors import ConfigurationError
+
+MEASURE_SECONDS = 600.0  # a deadline, not an estimate: most models take less than ten
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRequest:
+    """The ranks whose memory is asked for."""
+
+    directory: Path  # with config.json; weights are not read
+    model: ModelArguments
+    world_size: int
+    tokens: int  # of one micro-batch
+    temperature: float
+    entropy: bool  # the loss asks for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """One rank of a pipeline stage: elements of parameters, bytes of activations."""
+
+    stages: range  # pipeline stages that are alike
+    parameters: int  # but for the experts'
+    expert_parameters: int
+    kept: int  # bytes from a micro-batch's forward pass that its backward pass needs
+    peak: int  # bytes at most at one time in both passes, kept ones included; no parameters, no gradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """Bytes on one trainer rank of a pipeline stage."""
+
+    stages: range
+    weights: int
+    gradients: int  # fp32 buffers of DistributedDataParallel
+    optimizer: int  # this rank's shard: Adam's moments, and the fp32 weights of a bf16 model
+    reference: int  # weights of a frozen model
+    activations: int  # of all micro-batches that are under way at once
+    staging: int  # one bucket of exported weights
+
+    @property
+    def total(self) -> int:
+        return sum((self.weights, self.gradients, self.optimizer, self.reference, self.activations, self.staging))
+
+
+def measure(request: StageRequest) -> list[StageMemory]:
+    """Measure the stages in a child process: about ten seconds. Raises ConfigurationError if Megatron refuses them."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_child) as pool:
+        try:
+            return pool.submit(_measure, request).result(timeout=MEASURE_SECONDS)
+        except FutureTimeoutError as error:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise ConfigurationError(f"measuring the trainer's memory took over {MEASURE_SECONDS:g} s") from error
+        except BrokenProcessPool as error:
+            raise ConfigurationError("measuring the trainer's memory failed: its process died") from error
+
+
+def rank_bytes(
+    stage: StageMemory, model: ModelArguments, world_size: int, *, reference: bool, bucket: int
+) -> RankBytes:
+    """Sum up one rank. ``bucket``: bytes of ``--update-weight-buffer-size``.
+
+    Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
+    bf16 weights and Adam's two moments over data-parallel ranks (megatron-core 0.16); 1F1B keeps the activations of as
+    many micro-batches as stages follow.
+    """
+    per_weight = 2 if model.bf16 else 4
+    per_shard = 12 if model.bf16 else 8
+    replicas = world_size // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
+    expert_replicas = world_size // (
+        model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+    )
+    parameters = stage.parameters + stage.expert_parameters
+    weights = per_weight * parameters
+    under_way = model.pipeline_model_parallel_size - stage.stages.start
+    return RankBytes(
+        stages=stage.stages,
+        weights=weights,
+        gradients=4 * parameters,
+        optimizer=per_shard * (-(-stage.parameters // replicas) + -(-stage.expert_parameters // expert_replicas)),
+        reference=weights if reference else 0,
+        activations=stage.peak + (under_way - 1) * stage.kept,
+        staging=bucket,
+    )
+
+
+def model_parameters(stages: Sequence[StageMemory], model: ModelArguments) -> int:
+    """Parameters of the whole model. What tensor-parallel ranks share, norms and routers, counts once per rank."""
+    return sum(
+        len(stage.stages)
+        * (
+            stage.parameters * model.tensor_model_parallel_size
+            + stage.expert_parameters * model.expert_tensor_size * model.expert_model_parallel_size
+        )
+        for stage in stages
+    )
+
+
+def _measure(request: StageRequest) -> list[StageMemory]:
+    from miles_async.backends.megatron.platform import Platform
+
+    platform = Platform.cpu()
+    platform.prepare(0)  # before the first import of megatron
+    from miles_async.backends.megatron.fake_rank import measure_stages
+
+    return measure_stages(request, platform)
+
+
+def _prepare_child() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the platform is the host's: fake tensors need no device
+    warnings.simplefilter("ignore")  # what Megatron lacks on a CPU does not matter here
+    logging.disable(logging.WARNING)

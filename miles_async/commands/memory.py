@@ -1,0 +1,116 @@
+"""Memory that a run needs per GPU: ``miles-async plan --memory``, and a part of ``miles-async train --dry-run``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from miles_async.algorithms.objective import make_objective
+from miles_async.arguments import Arguments
+from miles_async.arguments.prompt_limit import engine_context
+from miles_async.backends.megatron.memory import RankBytes, StageRequest, measure, model_parameters, rank_bytes
+from miles_async.commands.engine_memory import GIB, EngineBytes, engine_bytes
+from miles_async.errors import ConfigurationError
+
+NOTES = """\
+Counted with Megatron's own model on fake tensors: host layers, where Transformer Engine's fuse some; one sequence of
+--max-tokens-per-gpu tokens; experts that get equal shares. Not counted: CUDA's context, NCCL's buffers, fragmentation.
+"""
+
+
+def memory_report(arguments: Arguments) -> str:
+    """Return tables for trainer ranks and engines. Raises ConfigurationError if ``--gpu-memory-gb`` is too little."""
+    directory, model = arguments.model.hf_checkpoint, arguments.model
+    assert directory is not None
+    world_size, needs = arguments.cluster.trainer_world_size, make_objective(arguments.algorithm).needs
+    stages = measure(
+        StageRequest(
+            directory=directory,
+            model=model,
+            world_size=world_size,
+            tokens=arguments.optimizer.max_tokens_per_gpu,
+            temperature=arguments.rollout.rollout_temperature,
+            entropy="entropy" in needs,
+        )
+    )
+    ranks = [
+        rank_bytes(
+            stage,
+            model,
+            world_size,
+            reference="ref_logprobs" in needs,
+            bucket=arguments.weights.update_weight_buffer_size,
+        )
+        for stage in stages
+    ]
+    engines = list(engine_bytes(arguments, model_parameters(stages, model)))
+    problems = list(_problems(arguments, ranks, engines))
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+    return _text(arguments, ranks, engines)
+
+
+def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[EngineBytes]) -> Iterator[str]:
+    memory = arguments.cluster.gpu_memory_gb
+    if memory is None:
+        return
+    fullest = max(ranks, key=lambda rank: rank.total)
+    if fullest.total > memory * GIB:
+        yield (
+            f"a trainer rank of pipeline stage {fullest.stages.start} needs {_gib(fullest.total)} GiB and "
+            f"--gpu-memory-gb is {memory:g}: weights {_gib(fullest.weights)}, gradients {_gib(fullest.gradients)}, "
+            f"optimizer {_gib(fullest.optimizer)}, reference {_gib(fullest.reference)}, activations "
+            f"{_gib(fullest.activations)}; raise --tensor-model-parallel-size, --pipeline-model-parallel-size or "
+            "--actor-num-nodes, lower --max-tokens-per-gpu, or give --recompute-granularity full"
+        )
+    longest = _longest_sample(arguments)
+    for engine in engines:
+        if engine.cache_tokens is not None and engine.cache_tokens < longest:
+            yield (
+                f"an engine of group {engine.group.name} has room for {engine.cache_tokens} tokens beside "
+                f"{_gib(engine.weights)} GiB of weights per GPU, and a sample may have {longest}: give it more GPUs "
+                "(--rollout-num-gpus-per-engine or gpus_per_engine), or lower --rollout-max-response-len"
+            )
+
+
+def _longest_sample(arguments: Arguments) -> int:
+    longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
+    context = engine_context(arguments)
+    return longest if context is None else min(longest, context.tokens)
+
+
+def _text(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[EngineBytes]) -> str:
+    fullest = max(ranks, key=lambda rank: rank.total)
+    trainer = Table(
+        "stage", "weights", "gradients", "optimizer", "reference", "activations", "staging", "sum",
+        title=f"Trainer, GiB per rank, micro-batches of {arguments.optimizer.max_tokens_per_gpu} tokens",
+    )  # fmt: skip
+    for rank in ranks:
+        numbers = (
+            rank.weights, rank.gradients, rank.optimizer, rank.reference, rank.activations, rank.staging, rank.total,
+        )  # fmt: skip
+        first, last = rank.stages.start, rank.stages.stop - 1
+        name = f"{first}" if first == last else f"{first} to {last}"
+        trainer.add_row(name + (" (fullest)" if rank is fullest and len(ranks) > 1 else ""), *map(_gib, numbers))
+    served = Table("group", "GPUs each", "weights, GiB", "cache, bytes per token", "tokens", title="Engines, per GPU")
+    for engine in engines:
+        tokens = "with --gpu-memory-gb" if engine.cache_tokens is None else f"{engine.cache_tokens:,}"
+        served.add_row(
+            engine.group.name,
+            str(engine.group.gpus_per_engine),
+            _gib(engine.weights),
+            f"{engine.cache_per_token:,}" if engine.cache_per_token else "unknown",
+            tokens,
+        )
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(trainer)
+        if engines:
+            console.print(served)
+    return capture.get() + NOTES
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f}" if count >= GIB / 10 or not count else f"{count / GIB:.2g}"

@@ -1,0 +1,141 @@
+"""Memory told before a run, against what real ranks take."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from miles_async.arguments.model import ModelArguments, RecomputeGranularity
+from miles_async.backends.megatron.memory import StageRequest, measure, model_parameters, rank_bytes
+from miles_async.errors import ConfigurationError
+from miles_async.types import TrainShard
+from tests.integration.megatron_scenario import Layout, make_backend
+from tests.integration.rank_processes import run_ranks
+from tests.integration.tiny_models import save_tiny
+from tests.integration.toy_batches import ToySample, to_shards
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+TOKENS = 2048
+VOCABULARY = 16384
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+WITHIN = 0.1  # of what was told
+MMAP_THRESHOLD = -3  # of malloc.h
+
+Recompute = RecomputeGranularity | None
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "small": save_tiny("qwen3", root / "small"),
+        "dense": save_tiny("qwen3", root / "dense", **SIZES),
+        "mixture": save_tiny("qwen3-moe", root / "mixture", **SIZES, moe_intermediate_size=512, num_experts=8),
+    }
+
+
+def request(directory: Path, world_size: int = 1, *, bf16: bool = False, **model: Any) -> StageRequest:
+    return StageRequest(
+        directory=directory,
+        model=ModelArguments(bf16=bf16, **model),
+        world_size=world_size,
+        tokens=TOKENS,
+        temperature=1.0,
+        entropy=False,
+    )
+
+
+def _real_rank(
+    rank: int, world_size: int, store: dist.Store, directories: list[Path], layout: Layout, recompute: Recompute
+) -> tuple[int, int]:
+    """(Elements of parameters; bytes at the peak of a step) of the last model; the first one has warmed up all else."""
+    # Freed memory goes back at once: what is resident is what is in use.
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)
+    parameters = peak = 0
+    for index, directory in enumerate(directories):
+        gc.collect()
+        before = _resident("VmRSS")
+        backend = make_backend(
+            rank, world_size, dist.PrefixStore(f"{index}", store), directory, layout, recompute=recompute
+        )
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts over
+        backend.train(_one_long_sample(TOKENS if directory == directories[-1] else 64))
+        peak = _resident("VmHWM") - before
+        parameters = sum(parameter.numel() for module in backend._model.modules for parameter in module.parameters())
+        backend.close()
+        del backend
+    return parameters, peak
+
+
+def _one_long_sample(tokens: int) -> TrainShard:
+    sample = ToySample(
+        tokens=np.random.default_rng(0).integers(0, 64, tokens).astype(np.int32),
+        loss_mask=np.ones(tokens, np.uint8),
+        rollout_logprobs=np.full(tokens, -9.0, np.float32),
+        weight_versions=np.full(tokens, 3, np.int32),
+        advantage=1.0,
+    )
+    return to_shards([[sample]], dp_size=1, micro_batches=1)[0]
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+CASES = {
+    "dense": ("dense", 1, None),
+    "dense-recomputed": ("dense", 1, "full"),
+    "dense-tp2": ("dense", 2, None),
+    "mixture": ("mixture", 1, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path]) -> None:
+    family, world_size, recompute = CASES[case]
+    layout = Layout(world_size=world_size, tensor=world_size)
+    parameters, peak = run_ranks(world_size, _real_rank, [models["small"], models[family]], layout, recompute)[0]
+    asked = request(models[family], world_size, tensor_model_parallel_size=world_size, recompute_granularity=recompute)
+    stage = measure(asked)[0]
+    told = rank_bytes(stage, asked.model, world_size, reference=False, bucket=0)
+    assert stage.parameters + stage.expert_parameters == parameters
+    assert peak == pytest.approx(told.total, rel=WITHIN)
+
+
+def test_stages_and_ranks_add_up_to_the_model(models: dict[str, Path]) -> None:
+    """Split in every way, a mixture has the parameters of the unsplit one, but for what ranks have copies of."""
+    whole = measure(request(models["mixture"]))
+    split = request(
+        models["mixture"],
+        32,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    )
+    stages = measure(split)
+    assert [stage.stages for stage in stages] == [range(1), range(1, 3), range(3, 4)]
+    alone = model_parameters(whole, ModelArguments())
+    copies = model_parameters(stages, split.model) - alone
+    assert 0 < copies < 0.01 * alone  # norms and routers
+    assert sum(stage.expert_parameters * len(stage.stages) for stage in stages) * 4 == whole[0].expert_parameters
+
+
+def test_what_megatron_cannot_build_is_an_error(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        measure(request(models["dense"], 3, tensor_model_parallel_size=3))

@@ -1,0 +1,74 @@
+"""Durations by arithmetic, against the same arithmetic done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from miles_async.simulation.distributions import Fixed, LogNormal
+from miles_async.simulation.estimates import Assumptions, Gpu, Job, describe, estimate
+from miles_async.train_data.work import ModelWork
+
+GPU = Gpu(flops=1e12, bandwidth=1e9)
+WORK = ModelWork(weights=1000, passed_weights=400, routed_weights=800, expert_share=0.25, pair=2)
+ASSUMED = Assumptions(mfu=0.5, decode_use=0.25, link=100.0, copy=50.0, cpu_per_sample=0.001)
+JOB = Job(
+    samples=10,
+    prompt_tokens=20,
+    trainer_gpus=4,
+    senders=2,
+    recompute=False,
+    scoring_passes=0,
+    engine_gpus=2,
+    slots=3,
+    cache_tokens=None,
+    bytes_per_weight=2,
+    cache_per_token=8,
+)
+TOKENS = Fixed(80.0)
+
+
+def test_training() -> None:
+    flops = 2 * 10 * (100 * 400 + 100 * 100 / 2 * 2)  # of a forward pass over 10 sequences of 100 tokens
+    assert estimate(JOB, WORK, GPU, TOKENS, ASSUMED).train_seconds == pytest.approx(3 * flops / (4 * 1e12 * 0.5))
+    more = replace(JOB, recompute=True, scoring_passes=2)
+    assert estimate(more, WORK, GPU, TOKENS, ASSUMED).train_seconds == pytest.approx(6 * flops / (4 * 1e12 * 0.5))
+
+
+def test_weights_travel_from_all_senders_at_the_same_time() -> None:
+    found = estimate(JOB, WORK, GPU, TOKENS, ASSUMED)
+    assert (found.publish_seconds, found.stage_seconds) == (2000 / 2 / 100, 2000 / 2 / 50)
+
+
+def test_decoding_reads_weights_and_cache_once_per_token() -> None:
+    touched = 400 + 800 * (1 - 0.75**3 - 0.25)  # 3 tokens choose a quarter of the experts each
+    read = touched * 2 + 3 * (20 + 40) * 8  # on average, half of the response is in the cache
+    found = estimate(JOB, WORK, GPU, TOKENS, ASSUMED)
+    assert found.token_seconds == pytest.approx(read / (2 * 1e9 * 0.25))
+    assert found.response == Fixed(80 * found.token_seconds)
+
+
+def test_decoding_with_slow_arithmetic() -> None:
+    slow = Gpu(flops=1e3, bandwidth=1e9)
+    found = estimate(JOB, WORK, slow, TOKENS, ASSUMED)
+    assert found.token_seconds == pytest.approx(2 * 3 * 400 / (2 * 1e3 * 0.5))
+
+
+@pytest.mark.parametrize(("room", "slots"), [(None, 3), (179, 2), (180, 3), (10_000, 3), (10, 1)])
+def test_the_cache_bounds_the_requests_of_an_engine(room: int | None, slots: int) -> None:
+    assert estimate(replace(JOB, cache_tokens=room), WORK, GPU, TOKENS, ASSUMED).slots == slots
+
+
+def test_lengths_keep_their_spread() -> None:
+    found = estimate(JOB, WORK, GPU, LogNormal(80.0, 0.5, 160.0), ASSUMED)
+    assert isinstance(found.response, LogNormal)
+    assert found.response.median == pytest.approx(80 * found.token_seconds)
+    assert found.response.longest == pytest.approx(160 * found.token_seconds)
+    assert found.response.sigma == 0.5
+
+
+def test_assumptions_are_told() -> None:
+    text = describe(estimate(JOB, WORK, GPU, TOKENS, ASSUMED), ASSUMED)
+    for told in ("Estimated, not measured", "50% of the GPU's", "25% of its memory's", "--mfu", "--link-gbytes"):
+        assert told in text

@@ -1,0 +1,44 @@
+"""Bytes of a trainer rank from what was measured of its stage, by hand-made numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.arguments.model import ModelArguments
+from miles_async.backends.megatron.memory import StageMemory, model_parameters, rank_bytes
+
+STAGE = StageMemory(stages=range(1, 3), parameters=1000, expert_parameters=8000, kept=70, peak=100)
+MODEL = ModelArguments(
+    bf16=True,
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=4,
+    expert_model_parallel_size=4,
+    expert_tensor_parallel_size=1,
+)
+
+
+def test_parts_of_a_rank() -> None:
+    """64 ranks: dense parameters are on 8 replicas, those of experts on 4."""
+    found = rank_bytes(STAGE, MODEL, 64, reference=True, bucket=5)
+    assert found.weights == found.reference == 2 * 9000
+    assert found.gradients == 4 * 9000
+    assert found.optimizer == 12 * (1000 // 8 + 8000 // 4)
+    assert found.activations == 100 + 2 * 70  # stages 1, 2 and 3 have a micro-batch each
+    assert found.staging == 5
+    assert found.total == 18000 * 2 + 36000 + 12 * 2125 + 240 + 5
+
+
+def test_fp32_keeps_no_second_copy_of_the_weights() -> None:
+    found = rank_bytes(STAGE, ModelArguments(), 1, reference=False, bucket=0)
+    assert (found.weights, found.optimizer, found.reference) == (4 * 9000, 8 * 9000, 0)
+
+
+def test_shards_that_do_not_divide_are_rounded_up() -> None:
+    stage = StageMemory(stages=range(1), parameters=10, expert_parameters=0, kept=0, peak=0)
+    assert rank_bytes(stage, ModelArguments(), 3, reference=False, bucket=0).optimizer == 8 * 4
+
+
+@pytest.mark.parametrize(("stages", "total"), [(range(1, 3), 2 * (1000 * 2 + 8000 * 4)), (range(1), 34000)])
+def test_parameters_of_the_whole_model(stages: range, total: int) -> None:
+    stage = StageMemory(stages=stages, parameters=1000, expert_parameters=8000, kept=0, peak=0)
+    assert model_parameters([stage], MODEL) == total

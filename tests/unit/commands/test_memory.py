@@ -1,0 +1,92 @@
+"""Tables and refusals of ``plan --memory``; what ranks take is given, not measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.cluster import ClusterArguments
+from miles_async.arguments.engines import EnginesArguments
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.backends.megatron.memory import StageMemory, StageRequest
+from miles_async.commands import memory
+
+GIB = 1 << 30
+CONFIG = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+# 1 GiB of bf16 weights, 2 of gradients, 6 of optimizer, 3 of activations.
+STAGES = [StageMemory(stages=range(1), parameters=GIB // 2, expert_parameters=0, kept=GIB, peak=3 * GIB)]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arguments:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(memory, "measure", lambda request: STAGES)
+    return Arguments(
+        cluster=ClusterArguments(device="cpu", rollout_num_gpus=4, rollout_num_gpus_per_engine=4, gpu_memory_gb=80),
+        model=ModelArguments(hf_checkpoint=tmp_path, bf16=True),
+        rollout=RolloutArguments(rollout_max_response_len=1024),
+    )
+
+
+def with_memory(arguments: Arguments, gib: float | None) -> Arguments:
+    return replace(arguments, cluster=replace(arguments.cluster, gpu_memory_gb=gib))
+
+
+def test_tables(arguments: Arguments) -> None:
+    lines = memory.memory_report(arguments).splitlines()
+    trainer = next(line for line in lines if line.startswith("│ 0 "))
+    assert [cell.strip() for cell in trainer.split("│")[2:-1]] == ["1.0", "2.0", "6.0", "0.0", "3.0", "0.5", "12.5"]
+    engine = next(line for line in lines if "engine" in line)
+    # 2 KV heads on 4 ranks: each has one of them; (0.85 × 80 − 0.25) GiB for 4 layers × 2 × 64 × 2 bytes.
+    assert [cell.strip() for cell in engine.split("│")[2:-1]] == ["4", "0.2", "1,024", f"{int(67.75 * 1024**2):,}"]
+
+
+def test_room_for_tokens_is_not_guessed(arguments: Arguments) -> None:
+    assert "with --gpu-memory-gb" in memory.memory_report(with_memory(arguments, None))
+
+
+def test_a_fraction_that_is_given_wins(arguments: Arguments) -> None:
+    given = replace(arguments, engines=EnginesArguments(sglang_extra=("--mem-fraction-static=0.5",)))
+    assert f"{int(39.75 * 1024**2):,}" in memory.memory_report(given)
+
+
+def test_ranks_that_do_not_fit_are_refused(arguments: Arguments) -> None:
+    memory.memory_report(with_memory(arguments, 12.5))
+    with pytest.raises(memory.ConfigurationError, match=r"stage 0 needs 12\.5 GiB and --gpu-memory-gb is 12\.4"):
+        memory.memory_report(with_memory(arguments, 12.4))
+
+
+def test_engines_without_room_for_a_sample_are_refused(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = StageMemory(stages=range(1), parameters=1000, expert_parameters=0, kept=0, peak=0)
+    monkeypatch.setattr(memory, "measure", lambda request: [small])
+    tight = replace(arguments, weights=replace(arguments.weights, update_weight_buffer_size=1))
+    memory.memory_report(with_memory(tight, 0.0013))  # 1,000 KiB of cache for 1,025 tokens are too little, 1,100 enough
+    with pytest.raises(memory.ConfigurationError, match="a sample may have 1025: give it more GPUs"):
+        memory.memory_report(with_memory(tight, 0.0011))
+
+
+def test_the_loss_decides_what_else_is_kept(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[StageRequest] = []
+
+    def measure(request: StageRequest) -> list[StageMemory]:
+        asked.append(request)
+        return STAGES
+
+    monkeypatch.setattr(memory, "measure", measure)
+    algorithm = replace(arguments.algorithm, use_kl_loss=True, kl_loss_coef=0.1, log_entropy=True)
+    text = memory.memory_report(replace(arguments, algorithm=algorithm))
+    trainer = next(line for line in text.splitlines() if line.startswith("│ 0 "))
+    assert trainer.split("│")[5].strip() == "1.0"  # the reference model
+    assert asked[0].entropy
