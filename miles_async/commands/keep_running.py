@@ -58,15 +58,20 @@ class RunKeeper:
         self._max_restarts = checkpoint.max_run_restarts
         self._foreign = set(map(_mark, list_checkpoints(self._save)))  # there before this run saved any
         self._restarts: list[RunRestart] = []
-        self._interrupted = False
+        self._life: asyncio.subprocess.Process | None = None
+        self._interrupted: signal.Signals | None = None
 
     async def run(self) -> int:
         """Return the exit code of the last life; 1 for one that was killed."""
         budget = RestartBudget(self._max_restarts, WINDOW_SECONDS)
         resume: tuple[str, ...] = ()
+        # Before the first life: a signal that comes as it starts is for it, too.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
         while True:
             child, status = await self._live(resume)
-            if self._interrupted:
+            if self._interrupted is not None:
                 return EXIT_INTERRUPTED
             reason = why_lost(self._run_dir, child, status)
             if reason is None:
@@ -75,7 +80,7 @@ class RunKeeper:
             if not budget.take():
                 _say(f"{reason}; it is not restarted any more: {budget} is all that --max-run-restarts allows")
                 return EXIT_FAILED
-            if self._interrupted:
+            if self._interrupted is not None:
                 return EXIT_INTERRUPTED
             resume = self._note_restart(reason)
 
@@ -86,16 +91,15 @@ class RunKeeper:
             env={**os.environ, **restarts_variable(self._restarts)},
             process_group=0,  # signals for the terminal's processes reach it through this one, once
         )
-        loop = asyncio.get_running_loop()
-        heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-        for number in heard:
-            loop.add_signal_handler(number, self._pass_on, process, number)
+        self._life = process
+        if self._interrupted is not None:
+            process.send_signal(self._interrupted)
         return process.pid, await process.wait()
 
-    def _pass_on(self, process: asyncio.subprocess.Process, number: int) -> None:
-        self._interrupted = True
-        if process.returncode is None:
-            process.send_signal(number)
+    def _interrupt(self, number: signal.Signals) -> None:
+        self._interrupted = number
+        if self._life is not None and self._life.returncode is None:
+            self._life.send_signal(number)
 
     def _clean_up(self, child: int) -> None:
         """End what outlives a driver by a moment, and what lost its driver."""

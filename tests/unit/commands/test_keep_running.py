@@ -169,6 +169,21 @@ def test_ctrl_c_ends_it_at_once_and_for_good(tmp_path: Path, number: signal.Sign
     assert lives.words == [[]]
 
 
+def test_ctrl_c_while_a_life_starts_is_for_that_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def interrupted(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*words, **options)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.1)  # the loop hears of it before the caller has the process
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", interrupted)
+    checkpoint = CheckpointArguments(save=tmp_path / "save", max_run_restarts=1)
+    keeper = RunKeeper([sys.executable, "-c", "import time; time.sleep(60)"], checkpoint, tmp_path / "run")
+    assert asyncio.run(asyncio.wait_for(keeper.run(), 20)) == 130
+
+
 def test_a_run_dies_with_the_process_that_keeps_it(tmp_path: Path) -> None:
     lives = Lives(tmp_path, "wait")
     keeper = lives.start(5)
