@@ -18,6 +18,7 @@ from miles_async.commands.keep_running import keep_running
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.last_resort import sigterm_interrupts
 from miles_async.runtime.ray_address import VARIABLE, with_ray_address
+from miles_async.wiring.early_imports import early_imports
 
 
 def train(words: Sequence[str], show: Callable[[str], None]) -> int:
@@ -35,22 +36,29 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     validate(arguments)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
-    check_surroundings(arguments)
-    check_hooks(arguments)
-    prompts = check_prompts(arguments)
     if parsed.dry_run:
-        notes = check_tokenizer(arguments)
+        prompts, notes = _check(arguments), check_tokenizer(arguments)
         memory = _memory(arguments)  # before anything is shown: it may refuse
         show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n" + memory)
         return 0
     if arguments.checkpoint.max_run_restarts:
+        _check(arguments)
         run_dir, staging = arguments.observability.run_dir, arguments.weights.weight_staging_dir
         return keep_running(words, arguments.checkpoint, run_dir, staging)
-    if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
-        show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
-    from miles_async.wiring.driver import run  # here, since it brings torch and Ray with it
+    with early_imports(arguments) as imports:  # while this process checks and imports by itself
+        _check(arguments)
+        if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
+            show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
+        from miles_async.wiring.driver import run  # here, since it brings Ray with it
 
-    return run(arguments)
+        return run(arguments, imports)
+
+
+def _check(arguments: Arguments) -> dict[str, int]:
+    """Check what the flags name. Returns the number of prompts in each file; raises ConfigurationError, DataError."""
+    check_surroundings(arguments)
+    check_hooks(arguments)
+    return check_prompts(arguments)
 
 
 def _memory(arguments: Arguments) -> str:

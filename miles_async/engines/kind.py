@@ -220,3 +220,4 @@ class EngineKind:
     calls: Callable[[Http], InferenceServer]  # makes the client of the servers' protocol
     streams: bool = False  # servers that we start can ``receive_stream``; else they get a call per bucket
     imports: tuple[str, ...] = ()  # modules to import once per node; servers are forked from there. (): each by itself
+    own_variables: str = ""  # pattern of variables that these modules read and torch and transformers do not

@@ -22,14 +22,23 @@ _STOP_SECONDS = 10.0
 class RayServers:
     """A ``LaunchServer``: each server in its own Ray actor, which holds the server's GPUs."""
 
-    def __init__(self, kind: EngineKind, spec: ServerSpec, labels: Mapping[str, str] = NO_LABELS) -> None:
-        """``labels``: of the nodes that may have engines."""
+    def __init__(
+        self,
+        kind: EngineKind,
+        spec: ServerSpec,
+        labels: Mapping[str, str] = NO_LABELS,
+        interpreter: str | None = None,
+    ) -> None:
+        """``labels``: of the nodes that may have engines. ``interpreter``: command that Ray starts the actors'
+        processes with; None: that of this process.
+        """
         self._kind = kind
         self._spec = spec
         self._labels = labels
+        self._interpreter = interpreter
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
-        return _RayServer(self._kind, self._spec, self._labels, engine_index, incarnation)
+        return _RayServer(self._kind, self._spec, self._labels, self._interpreter, engine_index, incarnation)
 
 
 class EngineActor:
@@ -52,12 +61,19 @@ class _RayServer:
     """
 
     def __init__(
-        self, kind: EngineKind, spec: ServerSpec, labels: Mapping[str, str], engine_index: int, incarnation: int
+        self,
+        kind: EngineKind,
+        spec: ServerSpec,
+        labels: Mapping[str, str],
+        interpreter: str | None,
+        engine_index: int,
+        incarnation: int,
     ) -> None:
         self._spec = spec
         self._arguments = (kind, spec, engine_index, incarnation)
         self._engine_index = engine_index
         self._labels = labels
+        self._process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
         self._link = ActorLink(f"the actor of {spec.group}-{engine_index}")
         self._gpus = spec.tensor_parallel_size if spec.device == "cuda" else 0
         self._actor: Any = None
@@ -66,8 +82,8 @@ class _RayServer:
         import ray
 
         place = await asyncio.to_thread(self._place)
-        actor = ray.remote(EngineActor).options(num_cpus=0, num_gpus=self._gpus, **place)
-        self._actor = actor.remote(*self._arguments)
+        options = {"num_cpus": 0, "num_gpus": self._gpus, **self._process, **place}
+        self._actor = ray.remote(EngineActor).options(**options).remote(*self._arguments)
         # The actor keeps its own deadline; ours is for Ray, which waits for free resources without end.
         deadline = self._spec.start_timeout + 60
         try:

@@ -18,7 +18,7 @@ from miles_async.engines.http import Http
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.child_process import ChildProcess
-from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
+from miles_async.runtime.fork_server_process import READ_LATE, ForkServer
 from miles_async.runtime.keys import require_keys
 from miles_async.runtime.owned_directory import OwnedDirectory, temporary_parent
 from miles_async.runtime.ports import HeldPort
@@ -153,10 +153,10 @@ class ServerProcess:
         )
 
 
-def server_imports(
+def fork_server_of(
     kind: EngineKind, spec: ServerSpec, socket: Path, environment: Mapping[str, str]
-) -> ForkServerProcess | None:
-    """Make the process that has imported what servers need and forks them, listening on ``socket``. None for a kind
+) -> ForkServer | None:
+    """Describe the process that has imported what servers need and forks them, listening on ``socket``. None for a kind
     that is not forked, and on CUDA, which imports may initialize and no fork survives.
 
     ``environment``: variables that the servers' parents have beyond ours.
@@ -164,10 +164,10 @@ def server_imports(
     if spec.device != "cpu" or not kind.imports:
         return None
     added = {name: value for name, value in kind.environment(spec).items() if not re.fullmatch(READ_LATE, name)}
-    return ForkServerProcess(
-        socket,
-        kind.imports,
-        late=READ_LATE,
-        log_path=Path(spec.log_dir) / "engine_imports.log",
+    return ForkServer(
+        path=socket,
+        modules=kind.imports,
         environment={**environment, **added},
+        log_path=Path(spec.log_dir) / "engine_imports.log",
+        own=kind.own_variables,
     )

@@ -96,12 +96,15 @@ async def _result(link: ActorLink, make: Callable[[CallId], Awaitable[T]]) -> T:
 class RolloutProcess:
     """The rollout actor from outside: placed at construction, parts usable after :meth:`start`."""
 
-    def __init__(self, build: BuildParts) -> None:
-        """It is placed on this node, where the run directory is."""
+    def __init__(self, build: BuildParts, interpreter: str | None = None) -> None:
+        """Place it on this node, where the run directory is. ``interpreter``: command that Ray starts its process with;
+        None: that of this process.
+        """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
+        process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
+        options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000, **process}
         self._actor = ray.remote(RolloutActor).options(**options).remote(build)
         self._link = ActorLink("the rollout manager's process")
         self._started = False

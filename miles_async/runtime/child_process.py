@@ -59,7 +59,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._whole_environment(),
+                env=child_environment(self._environment),
                 pass_fds=self._descriptors,
                 start_new_session=True,
             )
@@ -68,17 +68,11 @@ class ChildProcess:
         """Have a fork server start it, which has imported what it needs; :meth:`start` it if there is none."""
         with self._log() as log:
             try:
-                self._process = await fork(server, self._command, self._whole_environment(), log.fileno())
+                self._process = await fork(server, self._command, child_environment(self._environment), log.fileno())
                 return
             except CannotForkError as error:
                 log.write(f"it imports everything itself: {error}\n".encode())
         self.start()
-
-    def _whole_environment(self) -> dict[str, str]:
-        environment = {**without_proxies(os.environ), **self._environment}
-        # The child finds this package, installed or not.
-        path = [str(Path(__file__).resolve().parents[2]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-        return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path)))}
 
     @contextmanager
     def _log(self) -> Iterator[FileIO]:
@@ -140,6 +134,14 @@ class ChildProcess:
     def _signal_group(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)  # start_new_session: the group has the leader's pid
+
+
+def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a child of this process: ours without proxies, and ``additions``."""
+    environment = {**without_proxies(os.environ), **additions}
+    # The child finds this package, installed or not.
+    path = [str(Path(__file__).resolve().parents[2]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path)))}
 
 
 def _family(pid: int) -> set[psutil.Process]:

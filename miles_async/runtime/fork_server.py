@@ -6,7 +6,7 @@ DESCRIPTOR is a listening socket, LATE a pattern of environment variables that n
 titles of children. A connection is one child: a request comes in with descriptors for the child's stdout and stderr,
 its pid goes out, then its exit status. When the connection closes first, whoever asked is gone, and the child's
 process group is killed. The child itself dies with the server (PR_SET_PDEATHSIG). ``forking.py`` and
-``forked_worker.py`` have the other side.
+``forked_worker.py`` have the other side. Servers themselves are forked from ``common_imports.py``.
 
 A child runs ``python -m module`` or ``python script.py`` in a session, an environment and a working directory of its
 own. What it cannot change is what an import has read from the environment, so a request whose environment differs in
@@ -38,15 +38,16 @@ from miles_async.runtime.dies_with_parent import die_with
 
 MAX_REQUEST = 1 << 20  # bytes: arguments and an environment
 TITLE_VARIABLE = "SPT_NOENV"  # setproctitle writes over arguments only: the environment marks processes of a run
+_ROOM_FOR_TITLES = 600  # characters: children write theirs over the arguments of the server
 
 
-class ForkServer:
+class ForkLoop:
     """The loop of the server. Single-threaded, or forking would not be safe."""
 
     def __init__(self, listener: socket.socket, late: str, environment: Mapping[str, str]) -> None:
         """``environment``: what this process was started with, and imports have seen."""
         self._listener = listener
-        self._late = re.compile(late)
+        self._late = late
         self._environment = dict(environment)
         self._set_by_imports = dict(os.environ.items() - self._environment.items())
         self._selector = selectors.DefaultSelector()
@@ -103,11 +104,9 @@ class ForkServer:
             return None
         if pid == 0:
             self._forget()
-            _become_leader(server, output)
+            become_leader(server, output)
             os.chdir(request["directory"])
-            os.environ.clear()
-            os.environ.update(environment | self._set_by_imports)
-            tempfile.tempdir = None  # as the environment has it now
+            take_environment(environment | self._set_by_imports)
             setproctitle.setproctitle(request["title"])
             return arguments
         self._children[connection] = pid
@@ -118,16 +117,11 @@ class ForkServer:
         return None
 
     def _refusal(self, arguments: list[str], environment: Mapping[str, str]) -> str:
-        """Why no process with this environment can be forked; empty if it can."""
-        threads = len(list(Path("/proc/self/task").iterdir()))
-        if threads > 1:
-            return f"importing has started {threads - 1} threads"
+        """Why no process with these arguments and this environment can be forked; empty if it can."""
         if arguments[0].startswith("-") and arguments[0] != "-m":
             return f"expected a script or -m and a module, found {arguments[0]}"
-        names = {name for name, _ in environment.items() ^ self._environment.items()} - {TITLE_VARIABLE}
-        if early := sorted(name for name in names if not self._late.fullmatch(name)):
-            return f"imports have seen other values of {', '.join(early)}"
-        return ""
+        ours = self._set_by_imports.items() & environment.items()  # whoever asks may have imported the same
+        return refusal(environment, self._environment | dict(ours), self._late)
 
     def _ended(self, exited: int) -> None:
         self._selector.unregister(exited)
@@ -154,7 +148,21 @@ class ForkServer:
         self._selector.close()
 
 
-def _become_leader(server: int, output: Sequence[int]) -> None:
+def refusal(environment: Mapping[str, str], seen: Mapping[str, str], late: str) -> str:
+    """Why this process cannot fork one with ``environment``; empty if it can.
+
+    ``seen``: the environment in which it has imported. ``late``: pattern of the variables that no import reads.
+    """
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        return f"importing has started {threads - 1} threads"
+    names = {name for name, _ in environment.items() ^ seen.items()} - {TITLE_VARIABLE}
+    if early := sorted(name for name in names if not re.fullmatch(late, name)):
+        return f"imports have seen other values of {', '.join(early)}"
+    return ""
+
+
+def become_leader(server: int, output: Sequence[int]) -> None:
     """Lead a session whose stdout and stderr are ``output`` and which ends with ``server``."""
     os.setsid()
     die_with(server)
@@ -164,21 +172,38 @@ def _become_leader(server: int, output: Sequence[int]) -> None:
     os.close(nothing)
 
 
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Replace the environment of this process, and what Python has derived from it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    path = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [entry for entry in path if entry not in sys.path]
+
+
+def command(descriptor: int, late: str, modules: Sequence[str]) -> list[str]:
+    """Arguments of an interpreter that runs this server."""
+    return ["-m", __name__, str(descriptor), late, *modules, " " * _ROOM_FOR_TITLES]
+
+
 def _tell(connection: socket.socket, **message: object) -> None:
     with suppress(OSError):  # who asked is gone
         connection.send(json.dumps(message).encode())
 
 
-def main() -> None:
-    """Import, serve, and in a child run what was asked for."""
-    descriptor, late, *modules, _ = sys.argv[1:]
-    environment = dict(os.environ)
-    setproctitle.getproctitle()  # it takes note of where arguments are, once
+def import_modules(modules: Sequence[str]) -> None:
+    """Import them for children that are forked from this process."""
+    gc.disable()  # nearly all that is made now stays, and looking through it takes seconds
     for module in modules:
         importlib.import_module(module)
-    gc.collect()
     gc.freeze()  # pages that a collection in a child would write to stay shared
-    arguments = ForkServer(socket.socket(fileno=int(descriptor)), late, environment).run()
+    gc.enable()
+
+
+def serve(listener: socket.socket, late: str, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Import, serve, and in a child run what was asked for. ``environment``: what this process was started with."""
+    import_modules(modules)
+    arguments = ForkLoop(listener, late, environment).run()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.modules.pop(sys.argv[0], None)  # it runs again, as __main__
@@ -187,6 +212,13 @@ def main() -> None:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def main() -> None:
+    """Serve as the arguments of this interpreter say."""
+    descriptor, late, *modules, _ = sys.argv[1:]
+    setproctitle.getproctitle()  # it takes note of where arguments are, once
+    serve(socket.socket(fileno=int(descriptor)), late, modules, dict(os.environ))
 
 
 if __name__ == "__main__":

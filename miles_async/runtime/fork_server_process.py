@@ -1,73 +1,101 @@
-"""The process that runs a fork server (``fork_server.py``), for whoever owns it."""
+"""Fork servers (``fork_server.py``) of a process that owns them, and the process that they are forked from
+(``common_imports.py``).
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
+import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from miles_async.runtime import fork_server, forked_worker
-from miles_async.runtime.child_process import ChildProcess
+import msgspec
+
+from miles_async.runtime import common_imports, fork_server, forked_worker
+from miles_async.runtime.child_process import ChildProcess, child_environment
 from miles_async.runtime.forking import listen
 from miles_async.runtime.tasks import afterwards
 
-READ_LATE = "TMPDIR|MILES_ASYNC_.*|RAY_.*|(GLOO|NCCL)_SOCKET_IFNAME|PYTHONBREAKPOINT"  # no import but Ray's reads them
-_ROOM_FOR_TITLES = 600  # characters: children write theirs over the arguments of the server
+# Variables that no import reads: Ray, which reads its own, is never imported before a fork.
+READ_LATE = (
+    r"TMPDIR|PYTHONPATH|MILES_ASYNC_.*|RAY_.*|(GLOO|NCCL)_SOCKET_IFNAME|PYTHONBREAKPOINT|(?i:(https?|all|no)_proxy)"
+)
+_ROOM_FOR_TITLES = 600  # characters: servers and their children write theirs over the arguments of the process
 
 
-class ForkServerProcess:
-    """A child of this process that imports ``modules`` and forks others; they all die with this process."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForkServer:
+    """A process that imports ``modules`` and forks others: where it is and what it has imported."""
 
-    def __init__(
-        self, path: Path, modules: Sequence[str], *, late: str, log_path: Path, environment: Mapping[str, str]
-    ) -> None:
-        """``path``: of its socket. ``late``: pattern of the variables that no import reads. Others have to be the same
-        for all of its children: ``environment`` adds to ours what children have beyond it.
-        """
-        self.path = path
-        self._modules = tuple(modules)
-        self._late = late
-        self._log_path = log_path
-        self._environment = {**environment, fork_server.TITLE_VARIABLE: "1"}
-        self._process: ChildProcess | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "start() comes first"
-        return self._process.pid
+    path: Path  # of its socket
+    modules: tuple[str, ...]
+    environment: Mapping[str, str]  # what it and its children have beyond this process's environment
+    log_path: Path
+    late: str = READ_LATE  # pattern of variables that may differ in its children: its imports don't read them
+    own: str = ""  # pattern of variables that may differ in it: modules imported before its own don't read them
 
     def interpreter(self, title: str) -> str:
         """Command of an interpreter that is forked, for Ray's ``py_executable``. ``title``: name of its process."""
         return shlex.join([sys.executable, "-I", "-S", forked_worker.__file__, str(self.path), title])
 
+
+class ForkServers:
+    """A child of this process that imports modules and then forks servers; they all die with this process."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        """``modules``: what the servers have in common. ``environment``: what it has beyond ours."""
+        self._connection, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = ChildProcess(
+            "common imports",
+            ["-m", common_imports.__name__, str(self._theirs.fileno()), *modules, " " * _ROOM_FOR_TITLES],
+            log_path=Path(os.devnull),  # servers import the same, and have logs
+            environment={**environment, fork_server.TITLE_VARIABLE: "1"},
+            descriptors=[self._theirs.fileno()],
+        )
+
     def start(self) -> None:
-        """Start importing. Requests may come from now on: they wait."""
-        with listen(self.path) as listener:
-            command = ["-m", fork_server.__name__, str(listener.fileno()), self._late, *self._modules]
-            self._process = ChildProcess(
-                "fork-server",
-                [*command, " " * _ROOM_FOR_TITLES],
-                log_path=self._log_path,
-                environment=self._environment,
-                descriptors=[listener.fileno()],
-            )
+        """Start importing."""
+        with self._theirs:
             self._process.start()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork(self, servers: Iterable[ForkServer]) -> None:
+        """Have these forked, and no others later. Requests may come from now on: they wait."""
+        with self._connection, ExitStack() as files:
+            for server in servers:
+                server.log_path.parent.mkdir(parents=True, exist_ok=True)
+                listener = files.enter_context(listen(server.path))
+                log = files.enter_context(server.log_path.open("ab"))
+                request = common_imports.ServerRequest(
+                    title=f"fork server {server.path.name}",
+                    modules=server.modules,
+                    late="|".join(filter(None, (READ_LATE, server.own))),
+                    children_late=server.late,
+                    environment=child_environment(server.environment),
+                )
+                try:
+                    socket.send_fds(self._connection, [msgspec.json.encode(request)], [listener.fileno(), log.fileno()])
+                except OSError as error:  # the process has ended: everybody imports for himself
+                    log.write(f"it was not forked: {error}\n".encode())
+
     async def stop(self) -> None:
-        """End it and its children, at once."""
-        if self._process is not None:
-            await self._process.stop(grace_seconds=0)
-        self.path.unlink(missing_ok=True)
+        """End all of them and their children, at once."""
+        self._connection.close()
+        await self._process.stop(grace_seconds=0)
 
 
 @asynccontextmanager
-async def running(server: ForkServerProcess | None) -> AsyncIterator[None]:
-    """Have the server import and fork during the context. None: there is none."""
-    if server is None:
-        yield
-        return
-    server.start()
-    async with afterwards(server.stop):
-        yield
+async def running(*servers: ForkServer, modules: Sequence[str] = ()) -> AsyncIterator[ForkServers]:
+    """Have servers import and fork during the context. ``modules``: what they have in common."""
+    processes = ForkServers(modules, {})
+    processes.start()
+    async with afterwards(processes.stop):
+        processes.fork(servers)
+        yield processes

@@ -36,9 +36,13 @@ class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
     control: str = ""  # the socket that commands talk to (control.py)
 
 
-def note_run_process(run_dir: Path, control: Path) -> None:
-    """Record this process as the driver of the run in ``run_dir``, and mark the processes it starts from now on."""
+def mark_processes() -> None:
+    """Mark the processes that this one starts from now on as those of a run."""
     os.environ[MARK] = uuid.uuid4().hex
+
+
+def note_run_process(run_dir: Path, control: Path) -> None:
+    """Record this process, which has called :func:`mark_processes`, as the driver of the run in ``run_dir``."""
     this = psutil.Process()
     record = RunProcess(
         pid=this.pid,

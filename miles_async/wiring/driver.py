@@ -46,11 +46,11 @@ from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.summary import Ending, RunSummary, write_summary
 from miles_async.observability.summary_view import print_summary
 from miles_async.observability.trackers import open_trackers
-from miles_async.rollout.actor import RolloutProcess
+from miles_async.rollout.actor import RolloutActor, RolloutProcess
 from miles_async.runtime.control import ControlServer, Handler
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.environment import secret_environment, worker_environment
-from miles_async.runtime.fork_server_process import running
+from miles_async.runtime.fork_server_process import ForkServers
 from miles_async.runtime.keys import make_run_keys
 from miles_async.runtime.last_resort import LastResort
 from miles_async.runtime.node_files import marked
@@ -69,9 +69,9 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
-from miles_async.wiring.engines import engine_imports
+from miles_async.wiring.fork_servers import fork_servers
 from miles_async.wiring.rollout_process import build_rollout
-from miles_async.wiring.trainer_process import rank_imports, shared_directories, staging_directory, trainer_ranks
+from miles_async.wiring.trainer_process import shared_directories, staging_directory, trainer_ranks
 
 log = structlog.get_logger(__name__)
 
@@ -82,8 +82,11 @@ EXIT_INTERRUPTED = 130
 ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it starts again
 
 
-def run(arguments: Arguments) -> int:
-    """Run to the end. Returns the exit code: 0 done, 130 interrupted. Raises the first error of either side."""
+def run(arguments: Arguments, imports: ForkServers) -> int:
+    """Run to the end. Returns the exit code: 0 done, 130 interrupted. Raises the first error of either side.
+
+    ``imports``: what processes of this run are forked from (``early_imports.py``).
+    """
     arguments = with_absolute_paths(arguments)
     run_dir = arguments.observability.run_dir
     staged = staging_directory(arguments, run_dir)
@@ -97,7 +100,7 @@ def run(arguments: Arguments) -> int:
             configure_logging(run_dir, arguments.observability.log_level)
             write_config(arguments, run_dir)
             _note_restarts(run_dir)
-            return _to_the_end(Run(arguments, run_dir, temporary.path))
+            return _to_the_end(Run(arguments, imports, run_dir, temporary.path))
     finally:
         temporary.remove()
         sweep_temporary()  # of engines that were killed
@@ -150,9 +153,10 @@ def _note_restarts(run_dir: Path) -> None:
 class Run:
     """One run: its parts, in the order in which they start and, reversed, stop."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path, sockets: Path) -> None:
+    def __init__(self, arguments: Arguments, imports: ForkServers, run_dir: Path, sockets: Path) -> None:
         """``sockets``: directory for those that this process and its children listen on."""
         self._arguments = arguments
+        self._imports = imports
         self._run_dir = run_dir
         self._device = choose_device(arguments.cluster.device)
         self._summary = RunSummary()
@@ -167,16 +171,15 @@ class Run:
         arguments = self._arguments
         environment = worker_environment(arguments.cluster.forward_env, cpu=self._device == "cpu")
         place = self._run_dir, self._device
-        of_engines = engine_imports(arguments, *place, self._sockets / "engine_imports", environment)
-        of_ranks = rank_imports(arguments, *place, self._sockets / "rank_imports", environment)
+        servers = fork_servers(arguments, *place, self._sockets, environment)
+        self._imports.fork(servers)
         with (
             open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress,
             ExitStack() as starting,
         ):
             progress.phase("Ray")
             async with (
-                running(of_engines),  # importing takes longer than Ray's start
-                running(of_ranks),
+                afterwards(self._imports.stop),  # processes that outlive Ray own files that are swept at the end
                 ray_cluster(arguments.cluster.ray_address, environment, self._own_ray),
             ):
                 progress.phase("engines, router and trainer ranks")
@@ -187,11 +190,12 @@ class Run:
                         *place,
                         make_run_keys(os.environ),
                         secret_environment(arguments.cluster.forward_env),
-                        of_engines.path if of_engines else None,
-                    )
+                        servers.for_engines(),
+                    ),
+                    servers.interpreter(f"ray::{RolloutActor.__name__}"),
                 )
                 marks = starting.enter_context(marked(shared_directories(arguments)))
-                trainer = trainer_ranks(arguments, *place, environment, of_ranks, marks)
+                trainer = trainer_ranks(arguments, *place, environment, servers.ranks, marks)
                 async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.start())

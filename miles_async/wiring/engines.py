@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,14 +17,12 @@ from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.kind import LaunchServer, ServerSpec
 from miles_async.engines.placement import RayServers
-from miles_async.engines.server_process import server_imports
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import secret_environment
-from miles_async.runtime.fork_server_process import ForkServerProcess
 from miles_async.runtime.keys import EngineKeys
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
@@ -45,18 +44,23 @@ class Service(Protocol):
     async def stop(self) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForkedEngines:
+    """What the processes of engines are forked from, if this node has such fork servers."""
+
+    servers: Path | None = None  # socket of the fork server of inference servers
+    interpreter: str | None = None  # of the Ray actors that supervise them
+
+
 class RunEngines:
     """The engines of a run and the services beside them, as the manager's ``Engines``."""
 
     def __init__(
-        self, arguments: Arguments, run_dir: Path, device: Device, keys: EngineKeys, imports: Path | None
+        self, arguments: Arguments, run_dir: Path, device: Device, keys: EngineKeys, forked: ForkedEngines
     ) -> None:
-        """Starts nothing. Raises ConfigurationError for a file of groups that cannot be used.
-
-        ``imports``: socket of the process of :func:`engine_imports`, if this node has one.
-        """
+        """Start nothing yet. Raises ConfigurationError for a file of groups that cannot be used."""
         groups = server_groups(arguments)
-        make = _StackMaker(arguments, run_dir, device, keys, imports)
+        make = _StackMaker(arguments, run_dir, device, keys, forked)
         evaluation = of_role(groups, "evaluation")
         self.train = make(EngineStack, "router", of_role(groups, "train"), arguments.engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
@@ -111,11 +115,11 @@ class _StackMaker:
     """Stacks with what is the same for all of a run."""
 
     def __init__(
-        self, arguments: Arguments, run_dir: Path, device: Device, keys: EngineKeys, imports: Path | None
+        self, arguments: Arguments, run_dir: Path, device: Device, keys: EngineKeys, forked: ForkedEngines
     ) -> None:
         self._arguments = arguments
         self._keys = keys
-        self._imports = imports
+        self._forked = forked
         self._log_dir = run_dir / "logs"
         self._device = device
         self._seed = arguments.data.rollout_seed  # of the next group's first engine
@@ -149,9 +153,10 @@ class _StackMaker:
                 random_seed=self._seed,
                 keys=self._keys,
                 secrets=secret_environment(self._arguments.cluster.forward_env),
-                fork_server=self._imports,
+                fork_server=self._forked.servers,
             )
-            launch = RayServers(KIND, spec, self._arguments.cluster.rollout_labels)
+            labels = self._arguments.cluster.rollout_labels
+            launch = RayServers(KIND, spec, labels, self._forked.interpreter)
             self._seed += SEEDS_PER_GROUP
         return EngineGroup(
             name=group.name,
@@ -160,19 +165,6 @@ class _StackMaker:
             streams=KIND.streams and not group.external,
             launch=launch,
         )
-
-
-def engine_imports(
-    arguments: Arguments, run_dir: Path, device: Device, socket: Path, environment: Mapping[str, str]
-) -> ForkServerProcess | None:
-    """Make the process that imports what engines on this node need and forks them. None if they are not forked.
-
-    ``environment``: of Ray's workers, of which engines are children otherwise.
-    """
-    groups = [group for group in server_groups(arguments) if not group.external]
-    if not groups:
-        return None
-    return server_imports(KIND, server_spec(arguments, groups[0], run_dir / "logs", device), socket, environment)
 
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:

@@ -40,7 +40,7 @@ from miles_async.staleness.pool import Pool
 from miles_async.train_data.work import quadratic_work
 from miles_async.wiring.canary import run_canary
 from miles_async.wiring.decisions import make_batches, make_pool
-from miles_async.wiring.engines import RunEngines
+from miles_async.wiring.engines import ForkedEngines, RunEngines
 from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services
 from miles_async.wiring.hook_keys import hook_keys
 from miles_async.wiring.prompt_lengths import length_notes
@@ -54,9 +54,9 @@ async def build_rollout(
     device: Device,
     keys: RunKeys,
     secrets: SecretEnvironment,
-    imports: Path | None,
+    forked: ForkedEngines,
 ) -> RolloutParts:
-    """Start engines and router, build the manager. Returns the actor's parts by name. ``imports``: see RunEngines."""
+    """Start engines and router, build the manager. Returns the actor's parts by name."""
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
     os.environ.update(without_proxies_for(_own_hosts(arguments), os.environ))
@@ -70,7 +70,7 @@ async def build_rollout(
         log.warning("length of prompts", note=note)
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
-    engines = RunEngines(arguments, run_dir, device, keys.engines, imports)
+    engines = RunEngines(arguments, run_dir, device, keys.engines, forked)
     beginnings = _beginnings(arguments, engines.train)
     episodes = Episodes(arguments, engines.train.client, template, run_dir, services, beginnings.note, keys.sessions)
     if episodes.service is not None:

@@ -12,7 +12,7 @@ from miles_async.arguments.cluster import Device
 from miles_async.backends import create_backend
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
-from miles_async.runtime.fork_server_process import READ_LATE, ForkServerProcess
+from miles_async.runtime.fork_server_process import ForkServer
 from miles_async.runtime.node_files import NodeFiles
 from miles_async.runtime.run_directory import STAGING_DIRECTORY
 from miles_async.trainer.actor import TrainerActor
@@ -21,37 +21,19 @@ from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.transports.choice import count_senders, make_sender
 
 
-def rank_imports(
-    arguments: Arguments, run_dir: Path, device: Device, socket: Path, environment: Mapping[str, str]
-) -> ForkServerProcess | None:
-    """Make the process that imports what ranks need and forks them. None if they are not forked.
-
-    They are not where CUDA may have been used before the fork, and not in a cluster, whose nodes are no copies of ours.
-    """
-    if device != "cpu" or arguments.cluster.ray_address is not None or arguments.model.train_backend != "megatron":
-        return None
-    return ForkServerProcess(
-        socket,
-        ["miles_async.backends.megatron.imports", "miles_async.weights.staging"],
-        late=READ_LATE,
-        log_path=run_dir / "logs" / "rank_imports.log",
-        environment=RankResources.for_device(device, environment).env,
-    )
-
-
 def trainer_ranks(
     arguments: Arguments,
     run_dir: Path,
     device: Device,
     environment: Mapping[str, str],
-    imports: ForkServerProcess | None,
+    fork_server: ForkServer | None,
     marks: Mapping[str, Path],
 ) -> TrainerRanks:
-    """The trainer of this run, not started. ``imports``: what its ranks are forked from. ``marks``: of the directories
-    of :func:`shared_directories`.
+    """The trainer of this run, not started. ``fork_server``: what its ranks are forked from. ``marks``: of the
+    directories of :func:`shared_directories`.
     """
     weights, network = arguments.weights, Network.of_run(arguments.cluster)
-    interpreter = imports.interpreter(f"ray::{TrainerActor.__name__}") if imports is not None else None
+    interpreter = fork_server.interpreter(f"ray::{TrainerActor.__name__}") if fork_server is not None else None
     return TrainerRanks(
         world_size=arguments.cluster.trainer_world_size,
         nodes=arguments.cluster.actor_num_nodes,

@@ -21,9 +21,10 @@ import psutil
 
 from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.server_process import ServerProcess, server_imports
+from miles_async.engines.server_process import ServerProcess, fork_server_of
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.runtime.fork_server_process import running
+from miles_async.wiring.early_imports import COMMON
 from tests.benchmarks.report import RESULTS, ROOT, Row
 
 MODEL = ROOT / "examples" / "quickstart" / "assets" / "reverse" / "model"
@@ -42,12 +43,12 @@ async def _engines(directory: Path) -> list[Row]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     spec = ServerSpec(model_path=str(MODEL), device="cpu", dtype="float32", log_dir=str(directory), dummy_weights=True)
     found = [await _start("an engine that imports everything itself", ServerProcess(SGLANG, spec, 0, 0))]
-    imports = server_imports(SGLANG, spec, directory / "socket", {})
+    imports = fork_server_of(SGLANG, spec, directory / "socket", {})
     assert imports is not None
     forked = msgspec.structs.replace(spec, fork_server=imports.path)
-    async with running(imports):
+    async with running(imports, modules=COMMON) as importing:
         first = ServerProcess(SGLANG, forked, 1, 0)
-        found.append(await _start("the first that is forked, with the imports", first, importing=imports.pid))
+        found.append(await _start("the first that is forked, with the imports", first, importing=importing.pid))
         found.append(await _start("the second", ServerProcess(SGLANG, forked, 2, 0)))
         started = time.perf_counter()
         os.kill(await first.pid(), signal.SIGKILL)
@@ -62,11 +63,11 @@ async def _engines(directory: Path) -> list[Row]:
 async def _start(
     what: str, server: ServerProcess, *, importing: int | None = None, started: float | None = None
 ) -> Row:
-    """``importing``: pid of the process that imports for it; it then goes on running."""
+    """``importing``: pid of the process that imports for it first; the server then goes on running."""
     started = time.perf_counter() if started is None else started
     await server.start()
     seconds = time.perf_counter() - started
-    cpu = _cpu_seconds(await server.pid()) + (_own_cpu_seconds(psutil.Process(importing)) if importing else 0.0)
+    cpu = _cpu_seconds(await server.pid() if importing is None else importing)
     if importing is None:
         await server.stop()
     return {"start": what, "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1)}

@@ -57,6 +57,7 @@ MADE_LATER = {
         "logs/router.0.log",
         "logs/engine_imports.log",
         "logs/rank_imports.log",
+        "logs/actor_imports.log",
         "logs/trainer-0.log",
         "logs/sessions.0.log",
         "logs/agents.log",

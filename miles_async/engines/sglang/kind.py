@@ -14,4 +14,5 @@ SGLANG = EngineKind(
     calls=SGLangServer,
     streams=True,
     imports=("miles_async.engines.sglang.imports",),
+    own_variables="SGLANG_.*|HF_HUB_OFFLINE",
 )

@@ -20,8 +20,17 @@ from miles_async.checkpoints.manifest import RunIdentity, fingerprint, write_man
 from miles_async.cli import main
 from miles_async.errors import ConfigurationError, TrainerError
 from miles_async.prompts.templates import load_tokenizer
+from miles_async.runtime.run_process import MARK
+from miles_async.wiring import early_imports
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "assets" / "reverse" / "model"
+
+
+@pytest.fixture(autouse=True)
+def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is no run, and nobody uses what is imported early."""
+    monkeypatch.setenv(MARK, "")  # restored at the end
+    monkeypatch.setattr(early_imports, "COMMON", ())
 
 
 @pytest.fixture
@@ -42,7 +51,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     module = types.ModuleType("miles_async.wiring.driver")
 
-    def run(arguments: Any) -> int:
+    def run(arguments: Any, imports: Any) -> int:
         calls.append(arguments)
         return 0
 
@@ -190,7 +199,7 @@ def test_exit_code_tells_how_a_run_ended(
     exit_code: int,
     message: str,
 ):
-    def run(arguments: Any) -> int:
+    def run(arguments: Any, imports: Any) -> int:
         raise error
 
     monkeypatch.setattr(sys.modules["miles_async.wiring.driver"], "run", run)

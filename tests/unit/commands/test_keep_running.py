@@ -29,7 +29,7 @@ LIFE = """
 import json, os, signal, sys, time
 from pathlib import Path
 from miles_async.runtime.restarted import own_restarts, write_restarts
-from miles_async.runtime.run_process import note_run_process
+from miles_async.runtime.run_process import mark_processes, note_run_process
 
 run_dir, save, endings, *words = sys.argv[1:]
 run_dir, save, endings = Path(run_dir), Path(save), Path(endings)
@@ -38,6 +38,7 @@ endings.write_text(" ".join(rest))
 with endings.with_suffix(".lives").open("a") as lives:
     print(json.dumps(words), file=lives)
 run_dir.mkdir(parents=True)
+mark_processes()
 note_run_process(run_dir, Path("absent"))
 write_restarts(run_dir, own_restarts())
 step = 10 * len(own_restarts()) + 10

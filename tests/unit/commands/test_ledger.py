@@ -177,7 +177,7 @@ async def test_ledger_shows_the_balance_of_a_checkpoint(tmp_path: Path, capsys: 
     await story.tell()
     await save_checkpoint(story, tmp_path / "save", 1)
     out = printed(capsys, "ledger", tmp_path / "save")
-    assert f"\n{tmp_path / 'save' / 'iter_0000001'}, when it was written:\n     5  issued\n" in out
+    assert f"\n{tmp_path / 'save' / 'iter_0000001'}, when it was written:\n     5  issued\n" in "\n" + out
     assert "     1  in flight\nbalanced: issued = 1 + 1 + 1 + 1 + 1\n" in out
     assert "     1  stale recycled: age 3\n" in out
 

@@ -17,7 +17,8 @@ from miles_async.runtime.run_process import RUN_FILE, RunProcess, read_run_proce
 DRIVER = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from miles_async.runtime.run_process import note_run_process
+from miles_async.runtime.run_process import mark_processes, note_run_process
+mark_processes()
 note_run_process(Path(sys.argv[1]), Path("absent"))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 if "obedient" in sys.argv:

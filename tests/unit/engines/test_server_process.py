@@ -14,7 +14,7 @@ import pytest
 
 from miles_async.engines.http import Http
 from miles_async.engines.kind import EngineKind, ServerSpec
-from miles_async.engines.server_process import ServerProcess, server_imports
+from miles_async.engines.server_process import ServerProcess, fork_server_of
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.errors import EngineStartError
 from miles_async.runtime.fork_server_process import running as process_running
@@ -99,19 +99,19 @@ async def test_servers_are_forked_from_a_process_with_the_imports_and_the_variab
 ) -> None:
     (Path(spec.model_path) / "made").touch()
     kind = replace(FILES, imports=("http.server",))
-    imports = server_imports(kind, spec, tmp_path / "socket", {})
+    imports = fork_server_of(kind, spec, tmp_path / "socket", {})
     assert imports is not None
-    async with process_running(imports):
-        assert "MILES_ASYNC_SEEN_LATER" not in psutil.Process(imports.pid).environ()
+    assert "MILES_ASYNC_SEEN_LATER" not in imports.environment
+    async with process_running(imports) as processes:
         server = ServerProcess(kind, msgspec.structs.replace(spec, fork_server=imports.path), 0, 0)
         await server.start()
-        process = psutil.Process(await server.pid())
-        assert process.ppid() == imports.pid
+        [forking] = psutil.Process(processes.pid).children()
+        assert psutil.Process(await server.pid()).ppid() == forking.pid
         await server.stop()
 
 
 def test_a_kind_without_imports_and_servers_on_cuda_are_not_forked(spec: ServerSpec, tmp_path: Path) -> None:
-    assert server_imports(FILES, spec, tmp_path / "socket", {}) is None
+    assert fork_server_of(FILES, spec, tmp_path / "socket", {}) is None
     with_imports = replace(FILES, imports=("http.server",))
     on_cuda = msgspec.structs.replace(spec, device="cuda")
-    assert server_imports(with_imports, on_cuda, tmp_path / "socket", {}) is None
+    assert fork_server_of(with_imports, on_cuda, tmp_path / "socket", {}) is None

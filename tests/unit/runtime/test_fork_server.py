@@ -8,6 +8,7 @@ import shlex
 import signal
 import textwrap
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,7 @@ import pytest_asyncio
 
 from miles_async.runtime import forking
 from miles_async.runtime.child_process import ChildProcess
-from miles_async.runtime.fork_server_process import ForkServerProcess, running
+from miles_async.runtime.fork_server_process import ForkServer, running
 from miles_async.runtime.forking import ForkedProcess
 
 LATE = "LATE|PYTEST_CURRENT_TEST"
@@ -51,19 +52,27 @@ ASK = """
 
 
 @pytest_asyncio.fixture
-async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ForkServerProcess]:
+async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ForkServer]:
     for name, text in {"heavy": HEAVY, "report": REPORT, "wait": WAIT, "ask": ASK}.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    server = ForkServerProcess(
-        tmp_path / "socket", ["heavy"], late=LATE, log_path=tmp_path / "server.log", environment={}
+    server = ForkServer(
+        path=tmp_path / "socket", modules=("heavy",), late=LATE, log_path=tmp_path / "server.log", environment={}
     )
     async with running(server):
         yield server
 
 
+def pid_of(server: ForkServer) -> int:
+    parents = psutil.Process().children()  # those that servers are forked from
+    servers = [each for parent in parents for each in parent.children()]
+    title = f"fork server {server.path.name} "
+    [pid] = [each.pid for each in servers if " ".join(each.cmdline()).startswith(title)]
+    return pid
+
+
 def child(
-    server: ForkServerProcess, name: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    server: ForkServer, name: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> ChildProcess:
     command = ["-m", module, *arguments]
     return ChildProcess(
@@ -71,7 +80,7 @@ def child(
     )
 
 
-async def test_children_have_their_own_arguments_environment_and_output(server: ForkServerProcess) -> None:
+async def test_children_have_their_own_arguments_environment_and_output(server: ForkServer) -> None:
     # covers: C7
     folder = server.path.parent
     (folder / "tmp").mkdir()
@@ -85,10 +94,10 @@ async def test_children_have_their_own_arguments_environment_and_output(server: 
     assert (folder / "server.log").read_text().count("imported") == 1
 
 
-async def test_temporary_files_go_where_the_child_is_told(server: ForkServerProcess) -> None:
-    early = ForkServerProcess(
-        server.path.with_name("early"),
-        ["tempfile", "heavy"],
+async def test_temporary_files_go_where_the_child_is_told(server: ForkServer) -> None:
+    early = ForkServer(
+        path=server.path.with_name("early"),
+        modules=("tempfile", "heavy"),
         late="LATE|TMPDIR",
         log_path=server.path.with_name("early.log"),
         environment={},
@@ -100,9 +109,7 @@ async def test_temporary_files_go_where_the_child_is_told(server: ForkServerProc
     assert str(server.path.parent) in one.tail(2)
 
 
-async def test_a_child_is_found_by_command_and_environment(
-    server: ForkServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_child_is_found_by_command_and_environment(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As processes of a run are, whichever way they started."""
     one = child(server, "one", "wait", "--an-option=x")
     await one.fork(server.path)
@@ -115,7 +122,7 @@ async def test_a_child_is_found_by_command_and_environment(
     await _until_gone(grandchild)
 
 
-async def test_a_child_dies_with_the_process_that_asked_for_it(server: ForkServerProcess) -> None:
+async def test_a_child_dies_with_the_process_that_asked_for_it(server: ForkServer) -> None:
     # covers: C10
     asking = child(server, "asking", "ask", str(server.path), str(server.path.parent / "asked.log"))
     asking.start()
@@ -129,7 +136,7 @@ async def test_a_child_dies_with_the_process_that_asked_for_it(server: ForkServe
     assert await asking.wait() == -signal.SIGKILL
 
 
-async def test_a_child_dies_with_the_server_and_the_next_starts_by_itself(server: ForkServerProcess) -> None:
+async def test_a_child_dies_with_the_server_and_the_next_starts_by_itself(server: ForkServer) -> None:
     one = child(server, "one", "wait")
     await one.fork(server.path)
     os.kill(psutil.Process(one.pid).ppid(), signal.SIGKILL)
@@ -143,24 +150,24 @@ async def test_a_child_dies_with_the_server_and_the_next_starts_by_itself(server
     assert "imported" in other.tail().splitlines()
 
 
-async def test_a_child_and_whoever_asked_for_it_may_end_at_once(server: ForkServerProcess) -> None:
+async def test_a_child_and_whoever_asked_for_it_may_end_at_once(server: ForkServer) -> None:
     for number in range(3):
         one = child(server, "one", "wait")
         await one.fork(server.path)
-        os.kill(server.pid, signal.SIGSTOP)  # it sees both ends together
+        os.kill(pid_of(server), signal.SIGSTOP)  # it sees both ends together
         os.kill(one.pid, signal.SIGKILL)
         await _until_gone(one.pid)
         assert isinstance(one._process, ForkedProcess)
         one._process._connection.close()
-        os.kill(server.pid, signal.SIGCONT)
-        assert psutil.Process(server.pid).is_running(), number
+        os.kill(pid_of(server), signal.SIGCONT)
+        assert psutil.Process(pid_of(server)).is_running(), number
     other = child(server, "other", "report")
     await other.fork(server.path)
     assert await other.wait() == 3
     assert "imports everything itself" not in other.tail()
 
 
-async def test_a_child_cannot_change_variables_that_imports_have_read(server: ForkServerProcess) -> None:
+async def test_a_child_cannot_change_variables_that_imports_have_read(server: ForkServer) -> None:
     one = child(server, "one", "report", environment={"LATE": "x", "OMP_NUM_THREADS": "17"})
     await one.fork(server.path)
     assert await one.wait() == 3
@@ -175,11 +182,11 @@ async def test_a_child_cannot_change_variables_that_imports_have_read(server: Fo
         ("raise ImportError('nothing here')", "does not answer"),
     ],
 )
-async def test_a_server_that_cannot_fork_says_so(server: ForkServerProcess, text: str, reason: str) -> None:
+async def test_a_server_that_cannot_fork_says_so(server: ForkServer, text: str, reason: str) -> None:
     (server.path.parent / "unusable.py").write_text(text)
-    unusable = ForkServerProcess(
-        server.path.with_name("unusable"),
-        ["unusable"],
+    unusable = ForkServer(
+        path=server.path.with_name("unusable"),
+        modules=("unusable",),
         late=LATE,
         log_path=server.path.with_name("unusable.log"),
         environment={},
@@ -192,18 +199,12 @@ async def test_a_server_that_cannot_fork_says_so(server: ForkServerProcess, text
 
 
 async def test_a_process_that_waits_too_long_for_imports_starts_by_itself(
-    server: ForkServerProcess, monkeypatch: pytest.MonkeyPatch
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C10
     monkeypatch.setattr(forking, "IMPORTS_SECONDS", 0.5)
     (server.path.parent / "hanging.py").write_text("import time; time.sleep(60)")
-    hanging = ForkServerProcess(
-        server.path.with_name("hanging"),
-        ["hanging"],
-        late=LATE,
-        log_path=server.path.with_name("hanging.log"),
-        environment={},
-    )
+    hanging = replace(server, path=server.path.with_name("hanging"), modules=("hanging",))
     async with running(hanging):
         one = child(hanging, "one", "report")
         async with asyncio.timeout(20):
@@ -226,7 +227,7 @@ async def _until_gone(pid: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_an_interpreter_for_ray_forks_a_script(server: ForkServerProcess) -> None:
+async def test_an_interpreter_for_ray_forks_a_script(server: ForkServer) -> None:
     """``py_executable`` of a runtime environment: a command that takes the place of python."""
     script = server.path.parent / "report.py"
     process = await _interpreted(server, str(script), "an argument")
@@ -236,7 +237,7 @@ async def test_an_interpreter_for_ray_forks_a_script(server: ForkServerProcess) 
     assert "imported" not in output.decode()
 
 
-async def test_the_forked_script_ends_with_its_interpreter(server: ForkServerProcess) -> None:
+async def test_the_forked_script_ends_with_its_interpreter(server: ForkServer) -> None:
     # covers: C10
     process = await _interpreted(server, str(server.path.parent / "wait.py"))
     assert process.stdout is not None
@@ -247,15 +248,15 @@ async def test_the_forked_script_ends_with_its_interpreter(server: ForkServerPro
     await _until_gone(grandchild)
 
 
-async def test_an_interpreter_without_a_server_is_python(server: ForkServerProcess) -> None:
-    await server.stop()
-    process = await _interpreted(server, str(server.path.parent / "report.py"))
+async def test_an_interpreter_without_a_server_is_python(server: ForkServer) -> None:
+    absent = replace(server, path=server.path.with_name("absent"))
+    process = await _interpreted(absent, str(server.path.parent / "report.py"))
     output, _ = await process.communicate()
     assert process.returncode == 3
     assert output.decode().startswith("imported\n")
 
 
-async def _interpreted(server: ForkServerProcess, *arguments: str) -> asyncio.subprocess.Process:
+async def _interpreted(server: ForkServer, *arguments: str) -> asyncio.subprocess.Process:
     path = [str(Path(__file__).parents[3]), *filter(None, os.environ["PYTHONPATH"].split(os.pathsep))]
     return await asyncio.create_subprocess_exec(
         *shlex.split(server.interpreter("a title")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +36,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def __init__(self, bundles: list[dict[str, float]], **options: Any) -> None:
             asked.update(bundles=bundles, **options)
 
-        async def ready(self) -> None:
-            await asked.get("granted", _at_once)()
+        def wait(self, timeout_seconds: float) -> bool:
+            time.sleep(0.01)
+            return asked.get("granted", True)
 
     monkeypatch.setattr("miles_async.trainer.placement.placement_group", Group)
     monkeypatch.setattr(
@@ -44,9 +46,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         lambda group, placement_group_bundle_index: placement_group_bundle_index,
     )
     return asked
-
-
-async def _at_once() -> None: ...
 
 
 async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(asked: dict[str, Any]) -> None:
@@ -61,13 +60,10 @@ async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(ask
 
 async def test_what_ray_cannot_place_is_said_with_what_there_is(asked: dict[str, Any]) -> None:
     # covers: C10
-    async def never() -> None:
-        raise TimeoutError
-
-    asked["granted"] = never
+    asked["granted"] = False
     placement = Placement(RankResources(num_cpus=1, num_gpus=8, labels={"pool": "x"}), 3, 1)
     with pytest.raises(TrainerError, match=r"3 nodes .*pool.*--actor-node-labels.*10\.0\.0\.1 \(2 CPU\); 10\."):
-        await placement.reserve(5.0)
+        await placement.reserve(0.05)
 
 
 @pytest.mark.parametrize(

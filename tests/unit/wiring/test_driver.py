@@ -6,16 +6,19 @@ import errno
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from miles_async.arguments import Arguments, ClusterArguments, ModelArguments, ObservabilityArguments
 from miles_async.errors import ConfigurationError, SummaryError, TrainerError
+from miles_async.runtime.fork_server_process import ForkServers
 from miles_async.runtime.run_process import MARK
 from miles_async.wiring import driver as train
 
 # covers: C10
+
+NO_IMPORTS = cast(ForkServers, None)  # nothing is started
 
 
 @pytest.fixture
@@ -51,9 +54,9 @@ def test_the_summary_says_how_it_ended(
     ends_with(monkeypatch, error)
     if ending == "failed":
         with pytest.raises(TrainerError):
-            train.run(arguments)
+            train.run(arguments, NO_IMPORTS)
     else:
-        assert train.run(arguments) == {"finished": 0, "interrupted": 130}[ending]
+        assert train.run(arguments, NO_IMPORTS) == {"finished": 0, "interrupted": 130}[ending]
     summary = json.loads((arguments.observability.run_dir / "summary.json").read_text())
     assert summary["ending"] == ending
 
@@ -64,7 +67,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_the_error(
     ends_with(monkeypatch, TrainerError("rank 1 died"))
     monkeypatch.setattr(train, "write_summary", full_disk)
     with pytest.raises(TrainerError, match="rank 1 died"):
-        train.run(arguments)
+        train.run(arguments, NO_IMPORTS)
 
 
 def test_an_interrupted_run_without_a_summary_is_interrupted(
@@ -72,28 +75,28 @@ def test_an_interrupted_run_without_a_summary_is_interrupted(
 ) -> None:
     ends_with(monkeypatch, KeyboardInterrupt())
     monkeypatch.setattr(train, "write_summary", full_disk)
-    assert train.run(arguments) == train.EXIT_INTERRUPTED
+    assert train.run(arguments, NO_IMPORTS) == train.EXIT_INTERRUPTED
 
 
 def test_a_finished_run_without_a_summary_says_so(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(monkeypatch, None)
     monkeypatch.setattr(train, "write_summary", full_disk)
     with pytest.raises(SummaryError, match=r"the run has finished, and its summary cannot be written: .*No space left"):
-        train.run(arguments)
+        train.run(arguments, NO_IMPORTS)
 
 
 def test_a_plot_that_cannot_be_drawn_costs_nothing(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(monkeypatch, None)
     monkeypatch.setattr(train, "plot_run", full_disk)
     monkeypatch.setattr(train.RunSummary, "finish", lambda *_, **__: {"steps": 3})
-    assert train.run(arguments) == 0
+    assert train.run(arguments, NO_IMPORTS) == 0
 
 
 def test_a_directory_that_cannot_be_written_is_named(arguments: Arguments, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     below = replace(arguments, observability=ObservabilityArguments(run_dir=tmp_path / "file" / "run"))
     with pytest.raises(ConfigurationError, match=f"--run-dir {tmp_path / 'file' / 'run'}: "):
-        train.run(below)
+        train.run(below, NO_IMPORTS)
 
 
 def test_a_last_resort_ends_the_process_even_without_a_run_directory(
@@ -106,7 +109,7 @@ def test_a_last_resort_ends_the_process_even_without_a_run_directory(
         raise EndedError(status)
 
     monkeypatch.setattr("os._exit", end)
-    run = train.Run(arguments, tmp_path / "removed", tmp_path / "control")
+    run = train.Run(arguments, NO_IMPORTS, tmp_path / "removed", tmp_path / "control")
     with pytest.raises(EndedError) as ended:
         run.end_at_once(False, "Ray has ended")
     assert ended.value.args == (train.EXIT_FAILED,)
@@ -118,4 +121,4 @@ def test_a_directory_for_temporary_files_that_cannot_be_written_is_named(
     (tmp_path / "file").touch()
     monkeypatch.setattr(train, "temporary_parent", lambda: tmp_path / "file" / "tmp")
     with pytest.raises(ConfigurationError, match=rf"temporary files \(TMPDIR\): .*{tmp_path / 'file' / 'tmp'}"):
-        train.run(arguments)
+        train.run(arguments, NO_IMPORTS)

@@ -10,7 +10,7 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.server_groups import ServerGroup
 from miles_async.runtime.keys import EngineKeys, Secret
-from miles_async.wiring.engines import _StackMaker, server_spec
+from miles_async.wiring.engines import ForkedEngines, _StackMaker, server_spec
 
 
 @pytest.mark.parametrize(("role", "published"), [("train", True), ("evaluation", True), ("frozen", False)])
@@ -28,5 +28,5 @@ def test_only_engines_that_we_start_receive_a_publication_by_one_call(
 ) -> None:
     # covers: C8
     keys = EngineKeys(api=Secret("a"), admin=Secret("b"))
-    maker = _StackMaker(Arguments(), tmp_path, "cpu", keys, None)
+    maker = _StackMaker(Arguments(), tmp_path, "cpu", keys, ForkedEngines())
     assert maker._group(ServerGroup(name="group", role="train", external=external)).streams is streams

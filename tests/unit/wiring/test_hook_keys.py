@@ -36,16 +36,16 @@ def test_an_agent_finds_the_key_of_sessions_and_no_other_of_them(arguments: Argu
 
 
 @pytest.mark.parametrize(
-    ("url", "key"),
+    ("url", "own"),
     [
-        ("http://127.0.0.1:8400/v1", API),
-        ("http://localhost:8400/v1", API),
-        ("http://127.0.0.1:8401/v1", None),
-        ("https://api.example:8400/v1", None),  # the run's key is nobody else's business
-        ("http://127.0.0.1/v1", None),
-        (None, None),
+        ("http://127.0.0.1:8400/v1", True),
+        ("http://localhost:8400/v1", True),
+        ("http://127.0.0.1:8401/v1", False),
+        ("https://api.example:8400/v1", False),  # the run's key is nobody else's business
+        ("http://127.0.0.1/v1", False),
+        (None, False),
     ],
 )
-def test_a_judge_is_sent_the_key_if_it_is_the_runs_own(arguments: Arguments, url: str | None, key: str | None) -> None:
+def test_a_judge_is_sent_the_key_if_it_is_the_runs_own(arguments: Arguments, url: str | None, own: bool) -> None:
     arguments = replace(arguments, rewards=replace(arguments.rewards, judge_url=url))
-    assert hook_keys(arguments, KEYS, {}).get("JUDGE_API_KEY") == key
+    assert hook_keys(arguments, KEYS, {}).get("JUDGE_API_KEY") == (API if own else None)

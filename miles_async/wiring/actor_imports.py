@@ -1,0 +1,24 @@
+"""Everything that the rollout process and the actors of engines import, for a fork server: but not Ray.
+
+Ray's C++ core reads its settings when it is imported, and a worker's are made after this. What Ray imports may be here.
+"""
+
+# ruff: noqa: F401  (imported to be there)
+
+import aiohttp
+import google.protobuf.descriptor_pool
+import jsonschema
+import requests
+import uvloop
+
+import miles_async.engines.stack
+import miles_async.evaluation.evaluator
+import miles_async.ledger.schedule_writer
+import miles_async.ledger.writer
+import miles_async.observability.logs
+import miles_async.prompts.source
+import miles_async.prompts.templates
+import miles_async.rollout.manager
+import miles_async.wiring.decisions
+import miles_async.wiring.engines
+import miles_async.wiring.generation

@@ -1,0 +1,34 @@
+"""The first thing that a run does: import what most of its processes need, in a process that they are forked from.
+
+It goes on beside the checks of ``miles-async train`` and the start of Ray, so this imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from miles_async.arguments import Arguments
+from miles_async.runtime.device import choose_device
+from miles_async.runtime.environment import worker_environment
+from miles_async.runtime.fork_server_process import ForkServers
+from miles_async.runtime.run_process import mark_processes
+
+COMMON = ("torch", "transformers.models.auto.tokenization_auto", "transformers.modeling_utils")
+
+
+@contextmanager
+def early_imports(arguments: Arguments) -> Iterator[ForkServers]:
+    """Import during the context; when it ends, so do the processes that were forked.
+
+    On CUDA, which survives no fork, nothing is: then this reads the packages from disk for those that import them next.
+    """
+    mark_processes()
+    cluster = arguments.cluster
+    servers = ForkServers(COMMON, worker_environment(cluster.forward_env, cpu=choose_device(cluster.device) == "cpu"))
+    servers.start()
+    try:
+        yield servers
+    finally:
+        asyncio.run(servers.stop())
