@@ -202,13 +202,13 @@ async def test_an_aborted_session_says_why() -> None:
 
 
 async def test_a_session_that_nobody_uses_expires_unless_there_is_a_heartbeat() -> None:
-    model = ScriptedModel(says("68"), seconds=1.2)
-    async with agent_of(model, timeout=0.8) as agent:
+    model = ScriptedModel(says("68"), seconds=3.0)
+    async with agent_of(model, timeout=2.5) as agent:
         await agent.chat(QUESTION)  # takes longer: it is in use
-        for _ in range(5):
-            await asyncio.sleep(0.2)
+        for _ in range(6):
+            await asyncio.sleep(0.5)
             assert (await agent.post("heartbeat"))[0] == 200
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(3.0)
         assert (await agent.post("heartbeat"))[0] == 410
         assert (await agent.collect()).ending == "expired"
 
