@@ -26,7 +26,7 @@ from tests.integration.served_models import declare_plugins
 # Tests, Ray's workers and what tests import set these, and imports of SGLang and Megatron don't read them.
 LATE = (
     rf"{READ_LATE}|(?i:\w+_proxy)|PYTHONPATH|PYTEST_.*|NVTE_.*"
-    r"|TOKENIZERS_PARALLELISM|TORCHINDUCTOR_CACHE_DIR|SGLANG_CPU_OMP_THREADS_BIND"
+    r"|TOKENIZERS_PARALLELISM|TORCHINDUCTOR_CACHE_DIR|SGLANG_CPU_OMP_THREADS_BIND|WANDB_SERVICE"
 )
 ROOM_FOR_TITLES = " " * 600  # processes that are forked write theirs over the arguments of the first
 
