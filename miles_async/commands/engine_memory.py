@@ -26,7 +26,7 @@ class EngineBytes:
 
 
 def engine_bytes(arguments: Arguments, parameters: int) -> Iterator[EngineBytes]:
-    """What engines of the run take that get its weights; ``parameters``: of the whole model."""
+    """Compute the bytes for each group of engines that gets the run's weights. ``parameters``: of the whole model."""
     assert arguments.model.hf_checkpoint is not None
     config = read_config(arguments.model.hf_checkpoint)
     item, memory = (2 if arguments.model.bf16 else 4), arguments.cluster.gpu_memory_gb

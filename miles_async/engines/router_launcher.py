@@ -14,7 +14,7 @@ from miles_async.runtime.keys import EngineKeys, take_engine_keys
 
 
 def with_keys(arguments: Sequence[str], keys: EngineKeys | None) -> list[str]:
-    """Arguments of smg: the API key for requests, the admin key for everything about engines."""
+    """Return the arguments with smg's keys: one for requests, the admin one for the list of engines."""
     if keys is None:
         return ["launch", *arguments]
     control = f"run:run:admin:{keys.admin.reveal()}"

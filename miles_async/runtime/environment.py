@@ -1,4 +1,4 @@
-"""What of the driver's environment reaches processes on other nodes, and how.
+"""Variables of the driver's environment that processes on other nodes get, and the way they get there.
 
 ``--forward-env`` selects variables by name (its default and the reasons are in ``arguments/cluster.py``). Plain ones
 travel as Ray's runtime environment. Ray writes that into its logs, so secrets travel as arguments of actors instead and

@@ -1,4 +1,4 @@
-"""Import modules once, then fork a process that has them for every request.
+"""Import modules once, then fork a process for every request: it has them already.
 
     python -m miles_async.runtime.fork_server DESCRIPTOR LATE MODULE... PADDING
 

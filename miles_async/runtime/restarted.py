@@ -1,4 +1,4 @@
-"""What a run knows of its earlier lives (``--max-run-restarts``): ``restarts.json`` in its run directory.
+"""Records of a run's earlier lives (``--max-run-restarts``): ``restarts.json`` in its run directory.
 
 The supervising process hands the list to each life in its environment.
 """
