@@ -25,7 +25,7 @@ class CheckpointArguments:
     max_run_restarts: int = flag(
         0,
         "start the run again from its newest checkpoint, at most N times per hour, when it lost a trainer rank or its "
-        "own side to a fault of a machine",
+        "own side to a fault of a machine, or stalled after its first step",
         metavar="N",
     )
     load: Path | None = flag(

@@ -2,8 +2,9 @@
 
 This process only watches. Each life of the run is a child, an ordinary ``miles-async train`` with the same flags, so it
 makes no difference how its driver ended. The child tells by its summary that it lost a process; one that was killed
-tells nothing, and counts as lost, too. All other endings are the run's own: done, an error of flags, data or code, or
-Ctrl-C, which reaches the child at once.
+tells nothing, and counts as lost, too. So does one that stalled, if the run had worked before: what hangs then is a
+machine or a link more often than a flag. All other endings are the run's own: done, an error of flags, data or code,
+or Ctrl-C, which reaches the child at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from miles_async.runtime.run_directory import STAGING_DIRECTORY, move_aside
 from miles_async.runtime.run_process import read_run_process
 
 WINDOW_SECONDS = 3600.0
-LOST = "lost"  # ending of a summary
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -124,7 +124,8 @@ class RunKeeper:
 
 
 def why_lost(run_dir: Path, driver: int, status: int) -> str | None:
-    """Why a run may succeed on another try: a process that it needs was lost. None if it ended for reasons of its own.
+    """Why a run may succeed on another try: it lost a process that it needs, or stalled although it had trained or been
+    restarted before. None if it ended for reasons of its own.
 
     ``status``: exit code of its driver, or minus the signal that killed it.
     """
@@ -138,7 +139,14 @@ def why_lost(run_dir: Path, driver: int, status: int) -> str | None:
         summary = json.loads((run_dir / "summary.json").read_text())
     except (ConfigurationError, OSError, ValueError):  # a full disk, say: no other try would do better
         return None
-    return str(summary["error"]) if summary.get("ending") == LOST else None
+    match summary.get("ending"):
+        case "lost":
+            may_succeed = True
+        case "stalled":
+            may_succeed = bool(summary["steps"] or "restarts" in summary)
+        case _:
+            may_succeed = False
+    return str(summary["error"]) if may_succeed else None
 
 
 def _mark(checkpoint: Checkpoint) -> tuple[Path, int, int]:

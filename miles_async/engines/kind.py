@@ -18,6 +18,7 @@ from miles_async.engines.http import Http
 from miles_async.runtime.addresses import LOCAL, Network
 from miles_async.runtime.environment import SecretEnvironment
 from miles_async.runtime.keys import EngineKeys
+from miles_async.runtime.node_files import NodeFiles
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -51,8 +52,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     dummy_weights: bool = False  # it starts with random weights, which a publication replaces
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
     weight_group_seconds: float | None = None  # waiting for other members of a process group; None: the server's own
+    publication_seconds: float = 0.0  # that a publication may take, during which the server generates nothing
     keys: EngineKeys | None = None  # of its HTTP doors; None on loopback only
     secrets: SecretEnvironment = {}  # variables of its process
+    files: NodeFiles = NodeFiles()  # that its node has to have
     fork_server: Path | None = None  # socket of the process that has imported what servers need, if its node has one
     extra: tuple[str, ...] = ()  # arguments of the server itself, which come last and win
 
@@ -61,7 +64,10 @@ class ServerHandle(Protocol):
     """One start of one engine, wherever it runs."""
 
     async def start(self) -> str:
-        """Start the server, wait until it is up and return its URL. Raises EngineStartError with its last log lines."""
+        """Start the server, wait until it is up and return its URL.
+
+        Raises EngineStartError with its last log lines, ConfigurationError if its node lacks files.
+        """
         ...
 
     async def wait_exit(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerHandle, ServerSpec
 from miles_async.engines.server_process import ServerProcess
-from miles_async.errors import EngineError, EngineStartError, ProcessLostError
+from miles_async.errors import ConfigurationError, EngineError, EngineStartError, ProcessLostError
 from miles_async.runtime.actor_link import ActorLink
 from miles_async.runtime.call_once import CallId, CallOnce
 from miles_async.runtime.nodes import NO_LABELS, alive_nodes, describe_nodes
@@ -90,7 +90,7 @@ class _RayServer:
             async with asyncio.timeout(deadline):
                 return await self._perform(self._actor, ServerProcess.start)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, EngineStartError):
+            if isinstance(error.cause, EngineStartError | ConfigurationError):
                 raise error.cause from None
             raise EngineStartError(f"engine actor failed: {error}") from error
         except (ray.exceptions.RayError, ProcessLostError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -47,9 +46,10 @@ class ServerProcess:
     async def start(self) -> str:
         """Start the server, wait until it answers and return its URL.
 
-        Raises EngineStartError with its last log lines when the process ends or the deadline passes.
+        Raises EngineStartError with its last log lines when the process ends or the deadline passes, ConfigurationError
+        if this node lacks files.
         """
-        self._check_model()
+        self._spec.files.check()
         network, keys = self._spec.network, self._spec.keys
         host = network.address()
         require_keys(host, keys)
@@ -66,15 +66,6 @@ class ServerProcess:
             url = f"http://{host}:{port.number}"
             await self._until_up_or_stopped(url)
         return url
-
-    def _check_model(self) -> None:
-        """Raise EngineStartError if this node lacks the model's directory, which servers take for a name on a hub."""
-        model = Path(self._spec.model_path)
-        if model.is_absolute() and not model.is_dir():
-            raise EngineStartError(
-                f"{self._name}: expected its model in {model} (--hf-checkpoint, or model in --server-groups), and "
-                f"{socket.gethostname()} has no such directory: copy it there, or name one on a shared file system"
-            )
 
     async def wait_exit(self) -> str:
         """Wait until the process ends. Returns why, with its last log lines."""

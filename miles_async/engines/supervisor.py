@@ -83,7 +83,8 @@ class EngineSupervisor:
 
         An engine that fails is restarted as it would be later in its life: by :meth:`supervise`, if others are up. If
         all have failed once and none is up, the next failure is taken for one that stays, such as a wrong model.
-        Raises EngineStartError then, or when no engine has restarts left, having stopped everything.
+        Raises EngineStartError then, or when no engine has restarts left, and ConfigurationError at once if a node
+        lacks files; everything is stopped by then.
         """
         try:
             await gathered(*map(self._start_at_first, self._registry.engines.values()))
@@ -198,7 +199,7 @@ class EngineSupervisor:
         """Start an engine and wait until it is lost, maybe before it is up. Returns why."""
         try:
             await self._start(record)
-        except EngineStartError as error:
+        except (EngineStartError, ConfigurationError) as error:  # a node that joined late may lack files
             return str(error)
         return await self._until_lost(record)
 

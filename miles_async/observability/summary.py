@@ -18,8 +18,10 @@ GROUP_ENDS = ("trained", "recycled", "dropped", "filtered", "failed", "quarantin
 GROUP_STAGES = ("in_flight", "buffered")
 
 
-Ending = Literal["finished", "interrupted", "failed", "lost"]
-"""How a run ended. lost: it failed since it lost a process to a fault of a machine, and may succeed on another try."""
+Ending = Literal["finished", "interrupted", "failed", "lost", "stalled"]
+"""How a run ended. lost: it failed since it lost a process to a fault of a machine, and may succeed on another try.
+stalled: a wait passed its deadline.
+"""
 
 
 class Publish(TypedDict):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.owned_directory import OwnedDirectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +18,7 @@ class NodeFiles:
 
     present: Mapping[str, Path] = field(default_factory=dict)  # directories; copies do
     shared: Mapping[str, Path] = field(default_factory=dict)  # marks of :func:`marked`
+    otherwise: str = ""  # what to do if there is no shared file system
 
     def check(self) -> None:
         """Raise ConfigurationError for what this node lacks."""
@@ -31,27 +32,26 @@ class NodeFiles:
             if not mark.exists():
                 raise ConfigurationError(
                     f"{flag}: expected a directory that all nodes share, and {socket.gethostname()} does not see what "
-                    f"the run's machine writes in {mark.parent}: choose one on a shared file system, or keep trainer "
-                    "ranks on the run's machine (--actor-node-labels)"
+                    f"the run's machine writes in {mark.parent}: choose one on a shared file system, or "
+                    f"{self.otherwise}"
                 )
 
 
 @contextmanager
 def marked(directories: Mapping[str, Path]) -> Iterator[Mapping[str, Path]]:
-    """Write a mark by which other nodes tell that they share a directory; flag → mark. Removed at the end.
+    """Leave a mark by which other nodes tell that they share a directory; flag → mark. Removed at the end.
 
     A directory that is not there yet is marked in its nearest parent that is. Raises ConfigurationError.
     """
-    marks: dict[str, Path] = {}
+    marks: dict[str, OwnedDirectory] = {}
     try:
         for flag, directory in directories.items():
             nearest = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
-            marks[flag] = nearest / f".miles-async-{uuid.uuid4().hex}"
             try:
-                marks[flag].touch()
+                marks[flag] = OwnedDirectory(nearest)
             except OSError as error:
                 raise ConfigurationError(f"{flag} {directory}: {error}") from error
-        yield marks
+        yield {flag: mark.path for flag, mark in marks.items()}
     finally:
         for mark in marks.values():
-            mark.unlink(missing_ok=True)
+            mark.remove()

@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -71,7 +70,12 @@ from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
 from miles_async.wiring.fork_servers import fork_servers
 from miles_async.wiring.rollout_process import build_rollout
-from miles_async.wiring.trainer_process import shared_directories, staging_directory, trainer_ranks
+from miles_async.wiring.trainer_process import (
+    SHARED_WITH_ENGINES,
+    shared_directories,
+    staging_directory,
+    trainer_ranks,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -124,11 +128,16 @@ def _to_the_end(training: Run) -> int:
                 training.try_to_report("interrupted")
                 return EXIT_INTERRUPTED
             cause = first_error(error)
-            lost = isinstance(cause, ProcessLostError) or training.lost()
-            training.try_to_report("lost" if lost else "failed", str(cause))
+            training.try_to_report("lost" if training.lost() else _ending_with(cause), str(cause))
             raise cause from error
         training.report("finished")
         return 0
+
+
+def _ending_with(error: BaseException) -> Ending:
+    if isinstance(error, ProcessLostError):
+        return "lost"
+    return "stalled" if isinstance(error, StalledError) else "failed"
 
 
 def write_config(arguments: Arguments, run_dir: Path) -> None:
@@ -175,7 +184,7 @@ class Run:
         self._imports.fork(servers)
         with (
             open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress,
-            ExitStack() as starting,
+            marked(shared_directories(arguments, self._run_dir)) as marks,
         ):
             progress.phase("Ray")
             async with (
@@ -191,16 +200,15 @@ class Run:
                         make_run_keys(os.environ),
                         secret_environment(arguments.cluster.forward_env),
                         servers.for_engines(),
+                        {flag: mark for flag, mark in marks.items() if flag in SHARED_WITH_ENGINES},
                     ),
                     servers.interpreter(f"ray::{RolloutActor.__name__}"),
                 )
-                marks = starting.enter_context(marked(shared_directories(arguments)))
                 trainer = trainer_ranks(arguments, *place, environment, servers.ranks, marks)
                 async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.start())
                         scope.create_task(trainer.start())
-                    starting.close()
                     all_is_up()
                     async with ControlServer(self._sockets / "control", _commands(rollout.manager)):
                         await self._control(progress, rollout, trainer)

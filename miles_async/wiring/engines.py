@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import secret_environment
 from miles_async.runtime.keys import EngineKeys
+from miles_async.runtime.node_files import NodeFiles
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats
@@ -56,11 +57,19 @@ class RunEngines:
     """The engines of a run and the services beside them, as the manager's ``Engines``."""
 
     def __init__(
-        self, arguments: Arguments, run_dir: Path, device: Device, keys: EngineKeys, forked: ForkedEngines
+        self,
+        arguments: Arguments,
+        run_dir: Path,
+        device: Device,
+        keys: EngineKeys,
+        forked: ForkedEngines,
+        marks: Mapping[str, Path],
     ) -> None:
-        """Start nothing yet. Raises ConfigurationError for a file of groups that cannot be used."""
+        """Start nothing yet. ``marks``: of the directories that engines share. Raises ConfigurationError for a file of
+        groups that cannot be used.
+        """
         groups = server_groups(arguments)
-        make = _StackMaker(arguments, run_dir, device, keys, forked)
+        make = _StackMaker(arguments, run_dir, device, keys, forked, marks)
         evaluation = of_role(groups, "evaluation")
         self.train = make(EngineStack, "router", of_role(groups, "train"), arguments.engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
@@ -115,9 +124,16 @@ class _StackMaker:
     """Stacks with what is the same for all of a run."""
 
     def __init__(
-        self, arguments: Arguments, run_dir: Path, device: Device, keys: EngineKeys, forked: ForkedEngines
+        self,
+        arguments: Arguments,
+        run_dir: Path,
+        device: Device,
+        keys: EngineKeys,
+        forked: ForkedEngines,
+        marks: Mapping[str, Path],
     ) -> None:
         self._arguments = arguments
+        self._marks = marks
         self._keys = keys
         self._forked = forked
         self._log_dir = run_dir / "logs"
@@ -154,6 +170,7 @@ class _StackMaker:
                 keys=self._keys,
                 secrets=secret_environment(self._arguments.cluster.forward_env),
                 fork_server=self._forked.servers,
+                files=self._files(spec),
             )
             labels = self._arguments.cluster.rollout_labels
             launch = RayServers(KIND, spec, labels, self._forked.interpreter)
@@ -164,6 +181,15 @@ class _StackMaker:
             ranks=group.gpus_per_engine,
             streams=KIND.streams and not group.external,
             launch=launch,
+        )
+
+    def _files(self, spec: ServerSpec) -> NodeFiles:
+        """A model that is a directory, since servers take one that is absent for a name on a hub."""
+        model = Path(spec.model_path)
+        return NodeFiles(
+            present={"--hf-checkpoint (or model in --server-groups)": model} if model.is_absolute() else {},
+            shared=self._marks,
+            otherwise="use --weight-transport object_store",
         )
 
 
@@ -187,6 +213,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         dummy_weights=published,
         grammars=arguments.sessions.runs_agent,
         weight_group_seconds=arguments.weights.group_timeout,
+        publication_seconds=arguments.weights.publication_timeout if published else 0.0,
         extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
     )
 

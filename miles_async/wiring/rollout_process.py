@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,8 +56,11 @@ async def build_rollout(
     keys: RunKeys,
     secrets: SecretEnvironment,
     forked: ForkedEngines,
+    marks: Mapping[str, Path],
 ) -> RolloutParts:
-    """Start engines and router, build the manager. Returns the actor's parts by name."""
+    """Start engines and router, build the manager. Returns the actor's parts by name. ``marks``: of the directories
+    that engines share.
+    """
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
     os.environ.update(without_proxies_for(_own_hosts(arguments), os.environ))
@@ -70,7 +74,7 @@ async def build_rollout(
         log.warning("length of prompts", note=note)
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
-    engines = RunEngines(arguments, run_dir, device, keys.engines, forked)
+    engines = RunEngines(arguments, run_dir, device, keys.engines, forked, marks)
     beginnings = _beginnings(arguments, engines.train)
     episodes = Episodes(arguments, engines.train.client, template, run_dir, services, beginnings.note, keys.sessions)
     if episodes.service is not None:

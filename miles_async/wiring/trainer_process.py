@@ -20,6 +20,9 @@ from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.transports.choice import count_senders, make_sender
 
+SHARED_WITH_ENGINES = {"--weight-staging-dir"}
+"""Flags of the shared directories whose files engines load."""
+
 
 def trainer_ranks(
     arguments: Arguments,
@@ -40,7 +43,11 @@ def trainer_ranks(
         resources=RankResources.for_device(device, environment, interpreter, arguments.cluster.actor_labels),
         backend=partial(
             _backend_on_node,
-            NodeFiles(present=_models(arguments), shared=marks),
+            NodeFiles(
+                present=_models(arguments),
+                shared=marks,
+                otherwise="keep trainer ranks on the run's machine (--actor-node-labels)",
+            ),
             arguments,
             device,
             secret_environment(arguments.cluster.forward_env),
@@ -52,9 +59,9 @@ def trainer_ranks(
     )
 
 
-def shared_directories(arguments: Arguments) -> Mapping[str, Path]:
-    """Return the directories that ranks and the run's machine share, by flag. None on one machine, which checks them
-    anyway.
+def shared_directories(arguments: Arguments, run_dir: Path) -> Mapping[str, Path]:
+    """Return the directories that other nodes share with the run's machine, by flag. None on one machine, which checks
+    them anyway.
     """
     if arguments.cluster.ray_address is None:
         return {}
@@ -63,7 +70,7 @@ def shared_directories(arguments: Arguments) -> Mapping[str, Path]:
         "--save": checkpoint.save,
         "--load": checkpoint.load,
         "--save-hf": checkpoint.save_hf,
-        "--weight-staging-dir": weights.weight_staging_dir if weights.weight_transport == "disk" else None,
+        "--weight-staging-dir": staging_directory(arguments, run_dir) if weights.weight_transport == "disk" else None,
     }
     return {flag: path for flag, path in named.items() if path is not None}
 

@@ -97,7 +97,7 @@ def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) ->
         assert logs_on(cluster, 1) == {"trainer-0.log"}
         assert logs_on(cluster, 2) == {"engine-0.0.log"}
         assert list((shared / "hf").glob("*.safetensors"))
-        assert not list(shared.glob(".miles-async-*"))
+        assert not list(shared.glob("miles-async-*"))
         for machine in cluster.all[1:]:  # of staging and servers
             assert not list(machine.tmp.rglob("miles-async-*"))
 
@@ -110,6 +110,10 @@ def test_paths_that_have_to_be_shared_and_are_not_are_refused(tmp_path: Path) ->
         assert_refused(cluster, *TRAIN, *GENERATE, "--save", "/tmp/checkpoints", problem="--save: expected a directory")
         disk = ("--weight-transport", "disk", "--weight-staging-dir", "/tmp/staged")
         assert_refused(cluster, *TRAIN, *GENERATE, *disk, problem="--weight-staging-dir: expected a directory")
+    with machines(tmp_path / "engines", 2) as cluster:  # only engines lack it, and only one of them
+        cluster.start_ray({0: "pool=train"})
+        two = ("--rollout-num-gpus", "2")
+        assert_refused(cluster, *TRAIN, *two, *disk, problem="--weight-staging-dir: expected a directory")
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +15,6 @@ import pytest
 
 from miles_async.wiring.replay import Replay
 from tests.integration.real_run import (
-    QUICKSTART,
     REVERSE,
     ROOT,
     RealRun,
@@ -208,11 +207,9 @@ def test_sigterm_to_the_group_ends_a_start_within_seconds(tmp_path: Path) -> Non
 
 def test_engine_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     # covers: C10, A7
-    model = tmp_path / "model"
-    shutil.copytree(QUICKSTART / "assets" / "reverse" / "model", model)
-    (model / "model.safetensors").write_bytes(b"not a checkpoint")
-    with real_run(tmp_path / "run", "--hf-checkpoint", str(model)) as run:
-        assert run.wait(RUN_SECONDS) != 0
+    with real_run(tmp_path / "run", "--sglang-mem-fraction-static", "0.0001") as run:
+        assert run.wait(RUN_SECONDS) == 1
         run.assert_nothing_left()
-    assert "error:" in run.output
-    assert "safetensors" in run.output.lower()
+    assert re.search(r"^error: engine-\d \(SGLang, .* ended with status", run.output, re.MULTILINE), run.output
+    assert "--mem-fraction-static" in run.output  # in SGLang's own words
+    assert not traceback_in(run.output.partition("error:")[0]), run.output

@@ -55,6 +55,7 @@ pytestmark = [
 ENGINE = "engine-0"
 PROMPT = (5, 6, 7, 8)
 LONG = 80
+GENERATING_SECONDS = 30.0  # until a request is under way
 
 
 class RecordingFleet(Fleet):
@@ -162,8 +163,10 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
 
         async def start_request() -> None:
             in_flight.append(asyncio.ensure_future(server.generate(LONG)))
-            while not await server.is_generating():  # noqa: ASYNC110  (servers tell nobody)
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(GENERATING_SECONDS):
+                while not await server.is_generating():  # servers tell nobody
+                    assert not in_flight[-1].done(), "the request was answered before it was seen"
+                    await asyncio.sleep(0.01)
 
         server.fleet.before_pause = start_request
         publication = await published.next()

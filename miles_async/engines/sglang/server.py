@@ -17,6 +17,10 @@ from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP
 
 _KEEP_ALIVE_SECONDS = "86400"  # closing a connection of the router's just as a request comes fails the request
 
+# SGLang's watchdog kills a server whose scheduler has work and has finished no batch for as long. This is its default,
+# meant for a batch that hangs: a publication that holds the scheduler up comes on top.
+_BATCH_SECONDS = 300
+
 # Flags without which SGLang does not run on a CPU.
 _CPU_FLAGS = (
     "--attention-backend=torch_native",
@@ -40,6 +44,7 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
         f"--tp-size={spec.tensor_parallel_size}",
         f"--random-seed={seed}",
         f"--grammar-backend={'xgrammar' if spec.grammars else 'none'}",
+        f"--watchdog-timeout={_BATCH_SECONDS + spec.publication_seconds:g}",
         "--skip-server-warmup",  # the canary of the first publication is its warm-up
         "--sleep-on-idle",  # else each scheduler spins on a core
         "--log-level=warning",

@@ -55,8 +55,12 @@ if ending == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     print("waiting", flush=True)
     time.sleep(60)
-summary = {"done": "finished", "lost": "lost", "early": "lost", "failed": "failed"}[ending]
-(run_dir / "summary.json").write_text(json.dumps({"ending": summary, "error": "trainer rank 1 died: machine gone"}))
+endings = {"done": "finished", "early": "lost", "stuck": "stalled", "stuck0": "stalled"}
+summary = {"ending": endings.get(ending, ending), "error": "trainer rank 1 died: machine gone"}
+summary["steps"] = 0 if ending == "stuck0" else 3
+if own_restarts():
+    summary["restarts"] = [str(restart) for restart in own_restarts()]
+(run_dir / "summary.json").write_text(json.dumps(summary))
 sys.exit(0 if ending == "done" else 1)
 """
 
@@ -100,7 +104,7 @@ class Lives:
         return str(checkpoint_directory(self.save, step))
 
 
-@pytest.mark.parametrize("ending", ["lost", "kill"])
+@pytest.mark.parametrize("ending", ["lost", "kill", "stuck"])
 def test_a_run_that_lost_a_process_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], ending: str
 ) -> None:
@@ -109,7 +113,7 @@ def test_a_run_that_lost_a_process_goes_on_from_its_newest_checkpoint(
     assert lives.words == [[], ["--load", lives.checkpoint(10)]]
     (restart,) = read_restarts(lives.run_dir)
     assert restart.checkpoint == lives.checkpoint(10)
-    assert ("trainer rank 1 died" if ending == "lost" else "the driver was killed by SIGKILL") in restart.reason
+    assert ("the driver was killed by SIGKILL" if ending == "kill" else "trainer rank 1 died") in restart.reason
     assert Path(restart.run_dir).name.startswith("run.2")
     assert (Path(restart.run_dir) / "run.json").is_file()
     told = capfd.readouterr().err
@@ -129,6 +133,18 @@ def test_an_ending_of_its_own_is_no_reason_to_start_again(tmp_path: Path, ending
     lives = Lives(tmp_path, f"{ending} done")
     assert lives.run(5) == status
     assert lives.words == [[]]
+
+
+def test_a_run_that_stalls_before_it_ever_trained_has_reasons_of_its_own(tmp_path: Path) -> None:
+    lives = Lives(tmp_path, "stuck0 done")
+    assert lives.run(5) == 1
+    assert lives.words == [[]]
+
+
+def test_a_restarted_run_that_stalls_before_its_first_step_is_restarted_again(tmp_path: Path) -> None:
+    lives = Lives(tmp_path, "lost stuck0 done")
+    assert lives.run(2) == 0
+    assert len(lives.words) == 3
 
 
 def test_a_run_lost_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:

@@ -535,6 +535,34 @@ async def test_without_restarts_the_first_start_of_the_last_engine_ends_the_run(
     await setup.http.close()
 
 
+async def test_a_node_that_lacks_files_ends_the_start_of_a_run() -> None:
+    """And not by a restart: the error is the user's to mend."""
+    # covers: C10
+    problem = ConfigurationError("--weight-staging-dir: expected a directory that all nodes share")
+
+    def make(index: int, incarnation: int) -> FakeServer:
+        return FakeServer(FakeEngine()) if index == 0 else Late(FakeEngine(), start_error=problem)
+
+    setup = Setup(2, make=make)
+    with pytest.raises(ConfigurationError, match="--weight-staging-dir"):
+        await setup.supervisor.start()
+    assert [len(servers) for servers in setup.servers] == [1, 1]
+    assert all(server.stopped for servers in setup.servers for server in servers)
+    await setup.http.close()
+
+
+async def test_a_node_that_lacks_files_later_costs_the_engine_that_was_to_start_there() -> None:
+    def make(index: int, incarnation: int) -> FakeServer:
+        error = ConfigurationError("this node has no model") if (index, incarnation) == (1, 1) else None
+        return FakeServer(FakeEngine(), start_error=error)
+
+    async with started(2, make=make, max_restarts=2) as setup:
+        await setup.servers[1][0].crash("its actor is gone")
+        await setup.until(lambda: setup.registry.engines["engine-1"].incarnation == 2)
+        await setup.until(lambda: setup.registry.engines["engine-1"].state is EngineState.JOINING)
+        assert not setup.supervision.done()
+
+
 async def test_an_old_restart_does_not_count() -> None:  # covers: C10
     async with started(1, max_restarts=1, restart_window=0.05) as setup:
         for _ in range(4):

@@ -16,8 +16,9 @@ from miles_async.engines.http import Http
 from miles_async.engines.kind import EngineKind, ServerSpec
 from miles_async.engines.server_process import ServerProcess, fork_server_of
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.errors import EngineStartError
+from miles_async.errors import ConfigurationError, EngineStartError
 from miles_async.runtime.fork_server_process import running as process_running
+from miles_async.runtime.node_files import NodeFiles
 
 
 def command(spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:
@@ -73,6 +74,12 @@ async def test_any_server_is_started_watched_and_ended(spec: ServerSpec) -> None
 async def test_a_server_that_ends_early_is_reported_with_its_last_words(spec: ServerSpec) -> None:
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*no such model"):
         await ServerProcess(running("raise SystemExit('no such model')"), spec, 0, 0).start()
+
+
+async def test_a_node_that_lacks_files_is_told_before_anything_starts(spec: ServerSpec, tmp_path: Path) -> None:
+    files = NodeFiles(present={"--hf-checkpoint": tmp_path / "absent"})
+    with pytest.raises(ConfigurationError, match=r"--hf-checkpoint .*/absent: expected this directory"):
+        await ServerProcess(FILES, msgspec.structs.replace(spec, files=files), 0, 0).start()
 
 
 async def test_a_server_that_never_answers_is_ended_at_its_deadline(spec: ServerSpec) -> None:

@@ -11,7 +11,14 @@ from typing import Any, cast
 import pytest
 
 from miles_async.arguments import Arguments, ClusterArguments, ModelArguments, ObservabilityArguments
-from miles_async.errors import ConfigurationError, SummaryError, TrainerError
+from miles_async.errors import (
+    ConfigurationError,
+    MilesAsyncError,
+    ProcessLostError,
+    StalledError,
+    SummaryError,
+    TrainerError,
+)
 from miles_async.runtime.fork_server_process import ForkServers
 from miles_async.runtime.run_process import MARK
 from miles_async.wiring import driver as train
@@ -46,14 +53,21 @@ def full_disk(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "ending"), [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (TrainerError("x"), "failed")]
+    ("error", "ending"),
+    [
+        (None, "finished"),
+        (KeyboardInterrupt(), "interrupted"),
+        (TrainerError("x"), "failed"),
+        (ProcessLostError("x"), "lost"),
+        (StalledError("x"), "stalled"),
+    ],
 )
 def test_the_summary_says_how_it_ended(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, ending: str
 ) -> None:
     ends_with(monkeypatch, error)
-    if ending == "failed":
-        with pytest.raises(TrainerError):
+    if isinstance(error, MilesAsyncError):
+        with pytest.raises(type(error)):
             train.run(arguments, NO_IMPORTS)
     else:
         assert train.run(arguments, NO_IMPORTS) == {"finished": 0, "interrupted": 130}[ending]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miles_async.arguments import Arguments
+from miles_async.arguments import Arguments, ClusterArguments, WeightsArguments
 from miles_async.arguments.server_groups import ServerGroup
 from miles_async.runtime.keys import EngineKeys, Secret
 from miles_async.wiring.engines import ForkedEngines, _StackMaker, server_spec
+from miles_async.wiring.trainer_process import SHARED_WITH_ENGINES, shared_directories
 
 
 @pytest.mark.parametrize(("role", "published"), [("train", True), ("evaluation", True), ("frozen", False)])
@@ -19,7 +21,7 @@ def test_only_frozen_engines_start_with_the_weights_of_their_checkpoint(
 ) -> None:
     # covers: C8
     spec = server_spec(Arguments(), ServerGroup(name="group", role=role), tmp_path, "cpu")
-    assert (spec.dummy_weights, spec.held_weights) == (published, published)
+    assert (spec.dummy_weights, spec.held_weights, spec.publication_seconds > 0) == (published, published, published)
 
 
 @pytest.mark.parametrize(("external", "streams"), [((), True), (("10.0.0.1:30000",), False)])
@@ -28,5 +30,26 @@ def test_only_engines_that_we_start_receive_a_publication_by_one_call(
 ) -> None:
     # covers: C8
     keys = EngineKeys(api=Secret("a"), admin=Secret("b"))
-    maker = _StackMaker(Arguments(), tmp_path, "cpu", keys, ForkedEngines())
+    maker = _StackMaker(Arguments(), tmp_path, "cpu", keys, ForkedEngines(), {})
     assert maker._group(ServerGroup(name="group", role="train", external=external)).streams is streams
+
+
+def test_engines_check_their_model_and_what_they_share_with_the_ranks(tmp_path: Path) -> None:
+    # covers: C10
+    keys, marks = EngineKeys(api=Secret("a"), admin=Secret("b")), {"--weight-staging-dir": tmp_path / "mark"}
+    maker = _StackMaker(Arguments(), tmp_path, "cpu", keys, ForkedEngines(), marks)
+    for model, present in ((str(tmp_path), [tmp_path]), ("Qwen/Qwen3-0.6B", [])):
+        launch: Any = maker._group(ServerGroup(name="group", role="train", model=model)).launch
+        assert list(launch._spec.files.present.values()) == present
+        assert launch._spec.files.shared == marks
+
+
+def test_with_files_to_load_staging_is_shared_with_engines_wherever_it_is(tmp_path: Path) -> None:
+    # covers: C10
+    arguments = Arguments(
+        cluster=ClusterArguments(ray_address="10.0.0.1:6379"),
+        weights=WeightsArguments(weight_transport="disk"),
+    )
+    assert shared_directories(arguments, tmp_path).keys() == SHARED_WITH_ENGINES
+    by_network = replace(arguments, weights=WeightsArguments(weight_staging_dir=tmp_path))
+    assert not shared_directories(by_network, tmp_path)

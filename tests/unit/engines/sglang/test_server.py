@@ -38,6 +38,14 @@ def test_engines_that_get_publications_start_with_random_weights_and_a_draft_mod
     assert not expected & set(server_command(SPEC, LOOPBACK, 1, 2, 0))
 
 
+def test_a_server_outlives_a_publication_that_takes_all_the_time_it_may() -> None:
+    """Its watchdog (300 s by default) would kill it, having seen no batch finish meanwhile."""
+    # covers: C8
+    published = ServerSpec(model_path="m", device="cpu", dtype="float32", publication_seconds=450.0)
+    assert "--watchdog-timeout=750" in server_command(published, LOOPBACK, 1, 2, 0)
+    assert "--watchdog-timeout=300" in server_command(SPEC, LOOPBACK, 1, 2, 0)
+
+
 def test_the_users_own_arguments_come_last() -> None:
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32", extra=("--max-running-requests=7",))
     assert server_command(spec, LOOPBACK, 1, 2, 0)[-1] == "--max-running-requests=7"
