@@ -7,7 +7,7 @@ import msgspec
 from miles_async.types import JsonObject
 
 
-class Alive(msgspec.Struct, frozen=True, kw_only=True):
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sign of life, session server → rollout process, every second once it listens."""
 
     instance_id: str  # another one after every start

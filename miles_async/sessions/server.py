@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 _MAX_BODY = 1 << 20  # of requests that the run makes; conversations have a limit of their own
 _BACKLOG = 4096  # agents of a whole batch may connect at once
-_QUICK_BYTES = 1 << 14  # of a request: read faster than handed to a thread and back
+_SHORT_BYTES = 1 << 12  # of a request: read and tokenized faster than handed to a thread and back
 _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet
 
 
@@ -107,6 +107,7 @@ class SessionServer:
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json, locked(self._keys)])
         app.add_routes(
             [
+                web.post("/sessions/{id}/v1/chat/completions", self._chat),  # first, since they are tried in turn
                 web.get("/health", self._health),
                 web.post("/sessions", self._create),
                 web.get("/sessions/{id}", self._status),
@@ -116,7 +117,6 @@ class SessionServer:
                 web.post("/sessions/{id}/collect", self._collect),
                 web.get("/sessions/{id}/v1/models", self._models),
                 web.get("/sessions/{id}/v1/models/{model:.+}", self._one_model),
-                web.post("/sessions/{id}/v1/chat/completions", self._chat),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
@@ -224,17 +224,7 @@ class SessionServer:
         session = self._session(request, must_be_open=False)
         session.end("finished")
         del self._sessions[session.session_id]  # and no late request revives it
-        sample = await self._in_thread(session.taker.trajectory.sample, "length" if session.cut else None)
-        collected = CollectedSession(
-            ending=session.ending,
-            sample=sample,
-            reward=session.reward,
-            requests=session.requests,
-            cut=session.cut,
-            failure=session.failure,
-            waiting=session.waiting,
-        )
-        return web.Response(body=await self._in_thread(encode, collected))
+        return web.Response(body=await self._in_thread(_collected, session))
 
     # --------------------------------------------------------------------------------- chat completions
     async def _models(self, request: web.Request) -> web.Response:
@@ -247,25 +237,28 @@ class SessionServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = await self._asked(request, session)
+        body = await self._body(request, session)
+        short = len(body) <= _SHORT_BYTES
+        asked = read_request(body) if short else await self._in_thread(read_request, body)
         constraint = session.constraint(asked)
         self._counts["requests"] += 1
         completion_id = f"chatcmpl-{self.instance_id}-{self._counts['requests']}"
+        take = partial(self._take, session, asked, constraint, short=short)
         if asked.stream:
-            return await self._stream(request, session, asked, constraint, completion_id)
-        turns = await self._take(session, asked, constraint)
-        answer = chat.completion(turns, asked, completion_id, session.taker.decode)
+            return await self._stream(request, session, asked, take, completion_id)
+        answer = chat.completion(await take(), asked, completion_id, session.taker.decode)
         return web.json_response(body=msgspec.json.encode(answer))
 
-    async def _asked(self, request: web.Request, session: Session) -> ChatRequest:
+    async def _body(self, request: web.Request, session: Session) -> bytes:
         try:
-            body = await read_conversation(request, session.taker.limits.total)
+            return await read_conversation(request, session.taker.limits.total)
         except NoRoomError:
             with session.request():  # the trajectory ends for want of room, as if it had been tokenized
                 raise
-        return await self._in_thread(read_request, body) if len(body) > _QUICK_BYTES else read_request(body)
 
-    async def _take(self, session: Session, asked: ChatRequest, constraint: Constraint | None) -> list[Turn]:
+    async def _take(
+        self, session: Session, asked: ChatRequest, constraint: Constraint | None, *, short: bool
+    ) -> list[Turn]:
         async def take() -> Turn:
             return await session.taker.take(
                 asked.messages,
@@ -275,6 +268,7 @@ class SessionServer:
                 stop=asked.stops,
                 parallel_calls=asked.parallel_calls,
                 constraint=constraint,
+                short=short,
             )
 
         with session.request():
@@ -291,19 +285,33 @@ class SessionServer:
         request: web.Request,
         session: Session,
         asked: ChatRequest,
-        constraint: Constraint | None,
+        take: Callable[[], Awaitable[list[Turn]]],
         completion_id: str,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            turns = await _with_comments(response, self._take(session, asked, constraint))
+            turns = await _with_comments(response, take())
         except MilesAsyncError as error:  # the status has been sent already
             await response.write(chat.event(failure(error)[1]))
             return response
         for part in chat.stream(turns, asked, completion_id, session.taker.decode):
             await response.write(part)
         return response
+
+
+def _collected(session: Session) -> bytes:
+    return encode(
+        CollectedSession(
+            ending=session.ending,
+            sample=session.taker.trajectory.sample("length" if session.cut else None),
+            reward=session.reward,
+            requests=session.requests,
+            cut=session.cut,
+            failure=session.failure,
+            waiting=session.waiting,
+        )
+    )
 
 
 def _model(model_id: str) -> JsonObject:

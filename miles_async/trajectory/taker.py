@@ -19,6 +19,9 @@ InThread = Callable[..., Awaitable[Any]]
 """``asyncio.to_thread`` or the like, since tokenizing takes time in proportion to the tokens."""
 
 
+_FEW_TOKENS = 1024  # of an answer: decoded faster than handed to a thread and back
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """Limits on the length of trajectories, in tokens."""
@@ -67,6 +70,7 @@ class TurnTaker:
         stop: Sequence[str] = (),
         parallel_calls: bool = True,
         constraint: Constraint | None = None,
+        short: bool = False,
     ) -> Turn:
         """Sample the model's answer to a conversation and keep it in the trajectory.
 
@@ -78,12 +82,17 @@ class TurnTaker:
             stop: more strings that end the turn; the reply leaves them out, the tokens have them.
             parallel_calls: the reply may have several calls of tools.
             constraint: restricts the turn.
+            short: the conversation is prepared faster than it is handed to a thread and back.
 
         Raises:
             TrajectoryError: messages that have no tokens, a constraint that cannot be kept, and NoRoomError.
             EngineError: what the client raises.
         """
-        context, input_ids = await self.in_thread(self._prepare, messages, tools, options)
+        context, input_ids = (
+            self._prepare(messages, tools, options)
+            if short
+            else await self.in_thread(self._prepare, messages, tools, options)
+        )
         room = self.limits.room(context)
         sampling = {**self.sampling, "max_new_tokens": room if max_tokens is None else min(room, max_tokens)}
         parser = self.trajectory.parser
@@ -95,7 +104,7 @@ class TurnTaker:
             sampling[GRAMMAR] = grammar(constraint, context.text, call_style=style, splits_reasoning=splits)
         sampled = await take_turn(self.client, input_ids, sampling, routing_key=self.routing_key)
         add = partial(self.trajectory.add, context, sampled, stops=stop, parallel_calls=parallel_calls)
-        turn: Turn = await self.in_thread(add)
+        turn: Turn = add() if len(sampled.output_ids) <= _FEW_TOKENS else await self.in_thread(add)
         # Neither a stop token, in whose place the template may write another, nor what a grammar dictates carries loss.
         if len(sampled.output_ids) > 1 and not sampled.constrained:
             self.began(int(sampled.weight_versions[0]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -315,7 +316,7 @@ def _conversation(turn: Turn | None) -> list[Message]:
 
 def _positions(path: Sequence[Turn]) -> list[int]:
     """Positions of the replies of a path's turns in the conversation."""
-    return [int(end) for end in np.cumsum([len(turn.context.messages) + 1 for turn in path]) - 1]
+    return [end - 1 for end in accumulate(len(turn.context.messages) + 1 for turn in path)]
 
 
 def _sampled_tokens(leaf: Turn) -> int:

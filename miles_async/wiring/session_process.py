@@ -48,12 +48,13 @@ async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) 
     make = trajectory_factory(
         template, settings.tool_call_parser, settings.reasoning_parser, turn_history=settings.turn_history
     )
-    link = EngineLink(socket_path)
+    link = await EngineLink.connect(socket_path)
     server = SessionServer(link, make, keys=keys, session_timeout=settings.session_timeout)
     try:
         await server.start(settings.host, range(*settings.ports) if settings.ports else None)
         garbage.settle()
         async with asyncio.TaskGroup() as scope:
+            scope.create_task(link.receive())
             scope.create_task(server.expire())
             while True:
                 alive = Alive(

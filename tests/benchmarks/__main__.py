@@ -39,6 +39,7 @@ PARTS = {
     "publication": publication.rows,
     "publication_control": publication_control.rows,
     "sessions": sessions.rows,
+    "session_rates": sessions.rates,
     "requests": requests.rows,
     "start": start.rows,
     "request_rates": requests.rates,

@@ -1,4 +1,4 @@
-"""What the session server adds to a turn: chat completions through it against direct calls of the same engines.
+"""What the session server adds to a turn, and how many turns it takes in a second of CPU.
 
 Engines are simulated: a turn takes some seconds, spread so that agents don't move in step. Each session has 8 turns.
 What is added is the time a turn takes for the agent beyond what the engine took for it.
@@ -29,6 +29,7 @@ from tests.benchmarks.report import Row, report
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
 TURNS = 8
+GOAL = 2000  # turns per second and core of the server
 ANSWER = np.array([14, 13, 2], np.int32)  # "21" and <eos>
 
 
@@ -55,8 +56,10 @@ class TimedEngines:
         )
 
 
-async def measure(concurrency: int, seconds: float, log_dir: Path) -> dict[str, float]:
-    """Added seconds per turn and CPU seconds per turn of the server, at so many sessions at once."""
+async def measure(concurrency: int, seconds: float, log_dir: Path, *, rounds: int = 1) -> dict[str, float]:
+    """Added seconds per turn and CPU seconds per turn of the server, at so many sessions at once, each followed by
+    others until there were ``rounds``.
+    """
     engines = TimedEngines(seconds)
     settings = ServerSettings(
         hf_checkpoint=str(MODEL), host="127.0.0.1", session_timeout=600.0, tool_call_parser=None, reasoning_parser=None
@@ -72,6 +75,10 @@ async def measure(concurrency: int, seconds: float, log_dir: Path) -> dict[str, 
     service = SessionService(engines, settings.command(), launch, keys=keys)
     await service.start()
     added: list[float] = []
+
+    async def agents(number: int, http: aiohttp.ClientSession) -> None:
+        for _ in range(rounds):
+            await agent(number, http)
 
     async def agent(number: int, http: aiohttp.ClientSession) -> None:
         key = f"0-{number}"
@@ -95,19 +102,25 @@ async def measure(concurrency: int, seconds: float, log_dir: Path) -> dict[str, 
 
     try:
         process = psutil.Process(children[0].pid)
-        before = sum(process.cpu_times()[:2])
+        before, started = sum(process.cpu_times()[:2]), time.perf_counter()
         connector = aiohttp.TCPConnector(limit=0)
         async with (
             aiohttp.ClientSession(connector=connector, headers=keys.agents.headers()) as http,
             asyncio.TaskGroup() as scope,
         ):
             for number in range(concurrency):
-                scope.create_task(agent(number, http))
-        cpu = sum(process.cpu_times()[:2]) - before
+                scope.create_task(agents(number, http))
+        cpu, wall = sum(process.cpu_times()[:2]) - before, time.perf_counter() - started
     finally:
         await service.stop()
     p50, p99 = np.percentile(added, [50, 99])
-    return {"p50_ms": 1e3 * p50, "p99_ms": 1e3 * p99, "cpu_ms_per_turn": 1e3 * cpu / len(added), "turns": len(added)}
+    return {
+        "p50_ms": 1e3 * p50,
+        "p99_ms": 1e3 * p99,
+        "cpu_ms_per_turn": 1e3 * cpu / len(added),
+        "turns": len(added),
+        "turns_per_second": len(added) / wall,
+    }
 
 
 def rows() -> Iterator[Row]:
@@ -123,6 +136,21 @@ def rows() -> Iterator[Row]:
             "added_p50_ms": round(result["p50_ms"], 1),
             "added_p99_ms": round(result["p99_ms"], 1),
             "cpu_ms_per_turn": round(result["cpu_ms_per_turn"], 2),
+        }
+
+
+def rates() -> Iterator[Row]:
+    """Turns per second of the server's CPU, when agents ask as fast as they are answered."""
+    for sessions, rounds in ((16, 32), (64, 16), (256, 4)):
+        with TemporaryDirectory() as directory:
+            result = asyncio.run(measure(sessions, 0.02, Path(directory), rounds=rounds))
+        per_cpu_second = 1e3 / result["cpu_ms_per_turn"]
+        yield {
+            "sessions": sessions,
+            "turns": int(result["turns"]),
+            "turns_per_second": round(result["turns_per_second"]),
+            "turns_per_cpu_second": round(per_cpu_second),
+            "meets_goal": per_cpu_second >= GOAL,
         }
 
 
