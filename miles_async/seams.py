@@ -230,7 +230,9 @@ class EngineFleet(Protocol):
     async def held_weights(
         self, engines: Sequence[Incarnation], share: TensorShare
     ) -> Mapping[Incarnation, HeldWeights | Exception]:
-        """Report what each engine holds while it is paused, with digests of a share of it."""
+        """Report what each engine holds while it is paused, with digests of a share of it. Engines that hold the same
+        may share the object.
+        """
         ...
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:

@@ -9,6 +9,7 @@ engine that is restarted in the middle of an update has received nothing of it.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -220,7 +221,20 @@ class Fleet:
     async def held_weights(
         self, engines: Sequence[Incarnation], share: TensorShare
     ) -> Mapping[Incarnation, HeldWeights | Exception]:
-        return await self._ask(engines, lambda _, url: self._server.held_weights(url, share, self._step_timeout))
+        """Read one of the reports that are the same: its engines share the object."""
+        found = await self._ask(engines, lambda _, url: self._server.report_weights(url, share, self._step_timeout))
+        results: dict[Incarnation, HeldWeights | Exception] = {}
+        alike: defaultdict[str, list[Incarnation]] = defaultdict(list)
+        for engine, report in found.items():
+            if isinstance(report, Exception):
+                results[engine] = report
+            else:
+                alike[report].append(engine)
+        async with asyncio.TaskGroup() as scope:
+            reading = [scope.create_task(self._read_report(report, reporters)) for report, reporters in alike.items()]
+        for read in reading:
+            results |= read.result()
+        return results
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
         """Let requests go out to these engines, under ``version``."""
@@ -237,6 +251,18 @@ class Fleet:
         for engine in engines:
             for record in self._records([engine]):
                 await self._supervisor.routing.fence(record, reason)
+
+    async def _read_report(
+        self, report: str, engines: Sequence[Incarnation]
+    ) -> Mapping[Incarnation, HeldWeights | Exception]:
+        """Have the first of ``engines`` that can tell it what they all report."""
+        results: dict[Incarnation, HeldWeights | Exception] = {}
+        for number, engine in enumerate(engines):
+            asked = await self._ask([engine], lambda _, url: self._server.held_weights(url, report, self._step_timeout))
+            results |= asked
+            if not isinstance(held := asked[engine], Exception):
+                return results | dict.fromkeys(engines[number:], held)
+        return results
 
     async def _check_claim(self, version: int, _: EngineRecord, url: str) -> None:
         claimed = await self._server.weight_version(url, self._step_timeout)

@@ -137,8 +137,14 @@ class InferenceServer(Protocol):
         """Log-probs of tokens[1:] at temperature 1, computed without cached prefixes. Not while paused."""
         ...
 
-    async def held_weights(self, url: str, share: TensorShare, timeout: float) -> HeldWeights:
-        """Report the weights that the server holds, with digests of a share of them."""
+    async def report_weights(self, url: str, share: TensorShare, timeout: float) -> str:
+        """Have the server write a report of the weights that it holds, with digests of a share of them. Returns the
+        report's fingerprint, which is the same for servers that report the same.
+        """
+        ...
+
+    async def held_weights(self, url: str, report: str, timeout: float) -> HeldWeights:
+        """Read the server's last report. Raises EngineError if its fingerprint is not ``report``."""
         ...
 
     # Publication: pause → weights by one of the ways below → resume.

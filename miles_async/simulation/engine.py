@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
+from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, fingerprint, write_report
 from miles_async.simulation.distributions import Distribution
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Response
@@ -161,7 +161,7 @@ class SimulatedEngine:
         if path == "/v1/loads":
             return Response(msgspec.json.encode({"loads": [self._scheduler_load()]}))
         if path == "/weights_checker":
-            return self._check_weights()
+            return self._check_weights(msgspec.json.decode(body)["action"])
         handler = _HANDLERS.get(path)
         if handler is not None:
             handler(self, msgspec.json.decode(body))
@@ -216,9 +216,11 @@ class SimulatedEngine:
             answer=asyncio.get_running_loop().create_future(),
         )
 
-    def _check_weights(self) -> Response:
-        held = msgspec.json.encode(held_weights(int(self.weight_version) + self.corrupt)).decode()
-        return Response(msgspec.json.encode({"ranks": [{"checksums": {HELD_WEIGHTS_ACTION: held}}]}))
+    def _check_weights(self, action: str) -> Response:
+        name = action.split()[0]
+        report = write_report(held_weights(int(self.weight_version) + self.corrupt))
+        answer = fingerprint(report) if name == FINGERPRINT_ACTION else report
+        return Response(msgspec.json.encode({"ranks": [{"checksums": {name: answer}}]}))
 
     async def _score(self, tokens: list[int]) -> Response:
         while self._paused is not None:

@@ -119,7 +119,7 @@ class EngineUpdate:
         # Nothing of an engine that joins has been compared before.
         for engines, share in ((serving, self._verification.share(staged.version)), (joining, EVERYTHING)):
             held = await self._each("digests", partial(self._fleet.held_weights, share=share), only=engines)
-            await self._lose(self._verification.compare_digests(staged, held, share, self.findings))
+            await self._lose(await self._verification.compare_digests(staged, held, share, self.findings))
 
     async def _compare_scores(self, staged: StagedWeights) -> None:
         """Fence every engine whose canary disagrees."""

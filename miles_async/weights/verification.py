@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -40,21 +41,24 @@ class Verification:
         shares = self._arguments.verify_weights_shares
         return TensorShare(version % shares, shares)
 
-    def compare_digests(
+    async def compare_digests(
         self, staged: StagedWeights, held: Mapping[Incarnation, HeldWeights], share: TensorShare, findings: Findings
     ) -> dict[Incarnation, str]:
-        """Describe, per engine, how its weights differ from what was staged."""
+        """Describe, per engine, how its weights differ from what was staged. A report that engines share is compared
+        once.
+        """
         problems: dict[Incarnation, str] = {}
-        good: tuple[HeldWeights, Comparison] | None = None
+        compared: dict[int, Comparison] = {}  # by the identity of a report
+        skip = self._arguments.verify_weights_skip
         for engine, weights in held.items():
-            if good is not None and weights == good[0]:  # engines that are alike report the same
-                found = good[1]
-            else:
-                found = compare_digests(staged, weights, share=share, skip=self._arguments.verify_weights_skip)
+            if id(weights) not in compared:
+                compared[id(weights)] = await asyncio.to_thread(
+                    compare_digests, staged, weights, share=share, skip=skip
+                )
+            found = compared[id(weights)]
             if found.problem:
                 problems[engine] = found.problem
                 continue
-            good = weights, found
             findings.compared_tensors.append(found.compared)
             findings.incomparable_tensors.append(len(found.incomparable))
             self._tell_incomparable(engine, found.incomparable)

@@ -7,14 +7,12 @@ another process, which answer every call at once; nothing is sent to them, so th
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from miles_async.arguments.weights import WeightsArguments
@@ -23,7 +21,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
+from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, fingerprint, write_report
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
@@ -49,8 +47,8 @@ class AllEngines:
     def __init__(self, tensors: list[str]) -> None:
         self.version = "default"
         part = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
-        held = msgspec.json.encode(HeldWeights(parts=dict.fromkeys(tensors, (part,)))).decode()
-        self._held = json.dumps({"success": True, "ranks": [{"checksums": {HELD_WEIGHTS_ACTION: held}}]})
+        self._report = write_report(HeldWeights(parts=dict.fromkeys(tensors, (part,))))
+        self._fingerprint = fingerprint(self._report)
         self.calls = 0
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -61,7 +59,9 @@ class AllEngines:
             case "/server_info":
                 return web.json_response({"speculative_algorithm": None})
             case "/weights_checker":
-                return web.Response(text=self._held)
+                action = (await request.json())["action"].split()[0]
+                answer = self._fingerprint if action == FINGERPRINT_ACTION else self._report
+                return web.json_response({"success": True, "ranks": [{"checksums": {action: answer}}]})
             case "/generate":
                 scores = [(None, 0, None), *((score, 0, None) for score in CANARY_LOGPROBS)]
                 meta = {"weight_version": self.version, "input_token_logprobs": scores}
@@ -124,11 +124,13 @@ async def measure(turns: Turns, engines: int, buckets: int, verify: str) -> Row:
     transport = make_transport(arguments, trainer, fleet, "cpu")
     updater = FleetUpdater(fleet, transport, arguments, tolerance=1e-3)
     publisher = WeightPublisher(trainer, updater, arguments, repairs=updater)
-    garbage.settle()  # as the rollout process does
     found: list[tuple[float, float, float]] = []
     try:
         for version in range(PUBLICATIONS):
             await asyncio.sleep(0.1)
+            # The rollout process does this once. Here it also removes the connections of the publication before, which
+            # are cycles in asyncio's loop. They are none in uvloop's, on which the rollout process runs.
+            garbage.settle()
             first, cpu, wall = len(turns.cpu), time.process_time(), time.perf_counter()
             publication = await publisher.publish(version)
             assert len(publication.engines) == engines, publication.fenced

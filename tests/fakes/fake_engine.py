@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
+from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.names import STREAM
 from miles_async.types import HeldWeights
 
@@ -50,6 +50,8 @@ class FakeEngine:
     aborted_ids: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)  # names of the files of the last update from disk
     held: list[HeldWeights] = field(default_factory=list)  # by rank
+    reports_otherwise: list[HeldWeights] = field(default_factory=list)  # what it says it holds, if not that
+    checks: list[str] = field(default_factory=list)  # actions of /weights_checker
 
     def __post_init__(self) -> None:
         self.url = ""
@@ -304,8 +306,12 @@ class FakeEngine:
         return _outcome(None)
 
     async def _check_weights(self, request: web.Request) -> web.Response:
-        assert (await request.json())["action"].startswith("held_weights ")
-        ranks = [{"checksums": {"held_weights": msgspec.json.encode(held).decode()}} for held in self.held]
+        action = (await request.json())["action"].split()[0]
+        self.checks.append(action)
+        told = self.reports_otherwise if action == REPORT_ACTION and self.reports_otherwise else self.held
+        reports = [write_report(held) for held in told]
+        answers = [fingerprint(report) if action == FINGERPRINT_ACTION else report for report in reports]
+        ranks = [{"checksums": {action: answer}} for answer in answers]
         return web.json_response({"success": True, "ranks": ranks})
 
 

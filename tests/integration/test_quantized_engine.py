@@ -166,6 +166,7 @@ async def test_the_engine_rounds_what_is_published(server: Server, transport: st
 
 
 async def test_what_is_rounded_is_reported_as_held_in_another_form(server: Server) -> None:
-    held = await server.api.held_weights(server.url, TensorShare(), SECONDS)
+    report = await server.api.report_weights(server.url, TensorShare(), SECONDS)
+    held = await server.api.held_weights(server.url, report, SECONDS)
     assert set(held.other_form) == {name for name in held.parts if LINEAR in name} != set()
     assert held.unfilled == {}

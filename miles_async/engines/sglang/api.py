@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 
 import aiohttp
@@ -13,13 +12,19 @@ import orjson
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
 from miles_async.engines.sglang.answers import PACK, read_answer
-from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION, STREAM
+from miles_async.engines.sglang.held_report import (
+    FINGERPRINT_ACTION,
+    REPORT_ACTION,
+    fingerprint,
+    join_fingerprints,
+    read_reports,
+)
+from miles_async.engines.sglang.names import STREAM
 from miles_async.errors import EngineError, EngineTimeoutError
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
     GenerateRequest,
-    HeldPart,
     HeldWeights,
     ServerAnswer,
     TensorMeta,
@@ -81,23 +86,11 @@ class _ScoreReply(msgspec.Struct):
 
 
 class _RankCheck(msgspec.Struct):
-    checksums: dict[str, str]  # HELD_WEIGHTS_ACTION → JSON of HeldWeights, see held_weights.py
+    checksums: dict[str, str]  # action of held_report.py → its answer
 
 
 class _CheckReply(msgspec.Struct):
     ranks: list[_RankCheck]
-
-
-def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
-    parts: dict[str, tuple[HeldPart, ...]] = {}
-    for rank in ranks:
-        for name, some in rank.parts.items():
-            parts[name] = (*parts.get(name, ()), *some)
-    return HeldWeights(
-        parts=parts,
-        other_form=tuple(dict.fromkeys(name for rank in ranks for name in rank.other_form)),
-        unfilled=ChainMap(*(dict(rank.unfilled) for rank in ranks)),
-    )
 
 
 class SGLangServer:
@@ -259,17 +252,19 @@ class SGLangServer:
         }
         await self._post(url, "/update_weights_from_disk", body, timeout)
 
-    async def held_weights(self, url: str, share: TensorShare, timeout: float) -> HeldWeights:
+    async def report_weights(self, url: str, share: TensorShare, timeout: float) -> str:
         """Needs a server that was started with HELD_WEIGHTS_VARIABLE."""
-        source = f"{url}/weights_checker"
-        action = f"{HELD_WEIGHTS_ACTION} {msgspec.json.encode(share).decode()}"
-        body = {"action": action, "selector": "target"}
-        reply = decode_json(await self._post(url, "/weights_checker", body, timeout), _CheckReply, source)
-        ranks = [
-            decode_json(rank.checksums.get(HELD_WEIGHTS_ACTION, "").encode(), HeldWeights, source)
-            for rank in reply.ranks
-        ]
-        return _over_ranks(ranks)
+        share_text = msgspec.json.encode(share).decode()
+        return join_fingerprints(await self._check_weights(url, FINGERPRINT_ACTION, share_text, timeout))
+
+    async def held_weights(self, url: str, report: str, timeout: float) -> HeldWeights:
+        ranks = await self._check_weights(url, REPORT_ACTION, "", timeout)
+        if (found := join_fingerprints(map(fingerprint, ranks))) != report:
+            raise EngineError(f"{url}: expected the report of its weights with fingerprint {report}, found {found}")
+        try:
+            return read_reports(ranks)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{url}: expected a report of its weights, found {ranks[0][:ERROR_TEXT]!r}") from error
 
     async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
         """``logprob_start_len=0`` makes SGLang compute all positions, so that no prefix cache hides wrong weights."""
@@ -288,6 +283,13 @@ class SGLangServer:
             weight_version=reply.meta_info.weight_version,
             logprobs=tuple(value for value in logprobs if value is not None),
         )
+
+    async def _check_weights(self, url: str, action: str, subject: str, timeout: float) -> list[str]:
+        """Answers of all ranks to an action of ``held_report.py``."""
+        body = {"action": f"{action} {subject}", "selector": "target"}
+        answer = await self._post(url, "/weights_checker", body, timeout)
+        reply = decode_json(answer, _CheckReply, f"{url}/weights_checker")
+        return [rank.checksums.get(action, "") for rank in reply.ranks]
 
     async def _post(self, url: str, path: str, body: Mapping[str, object], timeout: float) -> bytes:
         """Call something that changes the server, which takes the admin key."""

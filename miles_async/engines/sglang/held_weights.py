@@ -24,8 +24,8 @@ import msgspec
 import torch
 from torch import Tensor, UntypedStorage
 
+from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.loader_watch import Copied, LoaderWatch
-from miles_async.engines.sglang.names import HELD_WEIGHTS_ACTION
 from miles_async.engines.sglang.region_digest import region_digest
 from miles_async.runtime.tensor_digest import to_text
 from miles_async.types import HeldPart, HeldWeights, TensorShare
@@ -42,7 +42,15 @@ class WatchedModel:
         self._watch = LoaderWatch()
         self._to_fill = {name for name, _ in model.named_parameters()}
         self._filled: set[str] = set()  # parameters to which a tensor was ever copied
+        self._report = ""  # the last one
         model.load_weights = partial(self._load, model.load_weights)  # type: ignore[assignment,arg-type]
+
+    def answer(self, action: str, subject: str) -> str | None:
+        """Answer an action of ``held_report.py``; None if it is none of them."""
+        if action == FINGERPRINT_ACTION:
+            self._report = write_report(self.held(msgspec.json.decode(subject, type=TensorShare)))
+            return fingerprint(self._report)
+        return self._report if action == REPORT_ACTION else None
 
     def held(self, share: TensorShare) -> HeldWeights:
         """Report what the model holds now, with digests of the tensors of ``share``."""
@@ -94,7 +102,7 @@ class WatchedModel:
 
 
 def register() -> None:
-    """Add the action HELD_WEIGHTS_ACTION to the weights checker of every model made from now on."""
+    """Add the actions of ``held_report.py`` to the weights checker of every model made from now on."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _follow, HookType.AFTER)
@@ -124,12 +132,12 @@ def _follow(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, role: str, **kwargs: Any) -> Any:
-    name, _, share = action.partition(" ")
-    if name != HELD_WEIGHTS_ACTION:
+    name, _, subject = action.partition(" ")
+    answer = checker._get_model().watched.answer(name, subject)
+    if answer is None:
         return handle(checker, action, *args, role=role, **kwargs)
-    held = checker._get_model().watched.held(msgspec.json.decode(share, type=TensorShare))
     return {
-        "checksums": {HELD_WEIGHTS_ACTION: msgspec.json.encode(held).decode()},  # SGLang passes on a dict of texts
+        "checksums": {name: answer},  # SGLang passes on a dict of texts
         "per_gpu_checksum": "",  # SGLang fills it in
         "parallelism_info": checker._parallelism_info(role=role).model_dump(),
     }

@@ -3,4 +3,3 @@
 HELD_WEIGHTS_VARIABLE = "MILES_ASYNC_HELD_WEIGHTS"  # set: the server can report the weights that it holds
 WEIGHT_GROUP_SECONDS_VARIABLE = "MILES_ASYNC_WEIGHT_GROUP_SECONDS"  # deadline of weights' process groups
 STREAM = "miles_async_stream"  # load_format of /update_weights_from_distributed: all buckets of all senders
-HELD_WEIGHTS_ACTION = "held_weights"  # action of /weights_checker

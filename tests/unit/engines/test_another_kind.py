@@ -107,7 +107,10 @@ class EchoServer:
     async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
         return CanaryScore(self._at(url).version, (0.0,) * (len(tokens) - 1))
 
-    async def held_weights(self, url: str, share: TensorShare, timeout: float) -> HeldWeights:
+    async def report_weights(self, url: str, share: TensorShare, timeout: float) -> str:
+        return "nothing"
+
+    async def held_weights(self, url: str, report: str, timeout: float) -> HeldWeights:
         return HeldWeights(parts={})
 
     async def join_group(

@@ -15,6 +15,7 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
+from miles_async.engines.sglang.held_report import REPORT_ACTION
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, EngineTimeoutError
@@ -243,6 +244,34 @@ async def test_weights_that_an_engine_holds_are_reported_over_all_its_ranks() ->
     assert held.parts == {"w": tuple(parts), "norm": (norm, norm)}
     assert held.other_form == ("q",)
     assert dict(held.unfilled) == {"bias-0": 3, "bias-1": 3}
+
+
+def holds(digest: str) -> HeldWeights:
+    return HeldWeights(parts={"w": (HeldPart(0, (2,), (1,), "float32", digest),)})
+
+
+async def test_of_reports_that_are_the_same_one_is_read() -> None:
+    # covers: C8
+    engines = [Incarnation(f"engine-{index}", 0) for index in range(5)]
+    async with started(5) as setup:
+        fakes = [servers[0].engine for servers in setup.servers]
+        for fake, digest in zip(fakes, ("aa", "aa", "bb", "aa", "bb"), strict=True):
+            fake.held = [holds(digest)]
+        found = await setup.fleet.held_weights(engines, TensorShare())
+    assert [found[engine] for engine in engines] == [holds(d) for d in ("aa", "aa", "bb", "aa", "bb")]
+    assert len({id(held) for held in found.values()}) == 2
+    assert [fake.checks.count(REPORT_ACTION) for fake in fakes] == [1, 0, 1, 0, 0]
+
+
+async def test_a_report_that_an_engine_cannot_tell_any_more_is_read_from_the_next_one() -> None:
+    # covers: C8
+    async with started(2) as setup:
+        first, second = (servers[0].engine for servers in setup.servers)
+        first.held = second.held = [holds("aa")]
+        first.reports_otherwise = [holds("bb")]
+        found = await setup.fleet.held_weights((E0, E1), TensorShare())
+    assert "expected the report of its weights with fingerprint" in str(found[E0])
+    assert found[E1] == holds("aa")
 
 
 @pytest.mark.parametrize(("broken", "seconds"), [(False, 0.6), (True, 0.2)])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+import msgspec
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, read_reports
 from miles_async.engines.sglang.held_weights import WatchedModel
 from miles_async.runtime.tensor_digest import digest, total
 from miles_async.types import TensorShare
@@ -69,6 +71,24 @@ def test_a_share_has_digests_of_its_tensors_and_tells_where_all_are() -> None:
         for share in shares:
             [part] = watched.held(share).parts[name]
             assert part.digest == (EXPECTED[name] if share == mine else "")
+
+
+def test_a_report_is_kept_under_its_fingerprint_until_the_next_one() -> None:
+    # covers: C8
+    first, second = Fused(), Fused()
+    watched, other = WatchedModel(first), WatchedModel(second)
+    first.load_weights(WEIGHTS.items())
+    second.load_weights(reversed(WEIGHTS.items()))
+    share = msgspec.json.encode(ALL).decode()
+    expected = watched.answer(FINGERPRINT_ACTION, share)
+    assert expected == other.answer(FINGERPRINT_ACTION, share)
+    first.qk.data[5, 1] += 1
+    report = watched.answer(REPORT_ACTION, "")
+    assert report is not None
+    assert fingerprint(report) == expected
+    assert read_reports([report]) == other.held(ALL)
+    assert watched.answer(FINGERPRINT_ACTION, share) != expected
+    assert watched.answer("checksum", "") is None
 
 
 def test_memory_replaced_after_loading_is_reported_and_not_kept_alive() -> None:
