@@ -33,6 +33,9 @@ class SessionsArguments:
     session_timeout: float = flag(
         300.0, "seconds without a request or heartbeat after which a session expires", metavar="SECONDS"
     )
+    session_server_workers: int = flag(
+        1, "processes of the session server; one takes some 2,000 short turns per second of its core"
+    )
     max_turns: int = flag(16, "turns of the model in one trajectory")
     max_tokens_per_turn: int | None = flag(
         None,

@@ -5,7 +5,6 @@ A part of the composition root, for the rollout actor's process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,11 +116,16 @@ class Episodes:
             turn_history=arguments.sessions.turn_history,
         )
 
-        def launch(command: Sequence[str], starts: int) -> ChildProcess:
-            log_path = self._log_dir / f"sessions.{starts}.log"
-            return ChildProcess("session server", command, log_path=log_path, environment=self._keys.environment())
+        def launch(socket: Path, worker: int, starts: int) -> ChildProcess:
+            return ChildProcess(
+                f"session server {worker}",
+                settings.command(socket),
+                log_path=self._log_dir / f"sessions-{worker}.{starts}.log",
+                environment=self._keys.environment(),
+            )
 
-        return SessionService(client, settings.command(), launch, keys=self._keys, began=self._began)
+        workers = arguments.sessions.session_server_workers
+        return SessionService(client, launch, keys=self._keys, workers=workers, began=self._began)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The session server's process: ``python -m miles_async.wiring.session_process <settings as JSON> <socket>``.
+"""A process of the session server: ``python -m miles_async.wiring.session_process <settings as JSON> <socket>``.
 
 A composition root of its own, since it runs in a process of its own: template and parsers for trajectories, and the
 engines through the rollout process, to which it reports. Its keys come in the environment.
@@ -27,7 +27,7 @@ REPORT_SECONDS = 1.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the session server."""
+    """Settings of the session server's processes."""
 
     hf_checkpoint: str
     host: str  # address of this node at which agents reach it
@@ -37,9 +37,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningParser | None
     turn_history: TurnHistory = "sampled"
 
-    def command(self) -> tuple[str, ...]:
-        """Arguments of the interpreter; the socket comes last."""
-        return ("-m", "miles_async.wiring.session_process", msgspec.json.encode(self).decode())
+    def command(self, socket: Path) -> tuple[str, ...]:
+        """Arguments of the interpreter. ``socket``: to report to."""
+        return ("-m", "miles_async.wiring.session_process", msgspec.json.encode(self).decode(), str(socket))
 
 
 async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) -> None:
@@ -50,9 +50,14 @@ async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) 
     )
     link = await EngineLink.connect(socket_path)
     server = SessionServer(link, make, keys=keys, session_timeout=settings.session_timeout)
+    garbage.settle()
+    await serve_sessions(server, link, settings.host, range(*settings.ports) if settings.ports else None)
+
+
+async def serve_sessions(server: SessionServer, link: EngineLink, host: str, ports: range | None = None) -> None:
+    """Serve, and say so to the rollout process, until it is gone: raises TransientEngineError then."""
     try:
-        await server.start(settings.host, range(*settings.ports) if settings.ports else None)
-        garbage.settle()
+        await server.start(host, ports)
         async with asyncio.TaskGroup() as scope:
             scope.create_task(link.receive())
             scope.create_task(server.expire())

@@ -56,7 +56,9 @@ class TimedEngines:
         )
 
 
-async def measure(concurrency: int, seconds: float, log_dir: Path, *, rounds: int = 1) -> dict[str, float]:
+async def measure(
+    concurrency: int, seconds: float, log_dir: Path, *, rounds: int = 1, workers: int = 1
+) -> dict[str, float]:
     """Added seconds per turn and CPU seconds per turn of the server, at so many sessions at once, each followed by
     others until there were ``rounds``.
     """
@@ -68,11 +70,12 @@ async def measure(concurrency: int, seconds: float, log_dir: Path, *, rounds: in
     keys = make_run_keys({}).sessions
     environment = keys.environment()
 
-    def launch(command: Sequence[str], starts: int) -> ChildProcess:
-        children.append(ChildProcess("sessions", command, log_path=log_dir / "sessions.log", environment=environment))
+    def launch(socket: Path, worker: int, starts: int) -> ChildProcess:
+        log_path = log_dir / f"sessions-{worker}.log"
+        children.append(ChildProcess("s", settings.command(socket), log_path=log_path, environment=environment))
         return children[-1]
 
-    service = SessionService(engines, settings.command(), launch, keys=keys)
+    service = SessionService(engines, launch, keys=keys, workers=workers)
     await service.start()
     added: list[float] = []
 
@@ -101,8 +104,7 @@ async def measure(concurrency: int, seconds: float, log_dir: Path, *, rounds: in
         assert collected.sample.metadata["turns"] == TURNS
 
     try:
-        process = psutil.Process(children[0].pid)
-        before, started = sum(process.cpu_times()[:2]), time.perf_counter()
+        before, started = _cpu_seconds(children), time.perf_counter()
         connector = aiohttp.TCPConnector(limit=0)
         async with (
             aiohttp.ClientSession(connector=connector, headers=keys.agents.headers()) as http,
@@ -110,7 +112,7 @@ async def measure(concurrency: int, seconds: float, log_dir: Path, *, rounds: in
         ):
             for number in range(concurrency):
                 scope.create_task(agents(number, http))
-        cpu, wall = sum(process.cpu_times()[:2]) - before, time.perf_counter() - started
+        cpu, wall = _cpu_seconds(children) - before, time.perf_counter() - started
     finally:
         await service.stop()
     p50, p99 = np.percentile(added, [50, 99])
@@ -121,6 +123,10 @@ async def measure(concurrency: int, seconds: float, log_dir: Path, *, rounds: in
         "turns": len(added),
         "turns_per_second": len(added) / wall,
     }
+
+
+def _cpu_seconds(children: Sequence[ChildProcess]) -> float:
+    return sum(sum(psutil.Process(child.pid).cpu_times()[:2]) for child in children)
 
 
 def rows() -> Iterator[Row]:
@@ -141,11 +147,12 @@ def rows() -> Iterator[Row]:
 
 def rates() -> Iterator[Row]:
     """Turns per second of the server's CPU, when agents ask as fast as they are answered."""
-    for sessions, rounds in ((16, 32), (64, 16), (256, 4)):
+    for workers, sessions, rounds in ((1, 16, 32), (1, 64, 16), (1, 256, 4), (2, 256, 4), (4, 256, 4)):
         with TemporaryDirectory() as directory:
-            result = asyncio.run(measure(sessions, 0.02, Path(directory), rounds=rounds))
+            result = asyncio.run(measure(sessions, 0.02, Path(directory), rounds=rounds, workers=workers))
         per_cpu_second = 1e3 / result["cpu_ms_per_turn"]
         yield {
+            "workers": workers,
             "sessions": sessions,
             "turns": int(result["turns"]),
             "turns_per_second": round(result["turns_per_second"]),

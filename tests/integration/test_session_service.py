@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,12 @@ async def service_of(model: ScriptedModel, log_dir: Path, **options: Any) -> Asy
     )
     children: list[ChildProcess] = []
 
-    def launch(command: Sequence[str], starts: int) -> ChildProcess:
-        path = log_dir / f"sessions.{starts}.log"
-        children.append(ChildProcess("session server", command, log_path=path, environment=KEYS.sessions.environment()))
+    def launch(socket: Path, worker: int, starts: int) -> ChildProcess:
+        path, environment = log_dir / f"sessions-{worker}.{starts}.log", KEYS.sessions.environment()
+        children.append(ChildProcess("s", settings.command(socket), log_path=path, environment=environment))
         return children[-1]
 
-    service = SessionService(model, settings.command(), launch, keys=KEYS.sessions, **options)
+    service = SessionService(model, launch, keys=KEYS.sessions, **options)
     await service.start()
     supervision = asyncio.ensure_future(service.supervise())
     try:
@@ -63,8 +63,8 @@ async def chat(session: OpenSession) -> str:
         return answer.choices[0].message.content or ""
 
 
-def server_pid(log_dir: Path, starts: int) -> int:
-    path = str(log_dir / f"sessions.{starts}.log")
+def server_pid(log_dir: Path, starts: int, worker: int = 0) -> int:
+    path = str(log_dir / f"sessions-{worker}.{starts}.log")
     (process,) = [
         process
         for process in psutil.Process().children()
@@ -121,7 +121,7 @@ async def test_a_server_that_dies_or_hangs_costs_its_open_sessions_and_nothing_e
             session = await service.open(SETTINGS)
             assert await chat(session) == "21"
             os.kill(server_pid(tmp_path, starts), number)
-            while service.instance_id == session.instance_id:  # noqa: ASYNC110
+            while service.workers[0].instance_id == session.instance_id:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             for lost in (first, session):
                 with pytest.raises(TransientEngineError, match=r"does not answer|session lost"):
@@ -132,6 +132,28 @@ async def test_a_server_that_dies_or_hangs_costs_its_open_sessions_and_nothing_e
         assert (await service.collect(again)).sample is not None
 
 
+async def test_a_worker_that_is_killed_costs_its_own_sessions_and_takes_others_when_it_is_back(tmp_path: Path) -> None:
+    # covers: M13
+    model = ScriptedModel(lambda call, input_ids: ANSWER)
+    async with service_of(model, tmp_path, workers=2) as service:
+        opened = [await service.open(SETTINGS) for _ in range(4)]
+        before = service.workers[1].instance_id
+        lost = [session for session in opened if session.instance_id == before]
+        assert len(lost) == 2
+        os.kill(server_pid(tmp_path, 0, worker=1), signal.SIGKILL)
+        for session in opened:
+            if session in lost:
+                with pytest.raises(TransientEngineError, match=r"does not answer|session lost"):
+                    await service.collect(session)
+            else:
+                assert await chat(session) == "21"
+        while service.workers[1].instance_id == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        again = await service.open(SETTINGS)
+        assert again.instance_id == service.workers[1].instance_id
+        assert await chat(again) == "21"
+
+
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def failing() -> None:
         settings = ServerSettings(
@@ -140,8 +162,9 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         environment = KEYS.sessions.environment()
         service = SessionService(
             ScriptedModel(lambda call, input_ids: ANSWER),
-            settings.command(),
-            lambda command, starts: ChildProcess("s", command, log_path=tmp_path / "s.log", environment=environment),
+            lambda socket, worker, starts: ChildProcess(
+                "s", settings.command(socket), log_path=tmp_path / "s.log", environment=environment
+            ),
             keys=KEYS.sessions,
         )
         try:

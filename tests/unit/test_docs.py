@@ -59,7 +59,7 @@ MADE_LATER = {
         "logs/rank_imports.log",
         "logs/actor_imports.log",
         "logs/trainer-0.log",
-        "logs/sessions.0.log",
+        "logs/sessions-0.0.log",
         "logs/agents.log",
     ),
     *("docs/staleness_study.md", "docs/staleness_study.png"),  # by `make study`
