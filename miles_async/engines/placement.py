@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from miles_async.runtime.actor_link import ActorLink
 from miles_async.runtime.call_once import CallId, CallOnce
 from miles_async.runtime.nodes import NO_LABELS, alive_nodes, describe_nodes
 from miles_async.runtime.ray_errors import why_gone
+from miles_async.runtime.reservation import Reservation
 
 _STOP_SECONDS = 10.0
 
@@ -28,17 +29,21 @@ class RayServers:
         spec: ServerSpec,
         labels: Mapping[str, str] = NO_LABELS,
         interpreter: str | None = None,
+        node_ids: Sequence[Sequence[str]] = (),
     ) -> None:
         """``labels``: of the nodes that may have engines. ``interpreter``: command that Ray starts the actors'
-        processes with; None: that of this process.
+        processes with; None: that of this process. ``node_ids``: the nodes of the first engines, if they are decided
+        already.
         """
         self._kind = kind
         self._spec = spec
         self._labels = labels
         self._interpreter = interpreter
+        self._node_ids = node_ids
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
-        return _RayServer(self._kind, self._spec, self._labels, self._interpreter, engine_index, incarnation)
+        node_ids = self._node_ids[engine_index] if engine_index < len(self._node_ids) else ()
+        return _RayServer(self._kind, self._spec, self._labels, self._interpreter, node_ids, engine_index, incarnation)
 
 
 class EngineActor:
@@ -66,6 +71,7 @@ class _RayServer:
         spec: ServerSpec,
         labels: Mapping[str, str],
         interpreter: str | None,
+        node_ids: Sequence[str],
         engine_index: int,
         incarnation: int,
     ) -> None:
@@ -76,16 +82,16 @@ class _RayServer:
         self._process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
         self._link = ActorLink(f"the actor of {spec.group}-{engine_index}")
         self._gpus = spec.tensor_parallel_size if spec.device == "cuda" else 0
+        self._reservation = Reservation({"GPU": self._gpus}, 1, labels, node_ids) if self._gpus else None
         self._actor: Any = None
 
     async def start(self) -> str:
         import ray
 
-        place = await asyncio.to_thread(self._place)
-        options = {"num_cpus": 0, "num_gpus": self._gpus, **self._process, **place}
+        place = await self._place()
+        options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": place, **self._process}
         self._actor = ray.remote(EngineActor).options(**options).remote(*self._arguments)
-        # The actor keeps its own deadline; ours is for Ray, which waits for free resources without end.
-        deadline = self._spec.start_timeout + 60
+        deadline = self._spec.start_timeout + 60  # of Ray, to start the actor, which keeps its own
         try:
             async with asyncio.timeout(deadline):
                 return await self._perform(self._actor, ServerProcess.start)
@@ -96,27 +102,32 @@ class _RayServer:
         except (ray.exceptions.RayError, ProcessLostError) as error:
             raise EngineStartError(f"engine actor died while it started: {why_gone(error)}") from error
         except TimeoutError:
-            raise EngineStartError(
-                f"Ray did not place the engine within {deadline:g} s: it needs {self._gpus} GPUs, and this "
-                f"cluster has {ray.cluster_resources()} (--rollout-num-gpus, --actor-num-gpus-per-node)"
-            ) from None
+            raise EngineStartError(f"Ray did not start the engine's actor within {deadline:g} s") from None
 
-    def _place(self) -> dict[str, object]:
-        """Options that choose the node. Without GPUs there is nothing by which Ray could spread engines, so they take
-        turns.
+    async def _place(self) -> object:
+        """Choose the node: one with free GPUs, which are reserved. Without GPUs there is nothing by which Ray could
+        spread engines, so they take turns.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        if self._gpus:
-            return {"label_selector": dict(self._labels)}
-        nodes = alive_nodes(self._labels)
+        if self._reservation is not None:
+            if not await self._reservation.reserve(self._spec.start_timeout):
+                raise EngineStartError(
+                    f"Ray did not find a node{self._labelled()} with {self._gpus} free GPUs for an engine within "
+                    f"{self._spec.start_timeout:g} s (--engine-start-timeout); the cluster has {describe_nodes()} "
+                    "(--rollout-num-gpus, --rollout-num-gpus-per-engine)"
+                )
+            return self._reservation.on(0)
+        nodes = await asyncio.to_thread(alive_nodes, self._labels)
         if not nodes:
             raise EngineStartError(
-                f"expected nodes with the labels {dict(self._labels)} (--rollout-node-labels) for engines, found "
-                f"{describe_nodes()}"
+                f"expected nodes{self._labelled()} for engines, found {describe_nodes()} (--rollout-node-labels)"
             )
         node = nodes[self._engine_index % len(nodes)]
-        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)}
+        return NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+
+    def _labelled(self) -> str:
+        return f" labelled {dict(self._labels)}" if self._labels else ""
 
     async def wait_exit(self) -> str:
         import ray
@@ -143,13 +154,14 @@ class _RayServer:
     async def stop(self) -> None:
         import ray
 
-        if self._actor is None:
-            return
         actor, self._actor = self._actor, None
-        with suppress(ray.exceptions.RayError, ProcessLostError, TimeoutError):
-            async with asyncio.timeout(_STOP_SECONDS):
-                await self._perform(actor, ServerProcess.stop)
-        ray.kill(actor, no_restart=True)  # and with it, by PR_SET_PDEATHSIG, whatever stop left
+        if actor is not None:
+            with suppress(ray.exceptions.RayError, ProcessLostError, TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self._perform(actor, ServerProcess.stop)
+            ray.kill(actor, no_restart=True)  # and with it, by PR_SET_PDEATHSIG, whatever stop left
+        if self._reservation is not None:
+            self._reservation.release()
 
     async def _perform(self, actor: Any, method: Callable[..., Awaitable[Result]], *arguments: object) -> Result:
         return await self._link.call(lambda call: actor.perform.remote(call, method, *arguments))

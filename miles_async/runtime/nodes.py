@@ -46,3 +46,10 @@ def alive_nodes(labels: Mapping[str, str] = NO_LABELS) -> list[Node]:
 
 def describe_nodes() -> str:
     return "; ".join(map(str, alive_nodes()))
+
+
+def free_gpus() -> dict[str, int]:
+    """GPUs that nobody uses, by id of their node."""
+    from ray._private.state import available_resources_per_node  # Ray 2.60 has no public way to ask per node
+
+    return {node_id: int(resources.get("GPU", 0)) for node_id, resources in available_resources_per_node().items()}

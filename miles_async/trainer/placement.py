@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_async.arguments.cluster import Device
 from miles_async.errors import TrainerError
 from miles_async.runtime.nodes import NO_LABELS, describe_nodes
-
-_POLL_SECONDS = 1.0
+from miles_async.runtime.reservation import Reservation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,34 +42,26 @@ class RankResources:
 
 
 class Placement:
-    """A placement group with a bundle per node, which holds the ranks of that node: consecutive ones, since they form
-    tensor-parallel groups.
+    """The nodes of the ranks, and which rank is where: consecutive ones share a node, since they form tensor-parallel
+    groups, and nodes are in the order of their addresses.
     """
 
-    def __init__(self, resources: RankResources, nodes: int, ranks_per_node: int) -> None:
+    def __init__(self, resources: RankResources, nodes: int, ranks_per_node: int, node_ids: Sequence[str] = ()) -> None:
+        """``node_ids``: nodes that shall have the ranks; if empty, Ray chooses."""
         self._resources = resources
         self._nodes, self._ranks_per_node = nodes, ranks_per_node
-        self._group: PlacementGroup | None = None
+        self._reservation = Reservation(resources.bundle(ranks_per_node), nodes, resources.labels, node_ids)
 
     async def reserve(self, deadline_seconds: float) -> None:
         """Raises TrainerError when the cluster hasn't got the resources within the deadline."""
-        bundle = self._resources.bundle(self._ranks_per_node)
-        labels = dict(self._resources.labels)
-        self._group = placement_group(
-            [bundle] * self._nodes, strategy="STRICT_SPREAD", bundle_label_selector=[labels] * self._nodes
-        )
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                # Not `ready()`: that runs a task, for which Ray starts a worker.
-                while not await asyncio.to_thread(self._group.wait, _POLL_SECONDS):
-                    pass
-        except TimeoutError:
+        if not await self._reservation.reserve(deadline_seconds):
+            labels = dict(self._resources.labels)
             where = f" labelled {labels} (--actor-node-labels)" if labels else ""
             raise TrainerError(
-                f"Ray did not find {self._nodes} nodes{where} with {bundle} each for {self._ranks_per_node} trainer "
-                f"ranks within {deadline_seconds:g} s; the cluster has {describe_nodes()} (--actor-num-nodes, "
-                "--actor-num-gpus-per-node)"
-            ) from None
+                f"Ray did not find {self._nodes} nodes{where} with {self._resources.bundle(self._ranks_per_node)} each "
+                f"for {self._ranks_per_node} trainer ranks within {deadline_seconds:g} s; the cluster has "
+                f"{describe_nodes()} (--actor-num-nodes, --actor-num-gpus-per-node)"
+            )
 
     def options(self, rank: int) -> dict[str, object]:
         """Options of rank ``rank`` for ``ray.remote(...).options``."""
@@ -85,12 +72,8 @@ class Placement:
             "num_cpus": self._resources.num_cpus,
             "num_gpus": self._resources.num_gpus,
             "runtime_env": runtime_env,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=rank // self._ranks_per_node
-            ),
+            "scheduling_strategy": self._reservation.on(rank // self._ranks_per_node),
         }
 
     def release(self) -> None:
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        self._reservation.release()

@@ -61,6 +61,7 @@ class TrainerRanks:
         world_size: int,
         resources: RankResources,
         nodes: int = 1,
+        node_ids: Sequence[str] = (),
         backend: BackendFactory,
         sender: SenderFactory,
         senders: int = 1,
@@ -70,13 +71,14 @@ class TrainerRanks:
         start_timeout: float = 600.0,
         step_timeout: float = 3600.0,
     ) -> None:
-        """The callables run in the actors and must be picklable. ``senders``: as many pipeline stages send weights.
+        """The callables run in the actors and must be picklable. ``node_ids``: the nodes, if they are decided already.
+        ``senders``: as many pipeline stages send weights.
 
         ``canary_tokens``: what staging scores, nothing if empty; may be set later. Timeouts in seconds: of
         :meth:`start`, and of any other call on all ranks.
         """
         self._world_size = world_size
-        self._placement = Placement(resources, nodes, world_size // nodes)
+        self._placement = Placement(resources, nodes, world_size // nodes, node_ids)
         self._threads = resources.threads
         self._backend, self._sender, self._senders = backend, sender, senders
         self.canary_tokens = tuple(canary_tokens)

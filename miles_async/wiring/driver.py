@@ -69,6 +69,7 @@ from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
 from miles_async.wiring.fork_servers import fork_servers
+from miles_async.wiring.placement import place_run
 from miles_async.wiring.rollout_process import build_rollout
 from miles_async.wiring.trainer_process import (
     SHARED_WITH_ENGINES,
@@ -191,6 +192,7 @@ class Run:
                 afterwards(self._imports.stop),  # processes that outlive Ray own files that are swept at the end
                 ray_cluster(arguments.cluster.ray_address, environment, self._own_ray),
             ):
+                placement = await place_run(arguments, self._device)
                 progress.phase("engines, router and trainer ranks")
                 rollout = RolloutProcess(
                     partial(
@@ -201,10 +203,11 @@ class Run:
                         secret_environment(arguments.cluster.forward_env),
                         servers.for_engines(),
                         {flag: mark for flag, mark in marks.items() if flag in SHARED_WITH_ENGINES},
+                        placement,
                     ),
                     servers.interpreter(f"ray::{RolloutActor.__name__}"),
                 )
-                trainer = trainer_ranks(arguments, *place, environment, servers.ranks, marks)
+                trainer = trainer_ranks(arguments, *place, environment, servers.ranks, marks, placement.trainer)
                 async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
                     async with asyncio.TaskGroup() as scope:
                         scope.create_task(rollout.start())

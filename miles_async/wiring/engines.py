@@ -28,6 +28,7 @@ from miles_async.runtime.node_files import NodeFiles
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats
+from miles_async.wiring.placement import RunPlacement
 
 KIND = SGLANG
 """The inference server of runs."""
@@ -64,12 +65,13 @@ class RunEngines:
         keys: EngineKeys,
         forked: ForkedEngines,
         marks: Mapping[str, Path],
+        placement: RunPlacement,
     ) -> None:
         """Start nothing yet. ``marks``: of the directories that engines share. Raises ConfigurationError for a file of
         groups that cannot be used.
         """
         groups = server_groups(arguments)
-        make = _StackMaker(arguments, run_dir, device, keys, forked, marks)
+        make = _StackMaker(arguments, run_dir, device, keys, forked, marks, placement)
         evaluation = of_role(groups, "evaluation")
         self.train = make(EngineStack, "router", of_role(groups, "train"), arguments.engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
@@ -131,11 +133,13 @@ class _StackMaker:
         keys: EngineKeys,
         forked: ForkedEngines,
         marks: Mapping[str, Path],
+        placement: RunPlacement,
     ) -> None:
         self._arguments = arguments
         self._marks = marks
         self._keys = keys
         self._forked = forked
+        self._placement = placement
         self._log_dir = run_dir / "logs"
         self._device = device
         self._seed = arguments.data.rollout_seed  # of the next group's first engine
@@ -173,7 +177,8 @@ class _StackMaker:
                 files=self._files(spec),
             )
             labels = self._arguments.cluster.rollout_labels
-            launch = RayServers(KIND, spec, labels, self._forked.interpreter)
+            node_ids = self._placement.engines.get(group.name, ())
+            launch = RayServers(KIND, spec, labels, self._forked.interpreter, node_ids)
             self._seed += SEEDS_PER_GROUP
         return EngineGroup(
             name=group.name,

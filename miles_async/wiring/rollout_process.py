@@ -44,6 +44,7 @@ from miles_async.wiring.decisions import make_batches, make_pool
 from miles_async.wiring.engines import ForkedEngines, RunEngines
 from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services
 from miles_async.wiring.hook_keys import hook_keys
+from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.prompt_lengths import length_notes
 
 log = structlog.get_logger(__name__)
@@ -57,6 +58,7 @@ async def build_rollout(
     secrets: SecretEnvironment,
     forked: ForkedEngines,
     marks: Mapping[str, Path],
+    placement: RunPlacement,
 ) -> RolloutParts:
     """Start engines and router, build the manager. Returns the actor's parts by name. ``marks``: of the directories
     that engines share.
@@ -74,7 +76,7 @@ async def build_rollout(
         log.warning("length of prompts", note=note)
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
-    engines = RunEngines(arguments, run_dir, device, keys.engines, forked, marks)
+    engines = RunEngines(arguments, run_dir, device, keys.engines, forked, marks, placement)
     beginnings = _beginnings(arguments, engines.train)
     episodes = Episodes(arguments, engines.train.client, template, run_dir, services, beginnings.note, keys.sessions)
     if episodes.service is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,15 +31,17 @@ def trainer_ranks(
     environment: Mapping[str, str],
     fork_server: ForkServer | None,
     marks: Mapping[str, Path],
+    node_ids: Sequence[str],
 ) -> TrainerRanks:
     """The trainer of this run, not started. ``fork_server``: what its ranks are forked from. ``marks``: of the
-    directories of :func:`shared_directories`.
+    directories of :func:`shared_directories`. ``node_ids``: its nodes; if empty, Ray chooses.
     """
     weights, network = arguments.weights, Network.of_run(arguments.cluster)
     interpreter = fork_server.interpreter(f"ray::{TrainerActor.__name__}") if fork_server is not None else None
     return TrainerRanks(
         world_size=arguments.cluster.trainer_world_size,
         nodes=arguments.cluster.actor_num_nodes,
+        node_ids=node_ids,
         resources=RankResources.for_device(device, environment, interpreter, arguments.cluster.actor_labels),
         backend=partial(
             _backend_on_node,

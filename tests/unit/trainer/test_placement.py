@@ -29,8 +29,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What Ray was asked for; it grants it at once."""
-    asked: dict[str, Any] = {}
+    """The last placement group that Ray was asked for; it grants it at once, its bundles on ``granted`` nodes."""
+    asked: dict[str, Any] = {"granted": ["d" * 56, "b" * 56]}
 
     class Group:
         def __init__(self, bundles: list[dict[str, float]], **options: Any) -> None:
@@ -38,11 +38,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         def wait(self, timeout_seconds: float) -> bool:
             time.sleep(0.01)
-            return asked.get("granted", True)
+            return bool(asked["granted"])
 
-    monkeypatch.setattr("miles_async.trainer.placement.placement_group", Group)
+    monkeypatch.setattr("ray.util.placement_group", Group)
     monkeypatch.setattr(
-        "miles_async.trainer.placement.PlacementGroupSchedulingStrategy",
+        "ray.util.placement_group_table",
+        lambda _: {"bundles_to_node_id": dict(enumerate(asked["granted"]))},
+    )
+    monkeypatch.setattr("ray.util.remove_placement_group", lambda _: asked.update(removed=True))
+    monkeypatch.setattr(
+        "ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy",
         lambda group, placement_group_bundle_index: placement_group_bundle_index,
     )
     return asked
@@ -55,12 +60,13 @@ async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(ask
     assert asked["bundles"] == [{"CPU": 4, "GPU": 4}] * 2
     assert asked["strategy"] == "STRICT_SPREAD"
     assert asked["bundle_label_selector"] == [{"pool": "x"}] * 2
-    assert [placement.options(rank)["scheduling_strategy"] for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    # Bundle 1 is on the node with the lower address.
+    assert [placement.options(rank)["scheduling_strategy"] for rank in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
 async def test_what_ray_cannot_place_is_said_with_what_there_is(asked: dict[str, Any]) -> None:
     # covers: C10
-    asked["granted"] = False
+    asked["granted"] = []
     placement = Placement(RankResources(num_cpus=1, num_gpus=8, labels={"pool": "x"}), 3, 1)
     with pytest.raises(TrainerError, match=r"3 nodes .*pool.*--actor-node-labels.*10\.0\.0\.1 \(2 CPU\); 10\."):
         await placement.reserve(0.05)
@@ -76,17 +82,44 @@ async def test_engines_without_gpus_take_turns_on_the_nodes(
     assert [options["scheduling_strategy"].node_id[0] for options in started] == expected
 
 
-async def test_engines_with_gpus_go_where_ray_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options in await _started(monkeypatch, "cuda", {"pool": "x"}):
-        assert options == {"num_cpus": 0, "num_gpus": 2, "label_selector": {"pool": "x"}}
+@pytest.mark.parametrize(
+    ("chosen", "selector"),
+    [("b", {"ray.io/node-id": "b" * 56}), ("c", {"pool": "x"}), (None, {"pool": "x"})],
+    ids=["decided", "its node is gone", "one more"],
+)
+async def test_an_engine_gets_its_gpus_where_that_was_decided_or_where_ray_has_them(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], chosen: str | None, selector: dict[str, str]
+) -> None:
+    asked["granted"] = ["b" * 56]
+    node_ids = [[chosen * 56]] * 4 if chosen else []
+    for options in await _started(monkeypatch, "cuda", {"pool": "x"}, node_ids):
+        assert options == {"num_cpus": 0, "num_gpus": 2, "scheduling_strategy": 0}
+    assert asked["bundles"] == [{"GPU": 2}]
+    assert asked["bundle_label_selector"] == [selector]
+
+
+async def test_an_engine_without_gpus_to_be_had_says_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    # covers: C10
+    asked["granted"] = []
+    with pytest.raises(EngineStartError, match=r"with 2 free GPUs for an engine within 0.05 s .*10\.0\.0\.1 \(2 CPU\)"):
+        await _started(monkeypatch, "cuda", {}, start_timeout=0.05)
+    assert asked["removed"]
 
 
 async def test_engines_without_a_node_to_go_to_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineStartError, match=r"--rollout-node-labels\) for engines, found 10\.0\.0\.1 \(2 CPU\)"):
+    with pytest.raises(EngineStartError, match=r"for engines, found 10\.0\.0\.1 \(2 CPU\); .*--rollout-node-labels"):
         await _started(monkeypatch, "cpu", {"pool": "y"})
 
 
-async def _started(monkeypatch: pytest.MonkeyPatch, device: Any, labels: dict[str, str]) -> list[dict[str, Any]]:
+async def _started(
+    monkeypatch: pytest.MonkeyPatch,
+    device: Any,
+    labels: dict[str, str],
+    node_ids: list[list[str]] | None = None,
+    start_timeout: float = 600.0,
+) -> list[dict[str, Any]]:
     """Options of the actors of four engines."""
     started: list[dict[str, Any]] = []
 
@@ -105,9 +138,11 @@ async def _started(monkeypatch: pytest.MonkeyPatch, device: Any, labels: dict[st
             return SimpleNamespace(perform=SimpleNamespace(remote=answer))
 
     monkeypatch.setattr("ray.remote", lambda _: ActorClass())
-    spec = ServerSpec(model_path="m", device=device, dtype="float32", tensor_parallel_size=2)
+    spec = ServerSpec(
+        model_path="m", device=device, dtype="float32", tensor_parallel_size=2, start_timeout=start_timeout
+    )
     kind = EngineKind(name="none", command=None, environment=None, is_up=None, calls=None)
-    launch = RayServers(kind, spec, labels)
+    launch = RayServers(kind, spec, labels, node_ids=node_ids or [])
     for index in range(4):
         await launch(index, 0).start()
     return started

@@ -1,0 +1,110 @@
+"""Placement by real Ray on three nodes with four GPUs each, which are numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from miles_async.arguments import Arguments, ClusterArguments
+from miles_async.arguments.engines import EnginesArguments
+from miles_async.engines.kind import EngineKind, ServerSpec
+from miles_async.engines.placement import RayServers
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.nodes import free_gpus
+from miles_async.runtime.reservation import Reservation
+from miles_async.trainer.placement import Placement, RankResources
+from miles_async.wiring.placement import place_run
+
+KIND = EngineKind(name="none", command=None, environment=None, is_up=None, calls=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def node_ids() -> Iterator[list[str]]:
+    """Ids of the nodes. The last two are labelled pool=x."""
+    cluster = Cluster()
+    ids = [
+        cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=1 << 27, labels=labels).node_id
+        for labels in ({}, {"pool": "x"}, {"pool": "x"})
+    ]
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield ids
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def arguments(**cluster: Any) -> Arguments:
+    return Arguments(
+        cluster=ClusterArguments(ray_address="auto", **cluster), engines=EnginesArguments(engine_start_timeout=3.0)
+    )
+
+
+class Where:
+    """An actor that answers everything with the id of its node: an engine's start with that instead of a URL."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def perform(self, *_: object) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+
+async def test_ranks_and_engines_are_where_it_was_decided(node_ids: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = await place_run(
+        arguments(
+            actor_num_nodes=2,
+            actor_num_gpus_per_node=4,
+            rollout_num_gpus=4,
+            rollout_num_gpus_per_engine=2,
+            rollout_node_labels=("pool=x",),
+        ),
+        "cuda",
+    )
+    assert node_ids[0] in placement.trainer  # where no engine may be
+    [engines_node] = {node for place in placement.engines["engine"] for node in place}
+    assert {*placement.trainer, engines_node} == {*node_ids}
+
+    monkeypatch.setattr("miles_async.engines.placement.EngineActor", Where)
+    spec = ServerSpec(model_path="m", device="cuda", dtype="float32", tensor_parallel_size=2)
+    launch = RayServers(KIND, spec, {"pool": "x"}, node_ids=placement.engines["engine"])
+    servers = [launch(index, 0) for index in range(2)]
+    assert [await server.start() for server in servers] == [engines_node] * 2  # before the trainer has its nodes
+
+    ranks = Placement(RankResources(num_cpus=0, num_gpus=1), 2, 4, placement.trainer)
+    await ranks.reserve(10.0)
+    actors = [ray.remote(Where).options(**ranks.options(rank)).remote() for rank in range(8)]
+    where = [await actor.perform.remote() for actor in actors]
+    assert where[:4] == where[:1] * 4
+    assert where[4:] == where[4:5] * 4
+    assert {*where} == {*placement.trainer}
+
+    await servers[0].stop()
+    restarted = launch(0, 1)  # where it was
+    assert await restarted.start() == engines_node
+    for server in (restarted, servers[1]):
+        await server.stop()
+    ranks.release()
+
+
+async def test_what_there_is_no_room_for_is_said_with_what_there_is(node_ids: list[str]) -> None:
+    # covers: C10
+    whole_node = Reservation({"GPU": 3}, 1, {"pool": "x"})
+    assert await whole_node.reserve(10.0)
+    with pytest.raises(ConfigurationError, match=r"2 nodes with 4 GPUs each labelled pool=x .*pool=x\), 1 GPUs free"):
+        await place_run(arguments(actor_num_nodes=2, actor_num_gpus_per_node=4, actor_node_labels=("pool=x",)), "cuda")
+    whole_node.release()
+
+
+async def test_gpus_that_become_free_are_waited_for(node_ids: list[str]) -> None:
+    some = [Reservation({"GPU": 4}, 1, {}) for _ in node_ids]
+    for each in some:
+        assert await each.reserve(10.0)
+    assert sum(free_gpus().values()) == 0
+    wanted = arguments(actor_num_gpus_per_node=1, rollout_num_gpus=1)
+    wanted = replace(wanted, engines=EnginesArguments(engine_start_timeout=30.0))
+    for each in some:
+        each.release()
+    assert (await place_run(wanted, "cuda")).trainer
