@@ -18,6 +18,9 @@ class OptimizerArguments:
         None, "samples per optimizer step (default: the whole rollout batch, one step per rollout)"
     )
     max_tokens_per_gpu: int = flag(8192, "tokens packed into one micro-batch; a longer sample gets one of its own")
+    logprob_chunk: int = flag(
+        1024, "tokens whose fp32 logits exist at one time on a rank; log-probs are the same whatever it is"
+    )
     lr: float = flag(1e-6, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: LrDecayStyle = flag("constant", "shape of the decay over --num-rollout")

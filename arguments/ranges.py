@@ -42,6 +42,7 @@ AT_LEAST: dict[str, int] = {
     "kl_loss_coef": 0,
     "global_batch_size": 1,
     "max_tokens_per_gpu": 1,
+    "logprob_chunk": 1,
     "min_lr": 0,
     "lr_warmup_iters": 0,
     "weight_decay": 0,

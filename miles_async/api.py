@@ -210,6 +210,7 @@ class TokenBatch:
     """One micro-batch on the trainer's device: S sequences of N tokens in all, one behind another.
 
     Entry i of an array [N] describes ``tokens[i]`` given its prefix. Arrays are only read, and have no gradient.
+    Log-probs and entropies are 0 where no loss is carried: there they are not computed.
     """
 
     tokens: Tensor  # int64 [N]
@@ -217,7 +218,7 @@ class TokenBatch:
     loss_mask: Tensor  # float32 [N]: 1 where the token carries loss, else 0
     advantages: Tensor  # float32 [N], 0 where no loss is carried
     rewards: Tensor  # float32 [S], of the sequence's sample
-    rollout_logprobs: Tensor  # float32 [N], by the engine that sampled the token; 0 where no loss is carried
+    rollout_logprobs: Tensor  # float32 [N], by the engine that sampled the token
     weight_versions: Tensor  # int64 [N], NO_VERSION where no engine generated the token
     oldest_versions: Tensor  # int64 [N]: the oldest version in the token's sequence
     computed: Mapping[Need, Tensor]  # each [N]; read them by the properties below
@@ -309,7 +310,7 @@ class PolicyLoss(Protocol):
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss of each token and metrics by name, each [N]; finite, but at tokens without loss ignored.
 
-        ``logprobs``: float32 [N] by the policy that is trained, with gradient; 0 for the first token of each sequence.
+        ``logprobs``: float32 [N] by the policy that is trained, with gradient; 0 where no loss is carried.
         Metrics are logged as train/NAME: the mean over loss tokens, or the largest if NAME ends in ``_max``.
         """
         ...

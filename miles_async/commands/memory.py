@@ -31,6 +31,7 @@ def memory_report(arguments: Arguments) -> str:
             model=model,
             world_size=world_size,
             tokens=arguments.optimizer.max_tokens_per_gpu,
+            logprob_chunk=arguments.optimizer.logprob_chunk,
             temperature=arguments.rollout.rollout_temperature,
             entropy="entropy" in needs,
         )

@@ -86,7 +86,8 @@ def make_backend(
             bf16=bf16,
             recompute_granularity=recompute,
         ),
-        optimizer=OptimizerArguments(**({"lr": LR} | optimizer)),
+        # Chunks of which every micro-batch has several.
+        optimizer=OptimizerArguments(**({"lr": LR, "logprob_chunk": 7} | optimizer)),
         total_steps=10,
         temperature=1.0,
         objective=partial(make_objective, algorithm),

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
+from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.memory import StageRequest, measure, model_parameters, rank_bytes
 from miles_async.errors import ConfigurationError
 from miles_async.types import TrainShard
@@ -23,6 +24,7 @@ from tests.integration.toy_batches import ToySample, to_shards
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 TOKENS = 2048
+CHUNK = OptimizerArguments().logprob_chunk
 VOCABULARY = 16384
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -54,6 +56,7 @@ def request(directory: Path, world_size: int = 1, *, bf16: bool = False, **model
         model=ModelArguments(bf16=bf16, **model),
         world_size=world_size,
         tokens=TOKENS,
+        logprob_chunk=CHUNK,
         temperature=1.0,
         entropy=False,
     )
@@ -70,7 +73,13 @@ def _real_rank(
         gc.collect()
         before = _resident("VmRSS")
         backend = make_backend(
-            rank, world_size, dist.PrefixStore(f"{index}", store), directory, layout, recompute=recompute
+            rank,
+            world_size,
+            dist.PrefixStore(f"{index}", store),
+            directory,
+            layout,
+            recompute=recompute,
+            logprob_chunk=CHUNK,
         )
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts over
         backend.train(_one_long_sample(TOKENS if directory == directories[-1] else 64))

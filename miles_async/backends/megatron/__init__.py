@@ -1,5 +1,6 @@
 """Megatron-core as TrainBackend.
 
 Read in this order: ``platform`` (what differs between CUDA and the host), ``model`` (checkpoint → model),
-``packing`` and ``scores`` (samples → log-probs), ``step`` (the optimizer steps), ``backend`` (all of it together).
+``packing``, ``scores`` and ``vocab_logprobs`` (samples → log-probs), ``step`` (the optimizer steps), ``backend`` (all
+of it together).
 """

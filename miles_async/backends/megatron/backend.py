@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,7 @@ class MegatronBackend:
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoint import seed_all
         from miles_async.backends.megatron.model import load_model, make_optimizer
+        from miles_async.backends.megatron.scores import Scorer
         from miles_async.backends.megatron.step import StepRunner
 
         distributed.initialise(
@@ -93,7 +95,7 @@ class MegatronBackend:
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             objective=minimised,
-            temperature=temperature,
+            scorer=Scorer(temperature=temperature, chunk=optimizer.logprob_chunk),
             align=self._model.align,
             device=self.device,
         )
@@ -127,7 +129,10 @@ class MegatronBackend:
         from miles_async.backends.megatron.packing import pack_sequences
 
         packed = pack_sequences(sequences, align=self._model.align, device=self.device)
-        scores = score(self._model.modules, [packed], temperature or self._runner.temperature)
+        scorer = self._runner.scorer
+        if temperature is not None:
+            scorer = dataclasses.replace(scorer, temperature=temperature)
+        scores = score(self._model.modules, [packed], scorer)
         flat = from_last_stage(scores[0].tolist() if scores else [])
         ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]

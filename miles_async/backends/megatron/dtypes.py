@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.module import Float16Module
@@ -30,6 +30,10 @@ class MixedPrecision(Float16Module):
         super().__init__(config, module)
         for name, tensor in kept_in_fp32(self.module):
             tensor.data = loaded[name]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+        """Leave the output in bfloat16: hidden states, of which logits are made in fp32."""
+        return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
 def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:

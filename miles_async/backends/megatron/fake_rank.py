@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -26,16 +25,16 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, PretrainedConfig
 
 from miles_async.backends.megatron import dtypes
+from miles_async.backends.megatron.live_bytes import LiveBytes
 from miles_async.backends.megatron.memory import StageMemory, StageRequest
 from miles_async.backends.megatron.model import make_provider
+from miles_async.backends.megatron.model_output import output_of, return_hidden_states
 from miles_async.backends.megatron.packing import pack_sequences
 from miles_async.backends.megatron.platform import Platform
-from miles_async.backends.megatron.scores import token_entropy, token_logprobs
+from miles_async.backends.megatron.scores import Scorer
 from miles_async.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -106,6 +105,8 @@ def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig
         with _without_values(), FakeTensorMode(allow_non_fake_inputs=True):
             module = provider.provide(pre_process=stages.start == 0, post_process=last)
             dtypes.enforce(module, provider.params_dtype)
+            if last:
+                return_hidden_states(module)
             kept, peak = _forward_backward(module, provider, request, last=last)
             sizes = [(".experts." in name, parameter.numel()) for name, parameter in module.named_parameters()]
         return StageMemory(
@@ -127,57 +128,28 @@ def _forward_backward(
     for parameter in module.parameters():
         # As DistributedDataParallel does, which adds a gradient to its buffer and lets it go.
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
     share = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
     tokens = -(-request.tokens // share) * share
-    with LiveBytes(but=[*module.parameters(), *module.buffers()]) as live:
+    buffers = [parameter.main_grad for parameter in module.parameters()]  # type: ignore[attr-defined]
+    with LiveBytes(but=[*module.parameters(), *module.buffers(), *buffers]) as live:
         if not module.pre_process:
             hidden = torch.empty(tokens // share, 1, provider.hidden_size, dtype=provider.params_dtype)
             module.set_input_tensor(hidden.requires_grad_())  # type: ignore[operator]
         output = module(torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None], None)
-        loss = _loss(output, request) if last else output.sum()
+        loss = _loss(module, output, request) if last else output.sum()
         del output  # as Megatron's schedule does
         kept = live.now
         loss.backward()
     return kept, live.most
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are made while it is on, until they go; views of ``but`` are none.
-
-    torch's MemTracker gives the same sums, and counts for every module besides: half of the time went there.
-    """
-
-    def __init__(self, but: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in but)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        size = storage.nbytes()
-        self._known.add(storage)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._gone, size)
-
-    def _gone(self, size: int) -> None:
-        self.now -= size
-
-
-def _loss(logits: torch.Tensor, request: StageRequest) -> torch.Tensor:
-    """Sum of what a loss is made of: log-probs and, if asked for, entropy. ``logits``: [1, T, V / TP]."""
-    packed = pack_sequences([[0] * logits.shape[1]], align=1, device=torch.device("cpu"))
-    if request.entropy:
-        token_entropy(logits, packed, request.temperature)
-    return token_logprobs(logits, packed, request.temperature).sum()
+def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.Tensor:
+    """Sum of what a loss is made of: log-probs of all tokens and, if asked for, entropy."""
+    output = output_of(module, hidden)
+    packed = pack_sequences([[0] * len(output.hidden)], align=1, device=torch.device("cpu"))
+    scorer = Scorer(temperature=request.temperature, chunk=request.logprob_chunk)
+    return scorer(output, packed, entropy=request.entropy).logprobs.sum()
 
 
 @contextlib.contextmanager

@@ -13,21 +13,25 @@ from torch import Tensor
 from torch.nn import Module
 
 from miles_async.algorithms.objective import LossSums
+from miles_async.backends.megatron.model_output import ModelOutput, output_of
 from miles_async.backends.megatron.packing import PackedBatch, PackedSequences
-from miles_async.backends.megatron.scores import token_logprobs
+from miles_async.backends.megatron.scores import Scorer
 
-LossFunction = Callable[[PackedBatch, Tensor], LossSums]
-"""(micro-batch, logits [1, T, V / TP]) → sums over the micro-batch."""
+LossFunction = Callable[[PackedBatch, ModelOutput], LossSums]
+"""(micro-batch, output of the model) → sums over the micro-batch."""
 
-OfLogits = Callable[[Tensor], Any]
-"""Function of a micro-batch's logits [1, T, V / TP] on the last pipeline stage."""
+OfOutput = Callable[[ModelOutput], Any]
+"""Function of a micro-batch's output on the last pipeline stage."""
 
 
-def score(modules: Sequence[Module], packs: Sequence[PackedSequences], temperature: float) -> list[Tensor]:
+def score(modules: Sequence[Module], packs: Sequence[PackedSequences], scorer: Scorer) -> list[Tensor]:
     """Log-probs float32 [N] per micro-batch, on the last pipeline stage; empty on the others. Collective."""
-    logprobs = [partial(token_logprobs, packed=packed, temperature=temperature) for packed in packs]
+
+    def of_output(packed: PackedSequences, output: ModelOutput) -> Tensor:
+        return scorer(output, packed).logprobs
+
     with torch.no_grad(), _evaluating(modules):
-        return _run(modules, packs, logprobs, forward_only=True)
+        return _run(modules, packs, [partial(of_output, packed) for packed in packs], forward_only=True)
 
 
 def accumulate_gradients(
@@ -39,24 +43,24 @@ def accumulate_gradients(
     Returns the metric sums per micro-batch on the last pipeline stage, nothing on the others. Collective.
     """
 
-    def of_logits(packed: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        sums = loss(packed, logits)
+    def of_output(packed: PackedBatch, output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        sums = loss(packed, output)
         return sums.loss, sums.count.int(), sums.metrics
 
-    losses = [partial(of_logits, packed) for packed in packs]
+    losses = [partial(of_output, packed) for packed in packs]
     return _run(modules, [packed.sequences for packed in packs], losses, forward_only=False)
 
 
 def _run(
-    modules: Sequence[Module], packs: Sequence[PackedSequences], last_stage: Sequence[OfLogits], *, forward_only: bool
+    modules: Sequence[Module], packs: Sequence[PackedSequences], last_stage: Sequence[OfOutput], *, forward_only: bool
 ) -> list[Any]:
     def forward_step(
-        micro_batches: Iterator[tuple[PackedSequences, OfLogits]], module: Module
+        micro_batches: Iterator[tuple[PackedSequences, OfOutput]], module: Module
     ) -> tuple[Tensor, Callable[..., Any]]:
-        packed, of_logits = next(micro_batches)
+        packed, of_output = next(micro_batches)
         output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
         # With forward_only the schedule passes non_loss_data=True and stores what comes back.
-        return output, lambda logits, **_: of_logits(logits)
+        return output, lambda hidden, **_: of_output(output_of(module, hidden))
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -31,6 +31,7 @@ class StageRequest:
     model: ModelArguments
     world_size: int
     tokens: int  # of one micro-batch
+    logprob_chunk: int  # tokens whose logits exist at one time
     temperature: float
     entropy: bool  # the loss asks for it
 

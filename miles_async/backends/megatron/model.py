@@ -18,13 +18,12 @@ from megatron.core.utils import get_model_config
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config
+from miles_async.backends.megatron.model_output import return_hidden_states
 from miles_async.backends.megatron.platform import Platform
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
     from megatron.bridge.models import GPTModelProvider
-
-if TYPE_CHECKING:
     from torch.nn import Module
 
 
@@ -62,6 +61,8 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
     def prepare(modules: list[Module]) -> list[Module]:
         for module in modules:
             dtypes.enforce(module, provider.params_dtype)
+            if module.post_process:
+                return_hidden_states(module)
         coverage.check(bridge, modules)
         return modules
 

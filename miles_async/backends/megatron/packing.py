@@ -24,9 +24,10 @@ class PackedSequences:
     """One forward pass on the device. N tokens of sequences, T >= N with the padding tail."""
 
     tokens: Tensor  # int64 [1, T]
-    labels: Tensor  # int64 [1, T]: the token after each position, 0 where there is none
     position_ids: Tensor  # int64 [1, T], from 0 in every sample
-    is_first: Tensor  # bool [N]: no prefix predicts these tokens
+    scored: Tensor  # int64 [n]: the tokens whose log-probs are needed, in [0, N); none is the first of its sequence
+    rows: Tensor  # int64 [n]: the positions in [0, T) that predict them
+    labels: Tensor  # int64 [n]: these tokens
     attention: PackedSeqParams
     num_tokens: int  # N
 
@@ -49,7 +50,7 @@ def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> Packed
     carries_loss = batch.loss_mask != 0
     oldest_versions = np.repeat(batch.oldest_versions, np.diff(batch.offsets))
     return PackedBatch(
-        sequences=_pack(batch.tokens, batch.offsets, align=align, device=device),
+        sequences=_pack(batch.tokens, batch.offsets, carries_loss, align=align, device=device),
         batch=TokenBatch(
             tokens=_tensor(batch.tokens, torch.int64, device),
             offsets=_tensor(batch.offsets, torch.int64, device),
@@ -66,31 +67,32 @@ def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> Packed
 
 
 def pack_sequences(sequences: Sequence[Sequence[int]], *, align: int, device: torch.device) -> PackedSequences:
-    """Pack token sequences to score."""
+    """Pack token sequences, of which all tokens are scored."""
     offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
-    return _pack(tokens, offsets, align=align, device=device)
+    return _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), align=align, device=device)
 
 
-def _pack(tokens: np.ndarray, offsets: np.ndarray, *, align: int, device: torch.device) -> PackedSequences:
+def _pack(
+    tokens: np.ndarray, offsets: np.ndarray, needed: np.ndarray, *, align: int, device: torch.device
+) -> PackedSequences:
+    """``needed``: bool [N], the tokens that get a log-prob if a prefix predicts them."""
     total = len(tokens)
     padded = max(align, -(-total // align) * align)
     boundaries = np.append(offsets, padded) if padded > total else np.asarray(offsets)
     lengths = np.diff(boundaries)
-    is_first = np.zeros(padded, dtype=bool)
-    is_first[boundaries[:-1][lengths > 0]] = True
     all_tokens = np.zeros(padded, dtype=np.int64)
     all_tokens[:total] = tokens
-    labels = np.roll(all_tokens, -1)
-    labels[np.roll(is_first, -1)] = 0
     positions = np.arange(padded) - np.repeat(boundaries[:-1], lengths)
+    scored = np.flatnonzero(needed & (positions[:total] > 0))
     cu_seqlens = _tensor(boundaries, torch.int32, device)
     longest = int(lengths.max())
     return PackedSequences(
         tokens=_tensor(all_tokens, torch.int64, device)[None],
-        labels=_tensor(labels, torch.int64, device)[None],
         position_ids=_tensor(positions, torch.int64, device)[None],
-        is_first=_tensor(is_first[:total], torch.bool, device),
+        scored=_tensor(scored, torch.int64, device),
+        rows=_tensor(scored - 1, torch.int64, device),
+        labels=_tensor(tokens[scored], torch.int64, device),
         attention=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

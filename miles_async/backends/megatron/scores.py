@@ -1,49 +1,48 @@
-"""Log-probs and entropy of tokens from vocab-parallel logits.
-
-Aligned with tokens: entry ``i`` describes ``tokens[i]`` given its prefix and is 0 at each sample's first token.
-The shift from "position i predicts token i + 1" happens here and nowhere else.
-"""
+"""Log-probs and entropy of packed tokens from the model's output."""
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from dataclasses import dataclass
+
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
+from miles_async.backends.megatron.model_output import ModelOutput
 from miles_async.backends.megatron.packing import PackedSequences
-
-ENTROPY_ROWS = 4096  # rows of logits per pass, which bounds the temporary memory
-
-
-def token_logprobs(logits: Tensor, packed: PackedSequences, temperature: float) -> Tensor:
-    """Log-probs, float32 [N], differentiable. ``logits``: [1, T, V / TP], at temperature 1."""
-    # The division makes a copy, which vocab_parallel_cross_entropy overwrites.
-    scaled = logits.float() / temperature
-    return _of_next_token(-vocab_parallel_cross_entropy(scaled, packed.labels)[0], packed)
+from miles_async.backends.megatron.vocab_logprobs import VocabSettings, vocab_logprobs
 
 
-@torch.no_grad()
-def token_entropy(logits: Tensor, packed: PackedSequences, temperature: float) -> Tensor:
-    """Entropy of the distribution that each token was drawn from, float32 [N], no gradient."""
-    rows = [_entropy(chunk.float() / temperature) for chunk in logits[0].split(ENTROPY_ROWS)]
-    return _of_next_token(torch.cat(rows), packed)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """fp32 [N]: entry ``i`` describes ``tokens[i]`` given its prefix, and is 0 where no log-prob is needed."""
+
+    logprobs: Tensor  # differentiable
+    entropy: Tensor | None  # of the distribution that the token is drawn from, without gradient; None if not asked for
 
 
-def _of_next_token(values: Tensor, packed: PackedSequences) -> Tensor:
-    """Shift values [T] of predicting positions to the tokens they predict, [N]."""
-    shifted = torch.cat([values.new_zeros(1), values[:-1]])[: packed.num_tokens]
-    return shifted.masked_fill(packed.is_first, 0.0)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorer:
+    """Scores the tokens of a micro-batch that need log-probs."""
+
+    temperature: float
+    chunk: int  # tokens whose logits exist at one time
+
+    def __call__(self, output: ModelOutput, packed: PackedSequences, *, entropy: bool = False) -> Scores:
+        """Score on the last pipeline stage. Collective over tensor-parallel ranks."""
+        settings = VocabSettings(
+            temperature=self.temperature,
+            chunk=self.chunk,
+            entropy=entropy,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            zero_gradient=output.awaits_gradient,
+        )
+        logprobs, entropies = vocab_logprobs(output.hidden[packed.rows], output.weight, packed.labels, settings)
+        return Scores(
+            logprobs=_of_tokens(logprobs, packed),
+            entropy=None if entropies is None else _of_tokens(entropies, packed),
+        )
 
 
-def _entropy(logits: Tensor) -> Tensor:
-    """H = log Z − Σ p·z over the whole vocabulary, [rows, V / TP] → [rows]."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    largest = logits.amax(dim=-1, keepdim=True)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    logits = logits - largest
-    weights = logits.exp()
-    sums = torch.stack([weights.sum(-1), (weights * logits).sum(-1)])
-    dist.all_reduce(sums, group=group)
-    return sums[0].log() - sums[1] / sums[0]
+def _of_tokens(values: Tensor, packed: PackedSequences) -> Tensor:
+    """Put values of the scored tokens, [n], where these stand among all, [N]."""
+    return values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)

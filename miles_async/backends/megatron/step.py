@@ -28,8 +28,9 @@ from miles_async.api import Need
 from miles_async.backends.megatron.distributed import reduce_metrics
 from miles_async.backends.megatron.forward import accumulate_gradients, score
 from miles_async.backends.megatron.metrics import accumulate, step_metrics
+from miles_async.backends.megatron.model_output import ModelOutput
 from miles_async.backends.megatron.packing import PackedBatch, pack_batch
-from miles_async.backends.megatron.scores import token_entropy, token_logprobs
+from miles_async.backends.megatron.scores import Scorer
 from miles_async.errors import ContractViolation, TrainerError
 from miles_async.types import TrainShard
 
@@ -50,7 +51,7 @@ class StepRunner:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     objective: Objective
-    temperature: float
+    scorer: Scorer
     align: int
     device: torch.device
 
@@ -107,7 +108,7 @@ class StepRunner:
     def _with_scores(self, steps: list[Packs], name: Need, modules: Sequence[Module]) -> list[Packs]:
         if not steps:
             return steps
-        scores = score(modules, [packed.sequences for packs in steps for packed in packs], self.temperature)
+        scores = score(modules, [packed.sequences for packs in steps for packed in packs], self.scorer)
         if not scores:  # not the last pipeline stage: no loss here
             return steps
         remaining = iter(scores)
@@ -124,8 +125,8 @@ class StepRunner:
     def _optimizer_step(self, packs: Packs, index: int, target_version: int) -> tuple[dict[str, Tensor], float]:
         """Metric sums, and the norm of the gradient over all ranks: 0 if the weights were left alone."""
 
-        def loss(packed: PackedBatch, logits: Tensor) -> LossSums:
-            return self._loss(packed, logits, index, target_version)
+        def loss(packed: PackedBatch, output: ModelOutput) -> LossSums:
+            return self._loss(packed, output, index, target_version)
 
         for module in self.modules:
             module.zero_grad_buffer()
@@ -144,12 +145,12 @@ class StepRunner:
             self.optimizer.step()
         return sums, norm
 
-    def _loss(self, packed: PackedBatch, logits: Tensor, index: int, target_version: int) -> LossSums:
+    def _loss(self, packed: PackedBatch, output: ModelOutput, index: int, target_version: int) -> LossSums:
         objective, batch = self.objective, packed.batch
-        if "entropy" in objective.needs:
-            entropy = token_entropy(logits, packed.sequences, self.temperature)
-            batch = batch.with_computed("entropy", entropy)
-        logprobs = token_logprobs(logits, packed.sequences, self.temperature)
+        scores = self.scorer(output, packed.sequences, entropy="entropy" in objective.needs)
+        logprobs = scores.logprobs
+        if scores.entropy is not None:
+            batch = batch.with_computed("entropy", scores.entropy)
         before = batch.computed.get("old_logprobs") if objective.old_policy == "trainer" else None
         if before is None and index == 0:
             before = logprobs.detach()

@@ -1,0 +1,57 @@
+"""Output of the model's last pipeline stage: hidden states, of which logits are made a few at a time where needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from miles_async.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOutput:
+    """One micro-batch's output, on every tensor-parallel rank."""
+
+    hidden: Tensor  # [T, H]; its gradients on tensor-parallel ranks are summed
+    weight: Tensor  # [V / TP, H], this rank's rows of the output layer
+    awaits_gradient: bool  # autograd has to give the weight a gradient, at which its reduction over ranks begins
+
+
+def return_hidden_states(module: Module) -> None:
+    """Let the model's output layer give back its input. Raises ConfigurationError if logits are no plain product."""
+    layer: Any = module.output_layer
+    if type(layer).forward is not ColumnParallelLinear.forward or layer.bias is not None:
+        raise ConfigurationError(
+            f"the model's output layer ({type(layer).__name__}) is not the product of hidden states and a matrix that "
+            "log-probs are computed from; train a model of another family"
+        )
+    layer.forward = lambda hidden, **_: (hidden, None)
+
+
+def output_of(module: Module, hidden: Tensor) -> ModelOutput:
+    """Wrap what a module returned that went through :func:`return_hidden_states`: [1, T, H], or [1, T / TP, H] under
+    sequence parallelism.
+    """
+    model: Any = unwrap_model(module)
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    # What ColumnParallelLinear does with its input.
+    spread = gather_from_sequence_parallel_region if model.config.sequence_parallel else _copy
+    overlapped = isinstance(module, DistributedDataParallel) and module.ddp_config.overlap_grad_reduce
+    return ModelOutput(hidden=spread(hidden[0]).to(weight.dtype), weight=weight, awaits_gradient=overlapped)
+
+
+def _copy(hidden: Tensor) -> Tensor:
+    return copy_to_tensor_model_parallel_region(hidden)
