@@ -61,8 +61,9 @@ class Arguments:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimizer step, in force: ``--global-batch-size`` or the whole rollout batch."""
-        return self.optimizer.global_batch_size or self.rollout.samples_per_rollout
+        """Samples per optimizer step, in force."""
+        share = self.rollout.samples_per_rollout // (self.optimizer.num_steps_per_rollout or 1)
+        return self.optimizer.global_batch_size or max(1, share)
 
 
 __all__ = [

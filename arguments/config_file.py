@@ -13,15 +13,22 @@ from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.flag import FlagValue
-from miles_async.arguments.pass_through import PassThrough, is_pass_through, unflatten, values_from_toml
+from miles_async.arguments.pass_through import (
+    PREFIXES,
+    PassThrough,
+    collector,
+    is_pass_through,
+    unflatten,
+    values_from_toml,
+)
 from miles_async.arguments.problems import refuse
-from miles_async.arguments.renamed_flags import explain_unknown
 from miles_async.arguments.specification import FlagSpecification, argument_groups, flag_specifications
+from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.errors import ConfigurationError
 
 
 def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
-    """(field name → value, flags for SGLang and smg). Raises ConfigurationError naming every bad key."""
+    """(field name → value, flags that are passed on). Raises ConfigurationError naming every bad key."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -55,7 +62,7 @@ def _read_key(table: str, key: str, value: object, values: dict[str, FlagValue],
     specification = specifications.get(name)
     if specification is None:
         ours = [item.flag for item in specifications.values()]
-        if table in ("", "engines") and is_pass_through(flag, ours):
+        if is_pass_through(flag, ours) and table in ("", collector(flag).group):
             passed[flag] = values_from_toml(value)
             return
         if isinstance(value, dict):
@@ -78,11 +85,10 @@ def to_toml(arguments: Arguments) -> str:
         for specification in _of_group(group):
             key = specification.flag.removeprefix("--")
             lines.append(f"{key} = {_toml_value(getattr(values, specification.name))}")
-        if group == "engines":
-            extras = {"sglang_extra": values.sglang_extra, "router_extra": values.router_extra}
-            for flag, words in unflatten(extras):
-                value = True if not words else words[0] if len(words) == 1 else words
-                lines.append(f"{json.dumps(flag.removeprefix('--'))} = {_toml_value(value)}")
+        extras = {where: getattr(values, where.field) for where in PREFIXES.values() if where.group == group}
+        for flag, words in unflatten(extras):
+            value = True if not words else words[0] if len(words) == 1 else words
+            lines.append(f"{json.dumps(flag.removeprefix('--'))} = {_toml_value(value)}")
         lines.append("")
     return "\n".join(lines)
 

@@ -22,11 +22,21 @@ class EvaluationArguments:
     )
     eval_interval: int | None = flag(None, "rollout steps between evaluations (default: only first and last)")
     n_samples_per_eval_prompt: int = flag(1, "samples per held-out prompt")
-    eval_temperature: float = flag(0.0, "temperature of evaluation; 0: greedy")
+    eval_temperature: float | None = flag(
+        None,
+        "temperature of evaluation; 0: greedy (default: greedy, and with several samples per held-out prompt "
+        "--rollout-temperature)",
+    )
     eval_top_p: float = flag(1.0, "nucleus sampling of evaluation")
     eval_top_k: int = flag(-1, "evaluation samples among the k likeliest tokens; -1: all")
     eval_max_response_len: int | None = flag(None, "tokens an evaluation response may have (default: as training)")
     eval_concurrency: int = flag(128, "evaluation samples in flight at most")
+
+    def temperature(self, of_rollouts: float) -> float:
+        """``--eval-temperature`` in force; ``of_rollouts``: ``--rollout-temperature``."""
+        if self.eval_temperature is not None:
+            return self.eval_temperature
+        return of_rollouts if self.n_samples_per_eval_prompt > 1 else 0.0
 
 
 def parse_data_sets(words: Sequence[str]) -> dict[str, Path]:

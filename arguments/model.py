@@ -1,4 +1,4 @@
-"""The model, and its split over ranks."""
+"""The model, and its split over ranks. ``--megatron-X`` sets the field X of Megatron's configs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from miles_async.errors import ConfigurationError
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
 
 RecomputeGranularity = Literal["full", "selective"]
+RecomputeMethod = Literal["uniform", "block"]
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
+"""What megatron-core 0.16 recomputes by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +38,27 @@ class ModelArguments:
     )
     sequence_parallel: bool = flag(True, "with tensor parallelism, split the sequence outside of attention and MLP too")
     bf16: bool = flag(False, "train in bfloat16 with fp32 main parameters (default: fp32)")
-    recompute_granularity: RecomputeGranularity | None = flag(None, "activation recomputation")
+    recompute_granularity: RecomputeGranularity | None = flag(
+        None, "activations that the backward pass computes again: those of whole layers, or of --recompute-modules"
+    )
+    recompute_method: RecomputeMethod | None = flag(
+        None,
+        "with --recompute-granularity full: keep the input of every --recompute-num-layers layers, or recompute that "
+        "many layers of each pipeline stage one by one (block) (default: uniform)",
+    )
+    recompute_num_layers: int | None = flag(None, "layers of --recompute-method (default: 1)")
+    recompute_modules: tuple[str, ...] = flag(
+        (),
+        f"with --recompute-granularity selective: {', '.join(RECOMPUTE_MODULES)} (default: core_attn)",
+        metavar="MODULE",
+    )
     seed: int = flag(1234, "seed of the trainer's random generators")
+    megatron_extra: tuple[str, ...] = ()  # collected from --megatron-*, as fields of Megatron's configs
+
+    @property
+    def splits_experts(self) -> bool:
+        """True if flags split experts, which dense models don't have; 1 is what recipes of dense models say, too."""
+        return self.expert_model_parallel_size > 1 or (self.expert_tensor_parallel_size or 1) > 1
 
     @property
     def expert_tensor_size(self) -> int:

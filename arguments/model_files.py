@@ -40,10 +40,11 @@ def directory_problems(path: Path, flag: str) -> Iterator[str]:
 
 def read_config(path: Path) -> JsonObject:
     """Content of config.json in ``path``; empty if it cannot be read."""
-    return _read_object(path / "config.json")
+    return read_json(path / "config.json")
 
 
-def _read_object(path: Path) -> JsonObject:
+def read_json(path: Path) -> JsonObject:
+    """Object in a JSON file; empty if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -52,7 +53,7 @@ def _read_object(path: Path) -> JsonObject:
 
 
 def _weight_problems(path: Path, config: JsonObject) -> Iterator[str]:
-    index = _read_object(path / _INDEX).get("weight_map", {})
+    index = read_json(path / _INDEX).get("weight_map", {})
     missing = sorted({str(name) for name in index.values() if not (path / str(name)).is_file()})
     if missing:
         yield f"{_INDEX} names {len(missing)} file(s) that are not there: {_first(missing)}; download them again"

@@ -20,9 +20,11 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.argument_files import expand_argument_files
 from miles_async.arguments.config_file import read_config_file
 from miles_async.arguments.flag import FlagValue
-from miles_async.arguments.pass_through import PassThrough, flatten, looks_like_flag, split_pass_through
+from miles_async.arguments.foreign.translate import Given, translate
+from miles_async.arguments.megatron_fields import as_megatron_flags
+from miles_async.arguments.megatron_settings import fields_table, megatron_settings
+from miles_async.arguments.pass_through import PassThrough, flatten, split_pass_through
 from miles_async.arguments.problems import refuse
-from miles_async.arguments.renamed_flags import explain_unknown
 from miles_async.arguments.specification import (
     FlagSpecification,
     argument_groups,
@@ -30,6 +32,8 @@ from miles_async.arguments.specification import (
     group_description,
     group_title,
 )
+from miles_async.arguments.unknown_flags import explain_unknown
+from miles_async.arguments.words import looks_like_flag
 from miles_async.errors import ConfigurationError
 
 DESCRIPTION = "Train a language model with fully asynchronous reinforcement learning."
@@ -42,6 +46,7 @@ Examples:
   miles-async train @arguments.args --print-config > run.toml
   miles-async train @arguments.args --dry-run                check everything, start nothing
   miles-async train @arguments.args --sglang-mem-fraction-static 0.8    for SGLang: --mem-fraction-static 0.8
+  miles-async train @arguments.args --megatron-moe-permute-fusion       a field of Megatron's configs
 """
 
 
@@ -52,14 +57,17 @@ class ParsedCommandLine:
     arguments: Arguments
     print_config: bool
     dry_run: bool
+    notes: tuple[str, ...] = ()  # about flags of other systems that change nothing here, or something else
+    checks: Mapping[str, Given] = dataclasses.field(default_factory=dict)  # of other systems → values; must agree
 
 
 def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> ParsedCommandLine:
     """Read a command line. Raises ConfigurationError naming the bad flags; ``--help`` raises SystemExit."""
     parser = build_parser(prog)
     ours = list(parser._option_string_actions)
-    words, passed = split_pass_through(expand_argument_files(argv), ours)
-    _refuse_unknown(words, ours)
+    translation = translate(expand_argument_files(argv))
+    words, passed = split_pass_through(list(as_megatron_flags(translation.words, ours)), ours)
+    refuse([*translation.problems.values(), *_unknown(words, ours)])
     namespace, unexpected = parser.parse_known_args(words)
     if unexpected:
         raise ConfigurationError(f"unexpected argument {unexpected[0]!r}: every value needs its flag before it")
@@ -72,8 +80,14 @@ def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> 
         values |= file_values
         passed_by_files |= file_passed
     values |= {name: _collected(value) if isinstance(value, list) else value for name, value in given.items()}
+    arguments = assemble(values, passed_by_files | passed)
+    megatron_settings(arguments.model.megatron_extra)  # refuses what cannot be set
     return ParsedCommandLine(
-        arguments=assemble(values, passed_by_files | passed), print_config=print_config, dry_run=dry_run
+        arguments=arguments,
+        print_config=print_config,
+        dry_run=dry_run,
+        notes=tuple(translation.notes.values()),
+        checks=translation.checks,
     )
 
 
@@ -87,7 +101,8 @@ def assemble(values: Mapping[str, FlagValue], passed: PassThrough) -> Arguments:
     by_group: dict[str, dict[str, FlagValue]] = {group: {} for group in argument_groups()}
     for name, value in values.items():
         by_group[flag_specifications()[name].group][name] = value
-    by_group["engines"] |= flatten(passed)
+    for where, words in flatten(passed).items():
+        by_group[where.group][where.field] = words
     return Arguments(**{group: argument_groups()[group](**fields) for group, fields in by_group.items()})
 
 
@@ -109,6 +124,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     general.add_argument("--print-config", action="store_true", help="print all flags as such a TOML file, and stop")
     general.add_argument("--dry-run", action="store_true", help="check flags, model and data, and stop")
+    general.add_argument(
+        "--help-megatron",
+        action=_HelpMegatron,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="list what --megatron-X sets, and stop",
+    )
     for name in argument_groups():
         group = parser.add_argument_group(group_title(name), group_description(name))
         for specification in flag_specifications().values():
@@ -134,6 +156,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message.removeprefix("argument "))
+
+
+class _HelpMegatron(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        print(fields_table(), end="")
+        parser.exit()
 
 
 def _add_flag(group: argparse._ArgumentGroup, specification: FlagSpecification) -> None:
@@ -183,7 +211,7 @@ def _shown(value: FlagValue) -> str:
     return str(value)
 
 
-def _refuse_unknown(words: Iterable[str], ours: Sequence[str]) -> None:
+def _unknown(words: Iterable[str], ours: Sequence[str]) -> list[str]:
     known = set(ours)
     flags = [word.partition("=")[0] for word in words if looks_like_flag(word)]
-    refuse([explain_unknown(flag, ours) for flag in dict.fromkeys(flags) if flag not in known])
+    return [explain_unknown(flag, ours) for flag in dict.fromkeys(flags) if flag not in known]

@@ -1,36 +1,50 @@
-"""``--sglang-X`` and ``--router-X``: arguments that are not ours and reach SGLang and smg as ``--X``."""
+"""``--sglang-X``, ``--router-X``, ``--megatron-X``: arguments that are not ours and reach SGLang, smg and Megatron."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from miles_async.arguments.renamed_flags import OWNED_PASS_THROUGH_FLAGS
+from miles_async.arguments.foreign import FOREIGN_FLAGS
+from miles_async.arguments.words import looks_like_flag
 
-PREFIXES = {"--sglang-": "sglang_extra", "--router-": "router_extra"}
-"""Prefix of the flag → field of EnginesArguments that collects it."""
+
+class Collector(NamedTuple):
+    """Field of an argument group that collects flags."""
+
+    group: str
+    field: str
+
+
+PREFIXES = {
+    "--sglang-": Collector("engines", "sglang_extra"),
+    "--router-": Collector("engines", "router_extra"),
+    "--megatron-": Collector("model", "megatron_extra"),
+}
+"""Prefix of the flag → where it is collected."""
 
 PassThrough = dict[str, tuple[str, ...]]
 """Flag as the user wrote it (``--sglang-cuda-graph-bs``) → its values; of repeated flags the last counts."""
 
 
 def is_pass_through(flag: str, ours: Collection[str]) -> bool:
-    """Return whether ``flag`` is for SGLang or smg. ``--sglang-router-*`` never is: those are ours or a mistake."""
+    """Return whether ``flag`` is passed on. ``--sglang-router-*`` never is: those are ours or a mistake."""
     return (
         flag.startswith(tuple(PREFIXES))
         and flag not in PREFIXES
         and not flag.startswith("--sglang-router-")
         and flag not in ours
-        and flag not in OWNED_PASS_THROUGH_FLAGS
+        and flag not in FOREIGN_FLAGS
     )
 
 
-def looks_like_flag(word: str) -> bool:
-    """``--x`` and ``-x`` are flags, ``-1`` and ``-.5`` are values."""
-    return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
+def collector(flag: str) -> Collector:
+    """Where a flag that is passed on is collected."""
+    return next(where for prefix, where in PREFIXES.items() if flag.startswith(prefix))
 
 
 def split_pass_through(words: Sequence[str], ours: Collection[str]) -> tuple[list[str], PassThrough]:
-    """(words for our parser, flags for SGLang and smg with all words up to the next flag)."""
+    """(words for our parser, flags that are passed on with all words up to the next flag)."""
     remaining: list[str] = []
     collected: PassThrough = {}
     current: str | None = None
@@ -48,19 +62,19 @@ def split_pass_through(words: Sequence[str], ours: Collection[str]) -> tuple[lis
     return remaining, collected
 
 
-def flatten(collected: PassThrough) -> dict[str, tuple[str, ...]]:
-    """Fields of EnginesArguments: ``{"sglang_extra": ("--foo", "bar"), "router_extra": ()}``."""
-    fields: dict[str, list[str]] = {field: [] for field in PREFIXES.values()}
+def flatten(collected: PassThrough) -> dict[Collector, tuple[str, ...]]:
+    """Words of each field: ``{("engines", "sglang_extra"): ("--foo", "bar"), ("engines", "router_extra"): ()}``."""
+    fields: dict[Collector, list[str]] = {where: [] for where in PREFIXES.values()}
     for flag, values in collected.items():
         prefix = next(prefix for prefix in PREFIXES if flag.startswith(prefix))
         fields[PREFIXES[prefix]] += ["--" + flag[len(prefix) :], *values]
-    return {field: tuple(words) for field, words in fields.items()}
+    return {where: tuple(words) for where, words in fields.items()}
 
 
-def unflatten(extras: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def unflatten(extras: Mapping[Collector, Sequence[str]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The inverse of :func:`flatten`: (flag as the user wrote it, values)."""
-    for prefix, field in PREFIXES.items():
-        _, collected = split_pass_through([_prefixed(word, prefix) for word in extras[field]], ours=())
+    for prefix, where in PREFIXES.items():
+        _, collected = split_pass_through([_prefixed(word, prefix) for word in extras.get(where, ())], ours=())
         yield from collected.items()
 
 

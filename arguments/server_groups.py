@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.renamed_flags import OWNED_PASS_THROUGH_FLAGS
+from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.errors import ConfigurationError
 
 DEFAULT_GROUP = "engine"
@@ -86,8 +86,8 @@ def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
             where = f"--server-groups {path}: [groups.{name}]"
             group = msgspec.convert({**table, "name": name}, ServerGroup)
             for option in group.sglang:
-                if advice := OWNED_PASS_THROUGH_FLAGS.get(f"--sglang-{option}"):
-                    raise ConfigurationError(f"{where}: sglang may not have {option}: {advice}")
+                if row := FOREIGN_FLAGS.get(f"--sglang-{option}"):
+                    raise ConfigurationError(f"{where}: sglang may not have {option}: {row.note}")
             model = group.model and str(Path(group.model).expanduser().absolute())
             groups.append(msgspec.structs.replace(group, model=model))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -45,7 +45,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
     if experts := next((name for name in EXPERT_COUNTS if config.get(name)), None):
         sizes["--expert-model-parallel-size"] = model.expert_model_parallel_size, experts
         sizes["--expert-tensor-parallel-size"] = model.expert_tensor_size, "moe_intermediate_size"
-    elif config and (model.expert_model_parallel_size > 1 or model.expert_tensor_parallel_size is not None):
+    elif config and model.splits_experts:
         yield (
             "--expert-model-parallel-size and --expert-tensor-parallel-size split the experts of a mixture, but "
             f"--hf-checkpoint {path} has none: leave them out"

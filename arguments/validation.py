@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 from miles_async.arguments import Arguments, WeightsArguments
+from miles_async.arguments.foreign.checks import check_foreign
+from miles_async.arguments.foreign.translate import Given
+from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.ranges import range_problems
 from miles_async.arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
@@ -28,11 +32,15 @@ from miles_async.errors import ConfigurationError
 Check = Callable[[Arguments], Iterator[str]]
 
 
-def validate(arguments: Arguments) -> None:
-    """Raises ConfigurationError listing every problem found. Imports nothing heavy, starts nothing."""
+def validate(arguments: Arguments, given: Mapping[str, Given] = MappingProxyType({})) -> None:
+    """Raises ConfigurationError listing every problem found. Imports nothing heavy, starts nothing.
+
+    ``given``: flags of other systems that have to agree with the arguments and the model.
+    """
     problems = list(range_problems(arguments))
     checks = CHECKS if problems else (*CHECKS, *DIVIDING_CHECKS)
     problems += [problem for check in checks for problem in check(arguments)]
+    problems += check_foreign(arguments, given)
     refuse(problems)
 
 
@@ -67,6 +75,22 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
         )
 
 
+def check_recomputation(arguments: Arguments) -> Iterator[str]:
+    """What is recomputed fits the granularity."""
+    model = arguments.model
+    full = {
+        f"--recompute-method {model.recompute_method}": model.recompute_method is not None,
+        f"--recompute-num-layers {model.recompute_num_layers}": model.recompute_num_layers is not None,
+    }
+    for flag, given in full.items():
+        if given and model.recompute_granularity != "full":
+            yield f"{flag} has no effect without --recompute-granularity full"
+    if model.recompute_modules and model.recompute_granularity != "selective":
+        yield "--recompute-modules has no effect without --recompute-granularity selective"
+    if unknown := [name for name in model.recompute_modules if name not in RECOMPUTE_MODULES]:
+        yield f"--recompute-modules: expected some of {', '.join(RECOMPUTE_MODULES)}, found {' '.join(unknown)}"
+
+
 def check_network(arguments: Arguments) -> Iterator[str]:
     """Ports and labels are written as expected; nodes of a cluster are labelled and share what they have to."""
     cluster = arguments.cluster
@@ -92,7 +116,18 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
     """Rollout batches divide into optimizer steps, these over ranks, and samples fit micro-batches."""
     rollout, optimizer = arguments.rollout, arguments.optimizer
     samples, batch = rollout.samples_per_rollout, arguments.global_batch_size
-    if samples % batch:
+    steps = optimizer.num_steps_per_rollout
+    if steps is not None and samples % steps:
+        yield (
+            f"--rollout-batch-size {rollout.rollout_batch_size} × --n-samples-per-prompt "
+            f"{rollout.n_samples_per_prompt} = {samples} samples do not divide into --num-steps-per-rollout {steps}"
+        )
+    elif steps is not None and samples // steps != batch:
+        yield (
+            f"--num-steps-per-rollout {steps} of {samples} samples are {samples // steps} per step, "
+            f"--global-batch-size is {batch}: give one of them"
+        )
+    elif samples % batch:
         yield (
             f"--rollout-batch-size {rollout.rollout_batch_size} × --n-samples-per-prompt "
             f"{rollout.n_samples_per_prompt} = {samples} samples do not divide into optimizer steps of "
@@ -114,10 +149,10 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is larger than --lr {optimizer.lr}"
-    steps = rollout.num_rollout * (samples // batch)
-    if optimizer.lr_warmup_iters >= steps > 0:
+    total = rollout.num_rollout * (samples // batch)
+    if optimizer.lr_warmup_iters >= total > 0:
         yield (
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not less than the run's {steps} optimizer steps, so "
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not less than the run's {total} optimizer steps, so "
             "that --lr would never be reached: lower it, or raise --num-rollout"
         )
 
@@ -135,8 +170,6 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
             f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
             f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"
         )
-    if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
-        yield "--use-kl-loss with --kl-loss-coef 0 has no effect: set the coefficient, or remove both"
     if not algorithm.use_kl_loss and algorithm.kl_loss_coef > 0:
         yield f"--kl-loss-coef {algorithm.kl_loss_coef} has no effect without --use-kl-loss"
     if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
@@ -361,6 +394,7 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
 
 CHECKS: tuple[Check, ...] = (
     check_model,
+    check_recomputation,
     check_prompt_files,
     check_algorithm,
     check_sampling,

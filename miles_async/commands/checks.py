@@ -157,6 +157,25 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     return notes
 
 
+def run_notes(arguments: Arguments) -> Iterator[str]:
+    """Yield what works as asked, and differs from what one may think."""
+    from miles_async.arguments.megatron_settings import megatron_settings
+    from miles_async.backends.megatron.host_limits import ignored_on_cpu
+    from miles_async.runtime.device import choose_device
+
+    algorithm = arguments.algorithm
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
+        yield (
+            "--use-kl-loss with --kl-loss-coef 0: the KL to the reference model is computed and logged, which takes a "
+            "pass and that model's memory, and does not move the weights; leave both out to save that"
+        )
+    settings = megatron_settings(arguments.model.megatron_extra)
+    ignored = ignored_on_cpu({**settings.provider, **settings.optimizer, **settings.ddp})
+    if ignored and choose_device(arguments.cluster.device) == "cpu":
+        flags = ", ".join("--" + name.replace("_", "-") for name in ignored)
+        yield f"on a CPU these have no effect: {flags}"
+
+
 def check_hooks(arguments: Arguments) -> None:
     """Import what ``module:attr`` flags name and check it against its protocol. Raises ConfigurationError.
 

@@ -13,7 +13,7 @@ from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
-from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer
+from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer, run_notes
 from miles_async.commands.keep_running import keep_running
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.last_resort import sigterm_interrupts
@@ -33,14 +33,17 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
         show(to_toml(parsed.arguments))
         return 0
     arguments = replace(parsed.arguments, cluster=with_ray_address(parsed.arguments.cluster))
-    validate(arguments)
+    validate(arguments, parsed.checks)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
     if parsed.dry_run:
         prompts, notes = _check(arguments), check_tokenizer(arguments)
         memory = _memory(arguments)  # before anything is shown: it may refuse
+        notes += [*run_notes(arguments), *parsed.notes]
         show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n" + memory)
         return 0
+    if parsed.notes:
+        show(f"{len(parsed.notes)} flags of other systems change nothing here, or mean less: --dry-run lists them\n")
     if arguments.checkpoint.max_run_restarts:
         _check(arguments)
         run_dir, staging = arguments.observability.run_dir, arguments.weights.weight_staging_dir

@@ -182,7 +182,7 @@ def _evaluator(
     for source in sources.values():
         source.require_usable()
     sampling = sampling_parameters(arguments.rollout) | {
-        "temperature": evaluation.eval_temperature,
+        "temperature": evaluation.temperature(arguments.rollout.rollout_temperature),
         "top_p": evaluation.eval_top_p,
         "top_k": evaluation.eval_top_k,
         "max_new_tokens": response_length(arguments, evaluation=True)[1],

@@ -83,7 +83,7 @@ class MegatronBackend:
         self._dtype = "bfloat16" if model.bf16 else "float32"
         self._model = load_model(directory, model, platform, trainable=True)
         self._optimizer, self._scheduler = make_optimizer(
-            self._model.modules, optimizer, bf16=model.bf16, total_steps=total_steps
+            self._model.modules, optimizer, model, platform, total_steps=total_steps
         )
         reference = None
         minimised = objective()

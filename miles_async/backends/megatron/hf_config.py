@@ -72,7 +72,7 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
     expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_size
     experts = num_experts(config)
     if not experts:
-        if expert > 1 or model.expert_tensor_parallel_size is not None:
+        if model.splits_experts:
             raise ConfigurationError(
                 "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixture-of-experts models, "
                 f"config.json (model_type {config.get('model_type')!r}) has no experts: leave them out"

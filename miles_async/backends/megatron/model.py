@@ -15,9 +15,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_model_config
 
+from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config
+from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config, overrides
 from miles_async.backends.megatron.model_output import return_hidden_states
 from miles_async.backends.megatron.platform import Platform
 from miles_async.types import JsonObject
@@ -69,8 +70,9 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
     provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's own, which loads the weights
     if not parallel_state.is_initialized():
         provider.initialize_model_parallel(seed=model.seed)
+    settings = megatron_settings(model.megatron_extra)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, **overrides.config_values(settings.ddp, platform)
     )
     modules = provider.provide_distributed_model(
         ddp_config=ddp if trainable else None,
@@ -82,14 +84,22 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
         mixed_precision_wrapper=dtypes.MixedPrecision,
     )
     if trainable:
-        get_model_config(modules[0]).finalize_model_grads_func = finalize_model_grads
+        config_of_model = get_model_config(modules[0])
+        config_of_model.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:  # only the last micro-batch's gradients are reduced
+            config_of_model.no_sync_func = modules[0].no_sync
     for module in modules:
         module.train(trainable).requires_grad_(trainable)
     return LoadedModel(modules, bridge)
 
 
 def make_optimizer(
-    modules: list[Module], arguments: OptimizerArguments, *, bf16: bool, total_steps: int
+    modules: list[Module],
+    arguments: OptimizerArguments,
+    model: ModelArguments,
+    platform: Platform,
+    *,
+    total_steps: int,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps.
 
@@ -106,9 +116,10 @@ def make_optimizer(
             adam_beta2=arguments.adam_beta2,
             adam_eps=arguments.adam_eps,
             clip_grad=arguments.clip_grad,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            bf16=model.bf16,
+            params_dtype=torch.bfloat16 if model.bf16 else torch.float32,
             use_distributed_optimizer=True,
+            **overrides.optimizer_values(megatron_settings(model.megatron_extra).optimizer, platform),
         ),
         modules,
     )
@@ -156,7 +167,10 @@ def make_provider(
     provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
     provider.bf16, provider.fp16 = model.bf16, False
     provider.attention_backend = AttnBackend.auto  # Gemma's choice suits an old Transformer Engine
-    for name, enabled in platform.fusions.items():
+    settings = megatron_settings(model.megatron_extra).provider
+    for name, value in overrides.config_values(settings, platform).items():
+        setattr(provider, name, value)
+    for name, enabled in platform.fusions.items():  # after the user's: what is missing cannot be chosen
         setattr(provider, name, enabled)
     # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
     provider.calculate_per_token_loss = True
@@ -171,9 +185,11 @@ def make_provider(
     provider.moe_z_loss_coeff = None
     provider.moe_router_bias_update_rate = 0.0
     provider.mtp_num_layers = None
-    if model.recompute_granularity:
-        provider.recompute_granularity = model.recompute_granularity
-        if model.recompute_granularity == "full":
-            provider.recompute_method, provider.recompute_num_layers = "uniform", 1
+    provider.recompute_granularity = model.recompute_granularity
+    if model.recompute_granularity == "full":
+        provider.recompute_method = model.recompute_method or "uniform"
+        provider.recompute_num_layers = model.recompute_num_layers or 1
+    elif model.recompute_modules:
+        provider.recompute_modules = list(model.recompute_modules)
     provider.finalize()
     return provider

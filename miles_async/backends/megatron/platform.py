@@ -14,23 +14,10 @@ from typing import Any
 import torch
 
 from miles_async.arguments.cluster import Device, DeviceChoice
+from miles_async.backends.megatron.host_limits import FUSIONS
 from miles_async.errors import ConfigurationError
 
-HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(
-    (
-        "gradient_accumulation_fusion",
-        "bias_dropout_fusion",
-        "bias_activation_fusion",
-        "masked_softmax_fusion",
-        "apply_rope_fusion",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-        "moe_shared_expert_overlap",
-        "cross_entropy_loss_fusion",
-        "persist_layer_norm",
-    ),
-    False,
-)
+HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(FUSIONS, False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

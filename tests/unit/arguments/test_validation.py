@@ -89,7 +89,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case("labels of one machine", {"rollout_node_labels": ("pool=x",)}, "--rollout-node-labels without --ray-add"),
         case(
             "greedy samples",
-            {"n_samples_per_eval_prompt": 4},
+            {"n_samples_per_eval_prompt": 4, "eval_temperature": 0.0},
             "--n-samples-per-eval-prompt 4 with --eval-temperature 0",
         ),
         case(
@@ -187,7 +187,6 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "--debug-publication-lag 2",
         ),
         case("corrected twice", {"use_tis": True}, "--use-tis with --use-rollout-logprobs corrects twice"),
-        case("KL without weight", {"use_kl_loss": True}, "--use-kl-loss with --kl-loss-coef 0"),
         case(
             "weight without KL",
             {"kl_loss_coef": 0.1},
@@ -300,6 +299,28 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "less than --rollout-max-response-len 1024",
         ),
         case("no fraction", {"group_filter": ("truncated:1",)}, "--group-filter truncated:1: expected a fraction"),
+        case(
+            "steps that samples don't divide into",
+            {"num_steps_per_rollout": 3},
+            "= 256 samples do not divide into --num-steps-per-rollout 3",
+        ),
+        case(
+            "two sizes of a step",
+            {"num_steps_per_rollout": 4, "global_batch_size": 128},
+            "--num-steps-per-rollout 4 of 256 samples are 64 per step, --global-batch-size is 128: give one of them",
+        ),
+        case("recomputes nothing", {"recompute_num_layers": 2}, "--recompute-num-layers 2 has no effect without --rec"),
+        case(
+            "recomputes parts of whole layers",
+            {"recompute_granularity": "full", "recompute_modules": ("mlp",)},
+            "--recompute-modules has no effect without --recompute-granularity selective",
+        ),
+        case(
+            "recomputes what there is not",
+            {"recompute_granularity": "selective", "recompute_modules": ("mlp", "norm")},
+            "--recompute-modules: expected some of core_attn, mlp, moe, moe_act, shared_experts, layernorm, mla_up",
+            "found norm",
+        ),
         case("learning rates", {"min_lr": 1.0}, "--min-lr 1.0 is larger than --lr"),
         case(
             "choice",
@@ -374,6 +395,12 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
         {"max_weight_staleness": None, "max_rollout_lead": 16},
         {"max_weight_staleness": 8, "max_rollout_lead": 1, "debug_publication_lag": 8},
         {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2},
+        {"use_kl_loss": True},
+        {"n_samples_per_eval_prompt": 4},
+        {"num_steps_per_rollout": 4},
+        {"num_steps_per_rollout": 4, "global_batch_size": 64},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
     ],
     ids=str,
 )
@@ -401,7 +428,7 @@ EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_si
     ("config", "change", "messages"),
     [
         case("experts of none", {}, {EXPERT: 2}, "--expert-model-parallel-size", "model has none: leave them out"),
-        case("matrices of none", {}, {EXPERT_TENSOR: 1}, "--expert-tensor-parallel-size", "has none: leave them out"),
+        case("matrices of none", {}, {EXPERT_TENSOR: 2}, "--expert-tensor-parallel-size", "has none: leave them out"),
         case("experts", MIXTURE, {EXPERT: 5}, "--expert-model-parallel-size 5 does not divide", "n_routed_experts 12"),
         case("experts, qwen", {"num_experts": 8}, {EXPERT: 3}, "does not divide the model's num_experts 8"),
         case("matrices", MIXTURE, {EXPERT_TENSOR: 3}, "--expert-tensor-parallel-size 3", "moe_intermediate_size 32"),

@@ -96,7 +96,7 @@ MIXTURE = MOE | {"moe_intermediate_size": 6}
     ("config", "layout", "world_size", "message"),
     [
         (QWEN3, {"expert_model_parallel_size": 2}, 2, "model_type 'qwen3'.* has no experts"),
-        (QWEN3, {"expert_tensor_parallel_size": 1}, 2, "has no experts"),
+        (QWEN3, {"expert_tensor_parallel_size": 2}, 2, "has no experts"),
         (MIXTURE, {"expert_model_parallel_size": 3}, 3, "--expert-model-parallel-size 3 does not divide 4 experts"),
         (MIXTURE, {"expert_tensor_parallel_size": 4}, 4, "does not divide moe_intermediate_size 6"),
         (MIXTURE, {"expert_model_parallel_size": 2}, 3, "3 trainer ranks"),

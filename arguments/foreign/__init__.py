@@ -1,0 +1,19 @@
+"""Flags of other systems: one table that says of each whether it works here, is checked, changes nothing or is refused.
+
+``translate.py`` applies it to a command line, ``checks.py`` compares what is checked, docs/migrate.md shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from miles_async.arguments.foreign.engines import ENGINES
+from miles_async.arguments.foreign.megatron import MEGATRON
+from miles_async.arguments.foreign.record import ForeignFlag, ForeignValue
+from miles_async.arguments.foreign.shapes import SHAPES
+from miles_async.arguments.foreign.systems import SYSTEMS, VALUES
+
+FOREIGN_FLAGS: Mapping[str, ForeignFlag] = {row.flag: row for row in (*SYSTEMS, *MEGATRON, *SHAPES, *ENGINES)}
+
+FOREIGN_VALUES: Mapping[tuple[str, str], ForeignValue] = {(row.flag, row.value): row for row in VALUES}
+"""(flag of ours, value of another system) → what becomes of it."""

@@ -1,0 +1,101 @@
+"""Megatron's flags that choose how to train. Those that are named as a field of its configs are not here: any such
+``--X`` is taken as ``--megatron-X`` (``arguments/megatron_fields.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from miles_async.arguments.foreign.record import ForeignFlag, Takes, Verdict
+
+_NO_FP8 = "training in 8 or 4 bits is not implemented (log-probs and exported weights were never compared): use --bf16"
+_LOG_PROBS = "engines drop nothing out, so that log-probs of the trainer would not be those of the policy"
+_LOSS = "the policy gradient alone moves the weights"
+
+
+def _flag(
+    flag: str,
+    verdict: Verdict,
+    note: str,
+    *,
+    takes: Takes = "one",
+    only: tuple[str, ...] = (),
+    ours: tuple[str, ...] = (),
+) -> ForeignFlag:
+    return ForeignFlag(
+        flag=flag, origin="Megatron-LM", verdict=verdict, note=note, takes=takes, only=only, ours=ours
+    )  # fmt: skip
+
+
+def _switch(flag: str, verdict: Verdict, note: str) -> ForeignFlag:
+    return _flag(flag, verdict, note, takes="nothing")
+
+
+def _sets(flag: str, field: str, value: Literal["true", "false"]) -> ForeignFlag:
+    """A switch that has another name than the field of Megatron's config that it sets."""
+    ours = f"--megatron-{field.replace('_', '-')}"
+    return _flag(flag, "works", f"is `{ours} {value}`", takes="nothing", ours=(ours, value))
+
+
+MEGATRON: tuple[ForeignFlag, ...] = (
+    # The model's layers, beyond what config.json says.
+    _flag("--spec", "noted", "layers come from Megatron-Bridge, by the model_type of config.json", takes="many"),
+    _flag("--position-embedding-type", "noted", "every model here has rotary positions", only=("rope", "yarn")),
+    _switch("--use-rotary-position-embeddings", "noted", "every model here has rotary positions"),
+    _flag("--transformer-impl", "noted", "its layers are used where it is installed", only=("transformer_engine",)),
+    _flag("--attention-dropout", "noted", _LOG_PROBS, only=("0",)),
+    _flag("--hidden-dropout", "noted", _LOG_PROBS, only=("0",)),
+    _flag("--seq-length", "noted", "samples are packed: --max-tokens-per-gpu is the size of a micro-batch"),
+    # Mixtures of experts.
+    _switch("--moe-router-pre-softmax", "noted", "the router is that of the model's family, by Megatron-Bridge"),
+    _flag("--moe-router-dtype", "noted", "engines route in fp32, and rounding would choose others", only=("fp32",)),
+    _flag("--moe-router-load-balancing-type", "noted", f"no balancing loss is added: {_LOSS}"),
+    _flag("--moe-aux-loss-coeff", "noted", _LOSS, only=("0",)),
+    _flag("--moe-z-loss-coeff", "noted", _LOSS, only=("0",)),
+    _flag("--moe-router-bias-update-rate", "noted", _LOSS, only=("0",)),
+    _flag(
+        "--moe-token-dispatcher-type",
+        "noted",
+        "micro-batches differ in length, and alltoall is the dispatcher that was tested with them: use alltoall",
+        only=("alltoall",),
+    ),
+    _switch("--moe-enable-deepep", "refused", "tokens reach experts by alltoall, DeepEP was never run here: remove it"),
+    # Layout.
+    _flag(
+        "--context-parallel-size",
+        "noted",
+        "one sample is never split over ranks: lower --max-tokens-per-gpu, raise --tensor-model-parallel-size, or "
+        "give --recompute-granularity full",
+        only=("1",),
+    ),
+    _flag("--cp-comm-type", "noted", "has no effect without context parallelism"),
+    # Memory and speed.
+    _switch(
+        "--use-distributed-optimizer", "noted", "it always is: optimizer state is sharded over data-parallel ranks"
+    ),
+    _switch("--accumulate-allreduce-grads-in-fp32", "noted", "gradients always are accumulated and reduced in fp32"),
+    _flag("--optimizer", "noted", "AdamW is the optimizer", only=("adam",)),
+    _sets("--no-rope-fusion", "apply_rope_fusion", "false"),
+    _sets("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", "false"),
+    _sets("--no-bias-swiglu-fusion", "bias_activation_fusion", "false"),
+    _sets("--no-bias-gelu-fusion", "bias_activation_fusion", "false"),
+    _sets("--no-bias-dropout-fusion", "bias_dropout_fusion", "false"),
+    _sets("--no-masked-softmax-fusion", "masked_softmax_fusion", "false"),
+    _sets("--no-persist-layer-norm", "persist_layer_norm", "false"),
+    # 8 and 4 bits.
+    _flag("--fp8-format", "refused", _NO_FP8),
+    _flag("--fp8-recipe", "refused", _NO_FP8),
+    _switch("--fp8-param-gather", "refused", _NO_FP8),
+    _flag("--fp4-format", "refused", _NO_FP8),
+    _flag("--fp4-recipe", "refused", _NO_FP8),
+    _switch("--fp4-param-gather", "refused", _NO_FP8),
+    _flag("--te-precision-config-file", "refused", _NO_FP8),
+    _switch("--reuse-grad-buf-for-mxfp8-param-ag", "refused", _NO_FP8),
+    _switch("--moe-router-padding-for-quantization", "refused", _NO_FP8),
+    _switch("--fp16", "refused", "use --bf16: what fp16 needs, a scaled loss, is not implemented"),
+    # Batches.
+    _switch("--calculate-per-token-loss", "noted", "it is the default; --loss-aggregation has the alternatives"),
+    _flag("--micro-batch-size", "noted", "samples are packed: --max-tokens-per-gpu is the size of a micro-batch"),
+    _flag("--train-iters", "refused", "use --num-rollout (rollout steps)"),
+    _flag("--ref-load", "refused", "use --ref-hf-checkpoint, a Hugging Face directory"),
+)

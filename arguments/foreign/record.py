@@ -1,0 +1,54 @@
+"""One flag of another system, and what becomes of it here: a row of the table in ``arguments/foreign/``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_async.arguments import Arguments
+from miles_async.types import JsonObject
+
+Origin = Literal["Megatron-LM", "slime, miles", "SGLang, smg", "others"]
+
+Verdict = Literal["works", "checked", "noted", "refused"]
+"""works: it sets something. checked: it must agree with what is known. noted: it has nothing to change."""
+
+Takes = Literal["nothing", "one", "many"]
+"""Values that follow a flag on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What the value of a flag has to be, and what says so."""
+
+    value: object
+    source: str  # "config.json of --hf-checkpoint says num_hidden_layers 36"
+
+
+FindFact = Callable[[Arguments, JsonObject], Fact | None]
+"""(arguments, config.json of the model) → fact; None if they don't tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignFlag:
+    """A flag that is not ours and is understood all the same."""
+
+    flag: str
+    origin: Origin
+    verdict: Verdict
+    note: str  # works, checked: what it sets; noted: why it changes nothing; refused: why, and what to do
+    takes: Takes = "one"
+    only: tuple[str, ...] = ()  # accepted values; any other is refused with the note. (): all are
+    ours: tuple[str, ...] = ()  # works: our words in its place, followed by its values unless ``only`` has them
+    fact: FindFact | None = None  # checked: what its value is compared with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignValue:
+    """A value of another system for a flag that is ours, too."""
+
+    flag: str
+    value: str
+    ours: str | None  # our value in its place; None: refused
+    note: str

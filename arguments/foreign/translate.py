@@ -1,0 +1,96 @@
+"""A command line with flags of other systems → one with ours, and what is to be said and checked about the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
+from miles_async.arguments.foreign.record import ForeignFlag
+from miles_async.arguments.words import looks_like_flag
+
+Given = tuple[str, ...]
+"""Values as they were typed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Translation:
+    """What is left of a command line. Of a flag that is repeated the last mention counts, as everywhere."""
+
+    words: list[str] = field(default_factory=list)  # for our parser
+    notes: dict[str, str] = field(default_factory=dict)  # flag → why it changes nothing, or what is done instead
+    checks: dict[str, Given] = field(default_factory=dict)  # flag → values, for foreign/checks.py
+    problems: dict[str, str] = field(default_factory=dict)  # flag → why it is refused
+
+
+def translate(words: Sequence[str]) -> Translation:
+    """Replace the flags of other systems in ``words``."""
+    done = Translation()
+    for flag, values in _mentions(words):
+        row = FOREIGN_FLAGS.get(flag)
+        if row is None:
+            done.words += _ours(flag, values, done)
+            continue
+        taken = len(values) if row.takes == "many" else min(len(values), int(row.takes == "one"))
+        _apply(row, values[:taken], done)
+        done.words += values[taken:]
+    return done
+
+
+def _mentions(words: Sequence[str]) -> Iterator[tuple[str, Given]]:
+    """(flag, words up to the next flag); ("", words) before the first. ``--x=1`` is split if it is in the table."""
+    flag, values = "", list[str]()
+    for word in words:
+        if not looks_like_flag(word):
+            values.append(word)
+            continue
+        yield flag, tuple(values)
+        name, equals, value = word.partition("=")
+        split = equals and (name in FOREIGN_FLAGS or (name, value) in FOREIGN_VALUES)
+        flag, values = (name, [value]) if split else (word, [])
+    yield flag, tuple(values)
+
+
+def _ours(flag: str, values: Given, done: Translation) -> Iterator[str]:
+    if flag:
+        yield flag
+    for value in values:
+        row = FOREIGN_VALUES.get((flag, value))
+        if row is None:
+            yield value
+        elif row.ours is None:
+            done.problems[flag] = f"{flag} {value} does not exist here: {row.note}"
+            yield value
+        else:
+            done.notes[flag] = f"{flag} {value} is taken as {row.ours}: {row.note}"
+            yield row.ours
+
+
+def _apply(row: ForeignFlag, values: Given, done: Translation) -> None:
+    for earlier in (done.notes, done.checks, done.problems):
+        earlier.pop(row.flag, None)
+    shown = " ".join((row.flag, *values))
+    if row.takes == "one" and not values:
+        done.problems[row.flag] = f"{row.flag}: expected one argument"
+    elif row.verdict == "refused":
+        done.problems[row.flag] = f"{row.flag} does not exist here: {row.note}"
+    elif row.only and not any(same(values[0], accepted) for accepted in row.only):
+        done.problems[row.flag] = f"{shown}: expected {' or '.join(row.only)}: {row.note}"
+    elif row.verdict == "checked":
+        done.checks[row.flag] = values
+    elif row.verdict == "noted":
+        done.notes[row.flag] = f"{shown} changes nothing: {row.note}"
+    else:
+        done.words += [*row.ours, *(() if row.only else values)]
+
+
+def same(first: str, second: str) -> bool:
+    """True if both are the same number, or the same text.
+
+    >>> same("0.00", "0"), same("1e-5", "0.00001"), same("adam", "sgd")
+    (True, True, False)
+    """
+    try:
+        return float(first) == float(second)
+    except ValueError:
+        return first == second

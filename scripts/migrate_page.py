@@ -1,0 +1,67 @@
+"""Write docs/migrate.md: what becomes of each flag of other systems, from the table in arguments/foreign/.
+
+From the repository root:
+
+    .venv/bin/python scripts/migrate_page.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
+from miles_async.arguments.foreign.record import ForeignFlag
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "migrate.md"
+
+HEADER = """\
+# Coming from another system
+
+Written by `.venv/bin/python scripts/migrate_page.py` from the table that reads the flags, `arguments/foreign/`; not
+edited by hand.
+
+A command line of slime or miles is mostly one of ours. Give your paths, your cluster, `--bf16` (their default; ours is
+fp32) and how old data may be: `--max-weight-staleness 2 --use-rollout-logprobs`, or `--on-policy` for their synchronous
+loop. `--dry-run` then lists every flag that changes nothing here, and refuses what cannot work with the reason.
+
+Flags of Megatron-LM that are fields of its configs work under their own name, as `--megatron-X` and as `--X`;
+`miles-async train --help-megatron` lists them. Those that have a flag of ours, or that the run decides, are refused
+with what to do. `--sglang-X` reaches SGLang and `--router-X` smg, as `--X`.
+
+- *works*: it sets what the note says.
+- *checked*: it has to agree with the model, or with other flags; an error names both.
+- *noted*: accepted, and changes nothing for the reason given; with other values than those in brackets it is refused.
+- *refused*: the error says what the note says.
+"""
+
+
+def lines() -> Iterator[str]:
+    """Lines of the page after its header."""
+    rows = sorted(FOREIGN_FLAGS.values(), key=lambda row: (row.origin, row.flag))
+    for origin, of_origin in groupby(rows, key=lambda row: row.origin):
+        yield from ("", f"## {origin}", "", "| flag | here | |", "|---|---|---|")
+        yield from (f"| `{row.flag}`{_values(row)} | {row.verdict} | {_as_code(row.note)} |" for row in of_origin)
+    yield from ("", "## Values", "", "| flag and value | here | |", "|---|---|---|")
+    for value in FOREIGN_VALUES.values():
+        here = f"works, as `{value.ours}`" if value.ours else "refused"
+        yield f"| `{value.flag} {value.value}` | {here} | {_as_code(value.note)} |"
+
+
+def _values(row: ForeignFlag) -> str:
+    return f" ({', '.join(f'`{value}`' for value in row.only)})" if row.only else ""
+
+
+def _as_code(text: str) -> str:
+    return text if "`" in text else re.sub(r"--[a-z][\w*-]*", r"`\g<0>`", text)
+
+
+def page() -> str:
+    """The whole page."""
+    return HEADER + "\n".join(lines()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

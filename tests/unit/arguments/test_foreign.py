@@ -1,0 +1,215 @@
+"""Flags of other systems: what becomes of each, by one table."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.cluster import ClusterArguments
+from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
+from miles_async.arguments.foreign.checks import check_foreign, layer_kinds
+from miles_async.arguments.foreign.record import ForeignFlag
+from miles_async.arguments.megatron_fields import as_megatron_flags
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.parser import ParsedCommandLine, build_parser, parse_arguments
+from miles_async.arguments.pass_through import is_pass_through
+from miles_async.errors import ConfigurationError
+
+OURS = list(build_parser("miles-async train")._option_string_actions)
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_arguments(words)
+    return str(caught.value)
+
+
+def parse(*words: str) -> ParsedCommandLine:
+    return parse_arguments(words)
+
+
+def rows(verdict: str) -> list[ForeignFlag]:
+    return [row for row in FOREIGN_FLAGS.values() if row.verdict == verdict]
+
+
+def by_flag(verdict: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("row", rows(verdict), ids=lambda row: row.flag)
+
+
+def value_of(row: ForeignFlag) -> list[str]:
+    return [] if row.takes == "nothing" else [row.only[0] if row.only else "1"]
+
+
+class TestTable:
+    """# covers: P8"""
+
+    def test_no_flag_is_ours_and_foreign(self):
+        assert not set(OURS) & set(FOREIGN_FLAGS)
+        assert {flag for flag, _ in FOREIGN_VALUES} <= set(OURS)
+
+    def test_flags_that_rows_name_exist(self):
+        texts = [row.note for row in FOREIGN_FLAGS.values()] + [row.note for row in FOREIGN_VALUES.values()]
+        texts += [word for row in FOREIGN_FLAGS.values() for word in row.ours]
+        named = {flag for text in texts for flag in re.findall(r"--[a-z][\w-]*\w", text)}
+        unknown = {flag for flag in named if flag not in OURS and not is_pass_through(flag, OURS)}
+        assert {flag for flag in unknown if next(as_megatron_flags([flag], OURS)) == flag} == {"--eval"}  # --eval-*
+
+    @by_flag("refused")
+    def test_refused_says_why_and_what_to_do(self, row: ForeignFlag):
+        assert refusal(row.flag, *value_of(row)) == f"{row.flag} does not exist here: {row.note}"
+
+    @by_flag("noted")
+    def test_noted_changes_nothing_and_says_why(self, row: ForeignFlag):
+        parsed = parse(row.flag, *value_of(row))
+        assert parsed.arguments == Arguments()
+        assert parsed.notes == (f"{' '.join([row.flag, *value_of(row)])} changes nothing: {row.note}",)
+
+    @by_flag("works")
+    def test_works_sets_something(self, row: ForeignFlag):
+        assert parse(row.flag, *value_of(row)).arguments != Arguments()
+
+    @by_flag("checked")
+    def test_checked_is_kept_for_the_check(self, row: ForeignFlag):
+        parsed = parse(row.flag, *value_of(row))
+        assert parsed.arguments == Arguments()
+        assert list(parsed.checks) == [row.flag]
+
+    @pytest.mark.parametrize("row", [row for row in FOREIGN_FLAGS.values() if row.only], ids=lambda row: row.flag)
+    def test_another_value_than_the_one_that_holds_is_refused(self, row: ForeignFlag):
+        assert refusal(row.flag, "37") == f"{row.flag} 37: expected {' or '.join(row.only)}: {row.note}"
+
+
+class TestTranslation:
+    def test_numbers_are_compared_as_numbers(self):
+        assert "--entropy-coef 0.00 changes nothing" in parse("--entropy-coef", "0.00").notes[0]
+        assert parse("--entropy-coef=0").notes
+        assert "expected 0: the loss has no entropy" in refusal("--entropy-coef", "0.01")
+
+    def test_the_last_mention_counts(self):
+        words = ["--moe-token-dispatcher-type", "alltoall", "--moe-token-dispatcher-type"]
+        assert len(parse(*words, "alltoall").notes) == 1
+        assert "expected alltoall" in refusal(*words, "flex")
+        assert refusal(*words, "flex", "--moe-token-dispatcher-type", "flex").count("flex") == 1
+
+    def test_what_follows_a_value_is_not_swallowed(self):
+        assert "unexpected argument '7'" in refusal("--balance-data", "7")
+        assert "unexpected argument '7'" in refusal("--num-layers", "36", "7")
+        assert "--num-layers: expected one argument" in refusal("--num-layers", "--lr", "1")
+
+    def test_another_name_for_a_flag_of_ours(self):
+        arguments = parse("--sglang-server-concurrency", "64", "--lr", "1").arguments
+        assert arguments.rollout.rollout_concurrency_per_engine == 64
+        assert arguments.engines.sglang_extra == ()
+
+    def test_a_filter_by_its_path(self):
+        path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+        assert parse("--dynamic-sampling-filter-path", path).arguments.rewards.group_filter == ("zero_variance",)
+        assert "--group-filter-path" in refusal("--dynamic-sampling-filter-path", "mine.filter")
+
+    @pytest.mark.parametrize("words", [["--rm-type", "deepscaler"], ["--rm-type=deepscaler"]])
+    def test_values_of_other_systems_for_flags_of_ours(self, words: list[str]):
+        parsed = parse(*words)
+        assert parsed.arguments.rewards.rm_type == "math"
+        assert "--rm-type deepscaler is taken as math" in parsed.notes[0]
+
+    def test_refused_values_say_what_to_do(self):
+        assert "give --advantage-estimator grpo" in refusal("--advantage-estimator", "gspo")
+
+    def test_all_problems_are_reported_together(self):
+        assert "3 problems" in refusal("--colocate", "--frobnicate", "--fp8-format", "e4m3")
+
+
+DENSE = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1000000},
+    "tie_word_embeddings": True,
+    "eos_token_id": 5,
+}
+MIXTURE = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 64,
+    "kv_lora_rank": 32,
+    "v_head_dim": 16,
+    "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0},
+}
+
+
+def disagreements(tmp_path: Path, config: dict[str, object], *words: str) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = Arguments(
+        model=ModelArguments(hf_checkpoint=tmp_path), cluster=ClusterArguments(rollout_num_gpus_per_engine=4)
+    )
+    return list(check_foreign(arguments, parse(*words).checks))
+
+
+class TestChecks:
+    """Flags that describe the model agree with config.json of ``--hf-checkpoint``."""
+
+    def test_a_model_that_agrees(self, tmp_path: Path):
+        words = (
+            "--num-layers 36 --hidden-size 2560 --group-query-attention --num-query-groups 8 --kv-channels 128 "
+            "--swiglu --normalization RMSNorm --norm-epsilon 0.000001 --rotary-base 1e6 --rotary-percent 1.0 "
+            "--qk-layernorm --disable-bias-linear --sglang-tp-size 4 --rollout-stop-token-ids 5"
+        )
+        assert disagreements(tmp_path, DENSE, *words.split()) == []
+
+    def test_a_mixture_that_agrees(self, tmp_path: Path):
+        words = (
+            "--moe-layer-freq [0]*1+[1]*3 --num-experts 16 --moe-shared-expert-intermediate-size 128 --kv-channels 16 "
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --multi-latent-attention "
+            "--rotary-scaling-factor 40 --mscale 1 --untie-embeddings-and-output-weights"
+        )
+        assert disagreements(tmp_path, MIXTURE, *words.split()) == []
+
+    @pytest.mark.parametrize(
+        ("words", "source"),
+        [
+            ("--num-layers 40", "config.json of --hf-checkpoint says num_hidden_layers 36"),
+            ("--rotary-base 10000", "rope_parameters.rope_theta 1000000"),
+            ("--rotary-percent 0.5", "nothing of partial_rotary_factor, which means 1.0"),
+            ("--kv-channels 80", "head_dim 128"),
+            ("--normalization LayerNorm", "rms_norm_eps"),
+            ("--add-qkv-bias", "model_type 'qwen3' and attention_bias None"),
+            ("--post-mlp-layernorm", "model_type 'qwen3'"),
+            ("--rotary-interleaved", "model_type 'qwen3'"),
+            ("--multi-latent-attention", "nothing of kv_lora_rank"),
+            ("--untie-embeddings-and-output-weights", "tie_word_embeddings True"),
+            ("--moe-layer-freq [0]*36", "num_hidden_layers 36 and first_k_dense_replace 0"),
+            ("--sglang-tp-size 8", "--rollout-num-gpus-per-engine, which is an engine's tensor-parallel size, is 4"),
+            ("--rollout-stop-token-ids 5 6", "eos_token_id is that of config.json 5"),
+        ],
+    )
+    def test_one_that_does_not_is_named_with_its_field(self, tmp_path: Path, words: str, source: str):
+        (found,) = disagreements(tmp_path, DENSE, *words.split())
+        assert found.startswith(f"{words}: ")
+        assert source in found
+        assert found.endswith("change one of them, or leave the flag out")
+
+    def test_what_config_json_does_not_say_is_not_compared(self, tmp_path: Path):
+        assert disagreements(tmp_path, DENSE, "--vocab-size", "7", "--num-experts", "8") == []
+
+    def test_end_tokens_of_the_generation_config_count(self, tmp_path: Path):
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+        assert disagreements(tmp_path, DENSE, "--rollout-stop-token-ids", "5", "6", "7") == []
+
+    @pytest.mark.parametrize("text", ["[0", "__import__('os')", "[0]*'a'", "0", "'x'"])
+    def test_layers_that_cannot_be_read(self, text: str):
+        with pytest.raises(ValueError, match="expected a list such as"):
+            layer_kinds(text, 4)

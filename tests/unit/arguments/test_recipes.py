@@ -1,0 +1,152 @@
+"""Real recipes of slime and miles as they are: what happens to each of their flags, and to the whole of them.
+
+tests/recipes holds the flags and values of nine scripts, and config.json of their models.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+from examples.quickstart.tokenizer import build_tokenizer
+from miles_async.arguments.argument_files import expand_argument_files
+from miles_async.arguments.foreign import FOREIGN_FLAGS
+from miles_async.arguments.megatron_fields import as_megatron_flags
+from miles_async.arguments.parser import build_parser
+from miles_async.arguments.pass_through import is_pass_through
+from miles_async.arguments.words import looks_like_flag
+from miles_async.cli import main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+PATHS = {"--hf-checkpoint", "--ref-load", "--load", "--save", "--prompt-data", "--eval-prompt-data", "--dump-details"}
+CLUSTER = {
+    "--actor-num-nodes",
+    "--actor-num-gpus-per-node",
+    "--rollout-num-gpus",
+    "--num-gpus-per-node",
+    "--colocate",
+}
+
+NO_SPLIT_OF_SAMPLES = "--context-parallel-size {}: expected 1: one sample is never split over ranks: lower"
+NO_DEEPEP = "--moe-enable-deepep does not exist here: tokens reach experts by alltoall"
+NO_FLEX = "--moe-token-dispatcher-type flex: expected alltoall"
+NO_GSPO = "--advantage-estimator gspo does not exist here: its advantages are those of grpo"
+
+# Recipe → (model, GPUs that train, what is refused; nothing: the dry run ends in order).
+EXPECTED: dict[str, tuple[str, int, list[str]]] = {
+    "S1_qwen3-4b": ("Qwen3-4B", 8, []),
+    "S2_qwen3-30b-a3b": ("Qwen3-30B-A3B", 8, []),
+    "S3_glm4-9b": ("GLM-Z1-9B-0414", 4, [NO_SPLIT_OF_SAMPLES.format(2)]),
+    "S4_qwen3-235b-a22b": ("Qwen3-235B-A22B", 64, [NO_SPLIT_OF_SAMPLES.format(2), NO_GSPO]),
+    "S5_deepseek-r1": ("DeepSeek-R1", 128, [NO_SPLIT_OF_SAMPLES.format(4), NO_DEEPEP, NO_FLEX]),
+    "S6_glm47-355b-a32b": (
+        "GLM-4.7-355B-A32B",
+        64,
+        [NO_SPLIT_OF_SAMPLES.format(2), NO_GSPO, NO_DEEPEP, NO_FLEX],
+    ),
+    "M1_qwen3-4b": ("Qwen3-4B", 8, [NO_SPLIT_OF_SAMPLES.format(4)]),
+    "M2_qwen3-30b-a3b": ("Qwen3-30B-A3B", 8, []),
+    "M3_glm45-355b-a32b": ("GLM-4.5", 16, []),
+}
+
+
+def without(words: Sequence[str], flags: set[str]) -> list[str]:
+    """``words`` less these flags and their values."""
+    kept, dropping = [], False
+    for word in words:
+        if looks_like_flag(word):
+            dropping = word in flags
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def recipe(name: str) -> list[str]:
+    """Everything that a script gives but paths and cluster."""
+    return without(expand_argument_files([f"@{RECIPES / name}.args"]), PATHS | CLUSTER)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def own(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: Path) -> list[str]:
+    """The lines that a user changes: his paths, his cluster, and how old data may be."""
+    model, gpus, _ = EXPECTED[request.node.callspec.params["name"]]
+    directory = tmp_path / "model"
+    shutil.copytree(tokenizer, directory)
+    shutil.copyfile(RECIPES / "configs" / f"{model}.json", directory / "config.json")
+    save_file({}, directory / "model.safetensors")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [{"role": "user", "content": "rev 12"}], "label": "21"}\n')
+    return shlex.split(
+        f"--hf-checkpoint {directory} --prompt-data {prompts} --eval-prompt-data aime {prompts} --save {tmp_path}/save "
+        f"--run-dir {tmp_path}/run --device cpu --actor-num-gpus-per-node {gpus} --rollout-num-gpus {gpus} "
+        "--max-weight-staleness 2"
+    )
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_dry_run_ends_in_order_or_names_what_to_change(
+    name: str, own: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # covers: P8
+    words, refused = recipe(name), EXPECTED[name][2]
+    correction = [] if "--use-tis" in words else ["--use-rollout-logprobs"]
+    status = main(["train", *words, *own, *correction, "--dry-run"])
+    shown = capsys.readouterr()
+    if not refused:
+        assert status == 0, shown.err
+        assert "are in order" in shown.out
+        assert "note: --balance-data changes nothing: tokens always are balanced" in shown.out
+        return
+    assert status == 2
+    problems = shown.err.splitlines()[1:] or [shown.err]
+    assert len(problems) == len(refused)
+    for expected in refused:
+        assert expected in shown.err
+
+
+@pytest.mark.parametrize("name", ["S3_glm4-9b", "S4_qwen3-235b-a22b", "S5_deepseek-r1", "S6_glm47-355b-a32b"])
+def test_what_is_refused_later_is_true_as_well(name: str, own: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The same recipes once a user has done as he was told."""
+    words = without(recipe(name), {"--context-parallel-size", "--moe-enable-deepep"})
+    words = without(words, {"--advantage-estimator", "--moe-token-dispatcher-type"})
+    correction = [] if "--use-tis" in words else ["--use-rollout-logprobs"]
+    status = main(["train", *words, *own, *correction, "--dry-run"])
+    shown = capsys.readouterr()
+    later = {
+        "S3_glm4-9b": ["--max-tokens-per-gpu 4608 cannot hold the longest sample"],
+        "S4_qwen3-235b-a22b": [],
+        "S5_deepseek-r1": ["--max-tokens-per-gpu 16384 cannot hold the longest sample"],
+        "S6_glm47-355b-a32b": ["--max-tokens-per-gpu 16384 cannot hold the longest sample"],
+    }[name]
+    assert status == (2 if later else 0), shown.err
+    for expected in later:
+        assert expected in shown.err
+
+
+def test_every_flag_of_the_recipes_is_known() -> None:
+    """193 flags, with those of variants: ours, passed on, a field of Megatron's, or in the table."""
+    # covers: P8
+    ours = list(build_parser("miles-async train")._option_string_actions)
+    flags = (RECIPES / "flags.txt").read_text().split()
+    assert len(flags) == 193
+    unknown = [
+        flag
+        for flag in flags
+        if flag not in ours
+        and flag not in FOREIGN_FLAGS
+        and not is_pass_through(flag, ours)
+        and next(as_megatron_flags([flag], ours)) == flag
+    ]
+    assert not unknown
