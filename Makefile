@@ -4,6 +4,8 @@
 
 BIN := .venv/bin
 EXTRAS ?=
+# Files of tests with processes, in this order, the longest first; each worker may need 10 GB.
+IN_PARALLEL := -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
 # Python 3.11 under its usual names; failing that any python3, which then says what is wrong with it.
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 && echo $$python && exit; \
@@ -22,7 +24,7 @@ quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack
 
 test: lint typecheck ## every check, and the tests on CPU (PYTEST_ARGS="tests/unit -k word": only those)
 	$(BIN)/pytest $(or $(PYTEST_ARGS),-n auto tests/unit tests/property tests/simulation)
-	$(if $(PYTEST_ARGS),,$(BIN)/pytest --durations=15 -m "not long" tests/integration tests/cluster)
+	$(if $(PYTEST_ARGS),,$(BIN)/pytest $(IN_PARALLEL) --durations=15 -m "not long" tests/cluster tests/integration)
 
 test-long: setup ## variants, campaigns and examples to their end, which `test` leaves out: for the night
 	$(BIN)/pytest --durations=30 -m "long or e2e" tests/integration tests/cluster tests/e2e

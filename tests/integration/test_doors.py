@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import aiohttp
@@ -60,14 +61,19 @@ async def test_the_router_opens_with_the_runs_keys_only(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------- a run
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+def run() -> Iterator[RealRun]:
     """A run with agents that has trained."""
-    directory = tmp_path_factory.mktemp("doors")
     agent = f"python {Path(__file__).with_name('one_turn_agent.py')}"
-    flags = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--num-rollout", "2000")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, text in SECRETS.items():
-            patch.setenv(name, text)
+    flags = (
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--num-rollout", "2000"),
+        # Few at a time: each sample is a process of its own.
+        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
+        *("--eval-prompt-data", "none", "--eval-interval", "none"),
+    )
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        directory = Path(name)  # Ray's sockets are in it, and have short paths
+        for variable, text in SECRETS.items():
+            patch.setenv(variable, text)
         patch.setenv("RAY_TMPDIR", str(directory))
         forwarded = ("--forward-env", "SEARCH_TOKEN", "HF_*", "AWS_*", "WANDB_*", "PYTHONPATH")
         with real_run(directory / "run", *flags, *forwarded, "--agent-command", agent) as started:
