@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ def _weight_problems(path: Path, config: JsonObject) -> Iterator[str]:
             yield f"{file.name}: {error}; download it again"
     if not missing and not damaged and "quantization_config" not in config:  # which packs tensors as it likes
         yield from _shape_problems(shapes, config)
+
+
+def count_elements(path: Path) -> int:
+    """Elements of all tensors in the safetensors files of a directory. Raises OSError, ValueError."""
+    return sum(prod(shape) for file in path.glob("*.safetensors") for shape in read_shapes(file).values())
 
 
 def read_shapes(file: Path) -> dict[str, Shape]:

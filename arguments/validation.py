@@ -106,9 +106,9 @@ def check_network(arguments: Arguments) -> Iterator[str]:
     weights = arguments.weights
     if cluster.ray_address and weights.weight_transport == "disk" and weights.weight_staging_dir is None:
         yield (
-            "--weight-transport disk on a cluster: by default the files are in the run directory, which is each node's "
-            "own; give --weight-staging-dir on a file system that trainer ranks and engines share, or use distributed "
-            "or object_store"
+            "--weight-transport disk on a cluster: by default the files are in memory or in the temporary directory of "
+            "the trainer's node; give --weight-staging-dir on a file system that trainer ranks and engines share, or "
+            "use distributed or object_store"
         )
 
 

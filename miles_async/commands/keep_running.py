@@ -23,10 +23,10 @@ from miles_async.checkpoints.files import Checkpoint, list_checkpoints
 from miles_async.commands.stop import end_leftovers
 from miles_async.errors import ConfigurationError
 from miles_async.runtime import dies_with_parent
-from miles_async.runtime.owned_directory import sweep, sweep_temporary
+from miles_async.runtime.owned_directory import sweep_temporary
 from miles_async.runtime.restarted import RunRestart, restarts_variable
 from miles_async.runtime.restarts import RestartBudget
-from miles_async.runtime.run_directory import STAGING_DIRECTORY, move_aside
+from miles_async.runtime.run_directory import move_aside
 from miles_async.runtime.run_process import read_run_process
 
 WINDOW_SECONDS = 3600.0
@@ -37,7 +37,7 @@ EXIT_INTERRUPTED = 130
 def keep_running(words: Sequence[str], checkpoint: CheckpointArguments, run_dir: Path, staging: Path | None) -> int:
     """Run ``miles-async train`` with these words in child processes until it ends for good. Returns the exit code.
 
-    ``staging``: where staged weights are, if not in the run directory.
+    ``staging``: ``--weight-staging-dir``.
     """
     command = [sys.executable, "-m", "miles_async", "train", *words, "--max-run-restarts", "0"]
     return asyncio.run(RunKeeper(command, checkpoint, run_dir, staging).run())
@@ -53,7 +53,7 @@ class RunKeeper:
         assert checkpoint.save is not None
         self._command = tuple(command)
         self._run_dir = run_dir.absolute()
-        self._staging = staging or self._run_dir / STAGING_DIRECTORY
+        self._staging = staging
         self._save = checkpoint.save
         self._max_restarts = checkpoint.max_run_restarts
         self._foreign = set(map(_mark, list_checkpoints(self._save)))  # there before this run saved any
@@ -109,8 +109,7 @@ class RunKeeper:
             return
         if run.pid == child:
             end_leftovers(run, _say)
-        sweep_temporary()
-        sweep(self._staging)
+        sweep_temporary(self._staging)
 
     def _note_restart(self, reason: str) -> tuple[str, ...]:
         """Tell about it. Returns the words that have the next life go on where the newest checkpoint is."""

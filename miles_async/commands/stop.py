@@ -6,12 +6,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from miles_async.arguments.config_file import read_config_file
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError, StalledError
-from miles_async.runtime.owned_directory import sweep, sweep_temporary
-from miles_async.runtime.run_directory import STAGING_DIRECTORY
+from miles_async.runtime.owned_directory import sweep_temporary
+from miles_async.runtime.run_directory import CONFIG_FILE
 from miles_async.runtime.run_process import RunProcess, find_driver, find_marked, kill_marked, read_run_process
 
 STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
@@ -52,9 +54,17 @@ def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
             say(f"it did not end within {parsed.timeout:g} s; killing its processes")
             driver.kill()
     end_leftovers(run, say)
-    sweep_temporary()
-    sweep(parsed.directory / STAGING_DIRECTORY)
+    sweep_temporary(_staging_directory(parsed.directory))
     return 0
+
+
+def _staging_directory(run_dir: Path) -> Path | None:
+    """The run's ``--weight-staging-dir``; None if it has none, or ended before it wrote its flags."""
+    with suppress(ConfigurationError):
+        values, _ = read_config_file(run_dir / CONFIG_FILE)
+        named = values.get("weight_staging_dir")
+        return Path(str(named)) if named is not None else None
+    return None
 
 
 def end_leftovers(run: RunProcess, say: Callable[[str], None]) -> None:

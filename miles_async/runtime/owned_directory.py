@@ -71,9 +71,9 @@ def sweep(parent: Path) -> None:
                 os.close(lock)
 
 
-def sweep_temporary() -> None:
-    """:func:`sweep` wherever a run has temporary directories on this machine, but for its run directory."""
-    for parent in (temporary_parent(), Path(tempfile.gettempdir()), _MEMORY):
+def sweep_temporary(named: Path | None = None) -> None:
+    """:func:`sweep` wherever a run has temporary directories on this machine, and in ``named``."""
+    for parent in (temporary_parent(), Path(tempfile.gettempdir()), _MEMORY, *([named] if named else [])):
         sweep(parent)
 
 

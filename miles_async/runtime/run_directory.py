@@ -25,7 +25,6 @@ from miles_async.runtime.run_process import (
 
 CONFIG_FILE = "config.toml"  # every flag in force
 LEDGER_FILE = "ledger.sqlite"
-STAGING_DIRECTORY = "weights"  # empty again at the end of a run
 SCHEDULE_FILE = "schedule.msgpack"  # --record
 
 

@@ -14,24 +14,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from miles_async.runtime.memory import free_memory
 from miles_async.runtime.owned_directory import PREFIX, OwnedDirectory, sweep
 
 MEMORY = Path("/dev/shm")
 _CLAIM = ".claim"  # bytes that the owner of a directory may come to use
 
 
-def scratch_directory(room: int, *, memory: Path = MEMORY) -> OwnedDirectory:
+def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEMORY) -> OwnedDirectory:
     """Make a directory for ``room`` bytes: in ``memory`` if as much again stays free beside all claims, else on disk.
 
-    Raises OSError.
+    ``room``: None if it is not known, which is for disks. ``mode``: see ``OwnedDirectory``. Raises OSError.
     """
-    with suppress(OSError), _choosing(memory):
-        sweep(memory)
-        if shutil.disk_usage(memory).free - _claimed(memory) >= 2 * room:
-            directory = OwnedDirectory(memory)
-            (directory.path / _CLAIM).write_text(str(room))
-            return directory
-    return OwnedDirectory(Path(tempfile.gettempdir()))
+    if room is not None:
+        with suppress(OSError), _choosing(memory):
+            sweep(memory)
+            free = min(shutil.disk_usage(memory).free, free_memory())
+            if free - _claimed(memory) >= 2 * room:
+                directory = OwnedDirectory(memory, mode=mode)
+                (directory.path / _CLAIM).write_text(str(room))
+                return directory
+    return OwnedDirectory(Path(tempfile.gettempdir()), mode=mode)
 
 
 @contextmanager

@@ -88,6 +88,7 @@ class TrainerRanks:
         self._actors: list[Any] = []  # Ray's handles of TrainerActor, which have no types
         self._links: list[ActorLink] = []
         self._ranks: list[RankInfo] = []
+        self._staged_in: Path | None = None  # the first sender's directory
 
     async def start(self) -> None:
         """Start all ranks and load their models.
@@ -128,7 +129,11 @@ class TrainerRanks:
 
     async def stage_weights(self, version: int) -> StagedWeights:
         shares = await self._on_all(TrainerActor.stage_weights, version, self.canary_tokens)
-        return united([share for share in shares if share is not None])
+        staged = united([share for share in shares if share is not None])
+        if (place := Path(staged.directory).parent) != self._staged_in:
+            self._staged_in = place
+            log.info("weights are staged", directory=str(place), gigabytes=round(staged.total_bytes / 1e9, 1))
+        return staged
 
     def sender(self, index: int, *, repair: bool = False) -> RankSender:
         return RankSender(self, index, REPAIRS_THREAD if repair else WEIGHTS_THREAD)

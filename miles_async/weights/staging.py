@@ -21,13 +21,13 @@ from torch import Tensor
 
 from miles_async.arguments.weights import DeltaEncoding
 from miles_async.errors import TrainerError
-from miles_async.runtime.owned_directory import OwnedDirectory
 from miles_async.runtime.tensor_digest import digest
 from miles_async.types import StagedWeights, TensorMeta, WeightDelta
 from miles_async.weights.delta import Bytes, encode
 from miles_async.weights.export import Bucket, into_buckets, share
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
 from miles_async.weights.staging_options import StagingOptions
+from miles_async.weights.staging_place import make_staging_directory
 
 _LIST = b"\xdd"  # MessagePack's prefix of a list, whose length follows in 4 bytes
 
@@ -36,8 +36,9 @@ class Staging:
     """Implements WeightSender: stages weights. Transports that send more than files extend it."""
 
     def __init__(self, options: StagingOptions) -> None:
+        """Raises ConfigurationError if there is no room for the files."""
         self._options = options
-        self._directory = OwnedDirectory(options.parent)
+        self._directory = make_staging_directory(options)
         self._staged: dict[int, StagedWeights] = {}  # in the order in which they were staged
         self._kept: set[int] = set()
 

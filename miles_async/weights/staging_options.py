@@ -14,10 +14,23 @@ KEPT_VERSIONS = 2  # the newest one may be staged while engines that come up sti
 class StagingOptions:
     """Options of one sender's ``Staging``."""
 
-    parent: Path  # the sending process makes a directory for its files in it
+    parent: Path | None = None  # for the sender's own directory; None: in memory if it has ``room``, else on disk
+    shared: bool = False  # other users may read the files; else this one only
+    version_bytes: int | None = None  # of this sender's share of a version; None: not known
     bucket_bytes: int
     sender: int = 0  # index among ``senders``, each of which stages a share
     senders: int = 1
     keep: int = KEPT_VERSIONS  # how many of the newest versions stay
     digests: bool = True
     delta: DeltaEncoding | None = None  # also write what changed since the version before
+
+    @property
+    def versions(self) -> int:
+        """Versions that there are at most: those that stay, and the one that is written."""
+        return self.keep + 1
+
+    @property
+    def room(self) -> int | None:
+        """Bytes of all versions; None if they are not known. A delta may be as large as what it describes."""
+        files = 1 if self.delta is None else 2
+        return None if self.version_bytes is None else files * self.versions * self.version_bytes

@@ -54,7 +54,7 @@ from miles_async.runtime.keys import make_run_keys
 from miles_async.runtime.last_resort import LastResort
 from miles_async.runtime.node_files import marked
 from miles_async.runtime.own_ray import OwnRay
-from miles_async.runtime.owned_directory import OwnedDirectory, sweep, sweep_temporary, temporary_parent
+from miles_async.runtime.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
 from miles_async.runtime.ray_cluster import ray_cluster
 from miles_async.runtime.restarted import own_restarts, write_restarts
 from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, claimed
@@ -74,7 +74,6 @@ from miles_async.wiring.rollout_process import build_rollout
 from miles_async.wiring.trainer_process import (
     SHARED_WITH_ENGINES,
     shared_directories,
-    staging_directory,
     trainer_ranks,
 )
 
@@ -94,8 +93,7 @@ def run(arguments: Arguments, imports: ForkServers) -> int:
     """
     arguments = with_absolute_paths(arguments)
     run_dir = arguments.observability.run_dir
-    staged = staging_directory(arguments, run_dir)
-    sweep(staged)  # of a run that was killed, before its directory is moved aside
+    sweep_temporary(arguments.weights.weight_staging_dir)  # of runs that were killed
     try:
         temporary = OwnedDirectory(temporary_parent(), mode=0o700)
     except OSError as error:
@@ -108,8 +106,7 @@ def run(arguments: Arguments, imports: ForkServers) -> int:
             return _to_the_end(Run(arguments, imports, run_dir, temporary.path))
     finally:
         temporary.remove()
-        sweep_temporary()  # of engines that were killed
-        sweep(staged)  # of a rank that was killed
+        sweep_temporary(arguments.weights.weight_staging_dir)  # of engines and ranks that were killed
 
 
 def _to_the_end(training: Run) -> int:
@@ -185,7 +182,7 @@ class Run:
         self._imports.fork(servers)
         with (
             open_progress(arguments.rollout.num_rollout, live=arguments.observability.progress) as progress,
-            marked(shared_directories(arguments, self._run_dir)) as marks,
+            marked(shared_directories(arguments)) as marks,
         ):
             progress.phase("Ray")
             async with (
@@ -351,8 +348,7 @@ class Run:
                 self.try_to_report("interrupted")
             else:
                 self.try_to_report("lost" if self.lost() else "failed", reason)
-            sweep_temporary()
-            sweep(staging_directory(self._arguments, self._run_dir))
+            sweep_temporary(self._arguments.weights.weight_staging_dir)
             shutil.rmtree(Path(run.control).parent, ignore_errors=True)
         finally:  # even if the run directory is gone
             os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)

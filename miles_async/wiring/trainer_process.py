@@ -9,12 +9,13 @@ from pathlib import Path
 from miles_async.api import TrainBackend
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.model_files import count_elements
 from miles_async.backends import create_backend
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
 from miles_async.runtime.fork_server_process import ForkServer
 from miles_async.runtime.node_files import NodeFiles
-from miles_async.runtime.run_directory import STAGING_DIRECTORY
 from miles_async.trainer.actor import TrainerActor
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks
@@ -54,14 +55,16 @@ def trainer_ranks(
             device,
             secret_environment(arguments.cluster.forward_env),
         ),
-        sender=partial(make_sender, weights, staging_directory(arguments, run_dir), device, ports=network.ports),
+        sender=partial(
+            make_sender, weights, device, ports=network.ports, version_bytes=_version_bytes(arguments.model)
+        ),
         senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
         network=network,
         log_directory=run_dir / "logs",
     )
 
 
-def shared_directories(arguments: Arguments, run_dir: Path) -> Mapping[str, Path]:
+def shared_directories(arguments: Arguments) -> Mapping[str, Path]:
     """Return the directories that other nodes share with the run's machine, by flag. None on one machine, which checks
     them anyway.
     """
@@ -72,7 +75,7 @@ def shared_directories(arguments: Arguments, run_dir: Path) -> Mapping[str, Path
         "--save": checkpoint.save,
         "--load": checkpoint.load,
         "--save-hf": checkpoint.save_hf,
-        "--weight-staging-dir": staging_directory(arguments, run_dir) if weights.weight_transport == "disk" else None,
+        "--weight-staging-dir": weights.weight_staging_dir if weights.weight_transport == "disk" else None,
     }
     return {flag: path for flag, path in named.items() if path is not None}
 
@@ -85,9 +88,14 @@ def _models(arguments: Arguments) -> Mapping[str, Path]:
     return {flag: path for flag, path in named.items() if path is not None}
 
 
-def staging_directory(arguments: Arguments, run_dir: Path) -> Path:
-    """Return the directory in which each sending rank makes its own for exported weights."""
-    return arguments.weights.weight_staging_dir or run_dir / STAGING_DIRECTORY
+def _version_bytes(model: ModelArguments) -> int | None:
+    """Bytes of the weights as ranks export them, by the elements of the model's files; None if they don't tell."""
+    if model.hf_checkpoint is None:
+        return None
+    try:
+        return count_elements(model.hf_checkpoint) * (2 if model.bf16 else 4)
+    except (OSError, ValueError):
+        return None
 
 
 def _backend_on_node(

@@ -160,11 +160,9 @@ async def publishing(
 
     ``directory``: for staged weights. ``tolerance``: of the canary.
     """
-    arguments = WeightsArguments(**({"verify_weights": "full", "update_weight_buffer_size": BUCKET_BYTES} | flags))
-    made = [
-        make_sender(arguments, directory, "cpu", "127.0.0.1", sender=sender, senders=senders)
-        for sender in range(senders)
-    ]
+    defaults = {"verify_weights": "full", "update_weight_buffer_size": BUCKET_BYTES, "weight_staging_dir": directory}
+    arguments = WeightsArguments(**(defaults | flags))
+    made = [make_sender(arguments, "cpu", "127.0.0.1", sender=sender, senders=senders) for sender in range(senders)]
     for sender in made:
         if isinstance(sender, ObjectStoreSender):
             sender._put = np.array  # there is no Ray

@@ -180,7 +180,10 @@ def test_interruption_stops_cleanly_and_says_what_was_done(
     assert summary["ending"] == "interrupted"
     assert summary["steps"] >= 2
     assert summary["logprob_diff"]["max"] < 1e-4  # by every transport
-    assert list((run.run_dir / "weights").iterdir()) == []
+    log = [json.loads(line) for line in (run.run_dir / "logs" / "driver.log").read_text().splitlines()]
+    [staged] = [Path(entry["directory"]) for entry in log if entry["event"] == "weights are staged"]
+    assert staged.parent == Path("/dev/shm")
+    assert not staged.exists()
     assert summary["balanced"]
     assert summary["groups"]["cancelled"] > 0
     assert summary["groups"]["in_flight"] == 0

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
+from miles_async.runtime.memory import free_memory
 
 RUNNING_REQUESTS = 64  # at once; a CPU gains nothing from larger batches
 LEAST_TOKENS = 16384  # kept wherever there is room: prefixes of many prompts
 CACHE_SHARE = 0.25  # of the memory that is free, for the caches of all engines of a run on a machine
 _STATIC_FRACTION = 0.9
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, engines: int) -> tuple[str, ...]:
@@ -34,7 +32,7 @@ def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, eng
     running = min(running, RUNNING_REQUESTS)
     wanted = max(2 * running * longest, LEAST_TOKENS)  # twice: prefixes are kept for the next turn, or sample
     per_token = cache_bytes_per_token(config, dtype)
-    affordable = int(free_bytes() * CACHE_SHARE / engines / per_token) if per_token else LEAST_TOKENS  # or unknown
+    affordable = int(free_memory() * CACHE_SHARE / engines / per_token) if per_token else LEAST_TOKENS  # or unknown
     return (
         f"--mem-fraction-static={_STATIC_FRACTION}",
         f"--max-total-tokens={max(min(wanted, affordable), longest)}",
@@ -55,15 +53,6 @@ def cache_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
         return None
     kv_heads = int(config.get("num_key_value_heads") or heads)
     return layers * 2 * kv_heads * int(config.get("head_dim") or hidden // heads) * item_bytes
-
-
-def free_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in, that nobody uses."""
-    free = int(psutil.virtual_memory().available)
-    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
-        limit = int((_CGROUP / "memory.max").read_text())
-        free = min(free, limit - int((_CGROUP / "memory.current").read_text()))
-    return max(free, 0)
 
 
 def _config(model_path: str) -> Mapping[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import WeightsArguments
@@ -43,21 +42,24 @@ def make_transport(
 
 def make_sender(
     arguments: WeightsArguments,
-    directory: Path,
     device: Device,
     address: str,
     *,
+    version_bytes: int | None = None,
     ports: range | None = None,
     sender: int = 0,
     senders: int = 1,
 ) -> WeightSender:
     """The half of sending rank number ``sender``, in its process.
 
-    ``directory``: in which it makes a directory for its files. ``address``: where engines reach this
-    process, on one of ``ports``.
+    ``address``: where engines reach this process, on one of ``ports``. ``version_bytes``: of all weights; None if they
+    are not known.
     """
+    spec = find_transport(arguments.weight_transport)
     staging = StagingOptions(
-        parent=directory,
+        parent=arguments.weight_staging_dir,
+        shared=spec.shared_files and arguments.weight_staging_dir is not None,
+        version_bytes=None if version_bytes is None else version_bytes // senders,
         bucket_bytes=arguments.update_weight_buffer_size,
         sender=sender,
         senders=senders,
@@ -65,7 +67,7 @@ def make_sender(
         digests=arguments.compares_digests or arguments.weight_delta != "off",
         delta=arguments.delta_encoding,
     )
-    return find_transport(arguments.weight_transport).rank(
+    return spec.rank(
         RankSide(staging=staging, address=address, ports=ports, device=device, timeout_seconds=arguments.group_timeout)
     )
 

@@ -51,5 +51,6 @@ class TransportSpec(Generic[Half]):
     rank: Callable[[RankSide], Half]  # imports torch when it is called, not before: the driver knows this object too
     devices: tuple[Device, ...] = ("cpu", "cuda")  # on which it works
     sender_per_stage: bool = False  # every pipeline stage sends a share; else rank 0 sends all
+    shared_files: bool = False  # engines read the staged files themselves
     delta: bool = False  # can send what changed (--weight-delta)
     external_engines: bool = False  # reaches engines on whose hosts nothing of ours runs (--rollout-external)

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from miles_async.cli import main
+from miles_async.runtime.owned_directory import PREFIX
+from miles_async.runtime.run_directory import CONFIG_FILE
 from miles_async.runtime.run_process import RUN_FILE, RunProcess, read_run_process
 
 DRIVER = """
@@ -104,6 +106,24 @@ def test_a_process_that_only_has_the_pid_of_the_driver_is_left_alone(
     assert main(["stop", str(tmp_path)]) == 0
     assert alive(psutil.Process(driver.process.pid))
     assert "is over" in capsys.readouterr().out
+
+
+def test_what_killed_ranks_staged_goes_wherever_the_run_said_it_should_be(
+    tmp_path: Path, drivers: list[Driver]
+) -> None:
+    # covers: C10
+    run_dir, named = tmp_path / "run", tmp_path / "staged"
+    run_dir.mkdir()
+    drivers.append(driver := Driver(run_dir, "obedient", "tidy"))
+    (run_dir / CONFIG_FILE).write_text(f'[weights]\nweight-staging-dir = "{named}"\n')
+    left = named / f"{PREFIX}of-a-killed-rank"
+    left.mkdir(parents=True)
+    (left / ".owner").touch()
+    others = named / "of-the-user"
+    others.mkdir()
+    assert main(["stop", str(run_dir)]) == 0
+    driver.process.wait(10)
+    assert list(named.iterdir()) == [others]
 
 
 def test_a_directory_without_a_run_of_this_machine_is_refused(

@@ -41,6 +41,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
         return SimpleNamespace(free=23 * GIB - used)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr("miles_async.runtime.scratch.free_memory", lambda: 64 * GIB)
     monkeypatch.setattr("tempfile.tempdir", str(disk))
     return memory, disk
 
@@ -82,6 +83,16 @@ def test_claims_of_other_processes_count_until_they_die(places: tuple[Path, Path
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     other.stdout.close()
+    assert scratch_directory(2 * GIB, memory=memory).path.parent == memory
+
+
+def test_files_go_to_disk_where_memory_is_taken_or_the_room_unknown(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = places
+    assert scratch_directory(None, memory=memory).path.parent == disk
+    monkeypatch.setattr("miles_async.runtime.scratch.free_memory", lambda: 5 * GIB)
+    assert scratch_directory(3 * GIB, memory=memory).path.parent == disk
     assert scratch_directory(2 * GIB, memory=memory).path.parent == memory
 
 

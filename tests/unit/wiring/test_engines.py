@@ -45,12 +45,12 @@ def test_engines_check_their_model_and_what_they_share_with_the_ranks(tmp_path: 
         assert launch._spec.files.shared == marks
 
 
-def test_with_files_to_load_staging_is_shared_with_engines_wherever_it_is(tmp_path: Path) -> None:
+def test_with_files_to_load_staging_is_shared_with_engines(tmp_path: Path) -> None:
     # covers: C10
     arguments = Arguments(
         cluster=ClusterArguments(ray_address="10.0.0.1:6379"),
-        weights=WeightsArguments(weight_transport="disk"),
+        weights=WeightsArguments(weight_transport="disk", weight_staging_dir=tmp_path),
     )
-    assert shared_directories(arguments, tmp_path).keys() == SHARED_WITH_ENGINES
+    assert shared_directories(arguments).keys() == SHARED_WITH_ENGINES
     by_network = replace(arguments, weights=WeightsArguments(weight_staging_dir=tmp_path))
-    assert not shared_directories(by_network, tmp_path)
+    assert not shared_directories(by_network)

@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(cpu_memory, "free_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(cpu_memory, "free_memory", lambda: 16 * GIB)
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     return str(tmp_path)
 
@@ -53,7 +53,7 @@ def test_memory_is_shared_with_the_other_engines(model: str) -> None:
 
 
 def test_one_sample_always_fits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_memory, "free_bytes", lambda: 0)
+    monkeypatch.setattr(cpu_memory, "free_memory", lambda: 0)
     assert tokens(memory_flags(model, "float32", longest=4096, running=256, engines=1)) == 4096
 
 
@@ -68,13 +68,3 @@ def test_a_model_without_a_config_gets_a_fixed_cache(tmp_path: Path) -> None:
 def test_neighbours_may_take_memory_while_it_starts(model: str) -> None:
     """SGLang gives up when less than 1 − fraction of what was free before is free after it has loaded the model."""
     assert "--mem-fraction-static=0.9" in memory_flags(model, "float32", longest=100, running=1, engines=8)
-
-
-def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_memory, "_CGROUP", tmp_path)
-    unlimited = cpu_memory.free_bytes()
-    (tmp_path / "memory.max").write_text("max\n")
-    assert cpu_memory.free_bytes() > unlimited / 2
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert cpu_memory.free_bytes() == 2000000

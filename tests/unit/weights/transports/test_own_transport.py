@@ -80,13 +80,15 @@ class StagingTrainer(FakeTrainer):
 
 async def test_weights_are_published_through_it(tmp_path: Path) -> None:
     # covers: C8
-    arguments = WeightsArguments(weight_transport=NAMED, verify_weights="canary", update_weight_buffer_size=400)
+    arguments = WeightsArguments(
+        weight_transport=NAMED,
+        verify_weights="canary",
+        update_weight_buffer_size=400,
+        weight_staging_dir=tmp_path / "staged",
+    )
     senders = count_senders(arguments, pipeline_stages=2)
     assert senders == 2
-    halves = [
-        make_sender(arguments, tmp_path / "staged", "cpu", "127.0.0.1", sender=index, senders=senders)
-        for index in range(senders)
-    ]
+    halves = [make_sender(arguments, "cpu", "127.0.0.1", sender=index, senders=senders) for index in range(senders)]
     (tmp_path / "engines").mkdir()
     fleet = FileFleet(tmp_path / "engines", ["engine-0", "engine-1"])
     trainer = StagingTrainer(fleet.events, halves)
