@@ -11,6 +11,7 @@ import time
 
 from tests.benchmarks import (
     buffer_cost,
+    deltas,
     digests,
     hot_path,
     ledger_store,
@@ -32,6 +33,7 @@ PARTS = {
     "cpu": simulated_scale.cpu,
     "buffer_cost": buffer_cost.rows,
     "digests": digests.rows,
+    "deltas": deltas.rows,
     "answers": hot_path.answers,
     "batches": hot_path.batches,
     "ledger_store": ledger_store.rows,

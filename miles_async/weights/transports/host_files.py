@@ -18,7 +18,7 @@ import numpy as np
 from miles_async.errors import EngineError
 from miles_async.runtime.tensor_digest import digest
 from miles_async.types import TensorMeta
-from miles_async.weights.delta import Bytes, ChangedTensor, decode
+from miles_async.weights.delta import Bytes, ChangedTensor, apply
 from miles_async.weights.files import bucket_file, version_directory
 
 Source = str | Bytes
@@ -56,7 +56,7 @@ def change_bucket(
     expected = {tensor.name: tensor for tensor in tensors}
     for changed in msgspec.msgpack.decode(data, type=list[ChangedTensor]):
         content = contents[changed.name]
-        content[:] = decode(changed, content)
+        apply(changed, content)
         meta = expected[changed.name]
         if (found := digest(content, changed.itemsize, meta.shape)) != meta.digest:
             raise EngineError(

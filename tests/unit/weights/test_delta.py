@@ -9,15 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_async.weights.delta import decode, encode
+from miles_async.weights.delta import Bytes, ChangedTensor, apply, encode
 
 ENCODINGS: list[Literal["xor", "overwrite"]] = ["xor", "overwrite"]
+
+
+def applied(changed: ChangedTensor, old: Bytes) -> Bytes:
+    content = old.copy()
+    apply(changed, content)
+    return content
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @settings(deadline=None)
 @given(data=st.data())
-def test_decoding_undoes_encoding(encoding: Literal["xor", "overwrite"], data: st.DataObject) -> None:
+def test_a_change_makes_the_new_version_of_the_old_one(
+    encoding: Literal["xor", "overwrite"], data: st.DataObject
+) -> None:
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
     elements = data.draw(st.integers(1, 70))
     draw = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
@@ -27,7 +35,24 @@ def test_decoding_undoes_encoding(encoding: Literal["xor", "overwrite"], data: s
     new[list(places)] ^= 1 + draw.integers(0, 255, len(places)).astype(np.uint8)
     changed = encode("w", old, new, itemsize, encoding)
     assert changed is not None
-    assert np.array_equal(decode(changed, old), new)
+    assert np.array_equal(applied(changed, old), new)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_tensors_of_several_blocks(encoding: Literal["xor", "overwrite"], itemsize: int) -> None:
+    draw = np.random.default_rng(itemsize)
+    old = draw.integers(0, 256, 300_003 * itemsize).astype(np.uint8)
+    new = old.copy()
+    new[draw.choice(len(new), 5000, replace=False)] ^= 0x80
+    changed = encode("w", old, new, itemsize, encoding)
+    assert changed is not None
+    assert np.array_equal(applied(changed, old), new)
+    last = old.copy()
+    last[-1] ^= 1
+    changed = encode("w", old, last, itemsize, encoding)
+    assert changed is not None
+    assert np.array_equal(applied(changed, old), last)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
