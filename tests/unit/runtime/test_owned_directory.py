@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.runtime.owned_directory import OwnedDirectory, sweep
+from miles_async.runtime.owned_directory import PREFIX, OwnedDirectory, sweep, sweep_temporary
 
 OWNER = """
 import sys, time
@@ -58,6 +58,22 @@ def test_files_that_another_user_names_are_left_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr("os.getuid", lambda: directory.path.stat().st_uid + 1)
     directory.remove()
     assert mine.exists()
+
+
+def test_what_killed_runs_left_goes_from_all_places_of_temporary_files_and_a_named_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / name for name in ("memory", "disk", "named")]
+    left = [place / f"{PREFIX}dead" for place in places]
+    for directory in left:
+        directory.mkdir(parents=True)
+        (directory / ".owner").touch()
+    monkeypatch.setattr("miles_async.runtime.owned_directory._MEMORY", places[0])
+    monkeypatch.setattr("tempfile.tempdir", str(places[1]))
+    sweep_temporary()
+    assert [directory.exists() for directory in left] == [False, False, True]
+    sweep_temporary(places[2])
+    assert not left[2].exists()
 
 
 def test_files_of_a_killed_owner_are_removed_and_those_of_a_live_one_stay(tmp_path: Path) -> None:
