@@ -39,6 +39,7 @@ class ClusterArguments:
     actor_num_gpus_per_node: int = flag(1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP)")
     rollout_num_gpus: int = flag(1, "GPUs that generate (on CPU: engine processes)")
     rollout_num_gpus_per_engine: int = flag(1, "GPUs per engine, its tensor-parallel size")
+    rollout_num_nodes_per_engine: int = flag(1, "nodes over which the GPUs of one engine are spread evenly")
     gpu_memory_gb: float | None = flag(
         None,
         "GiB that one GPU has: --dry-run and `miles-async plan --memory` refuse what does not fit",

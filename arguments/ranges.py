@@ -13,6 +13,7 @@ AT_LEAST: dict[str, int] = {
     "actor_num_gpus_per_node": 1,
     "rollout_num_gpus": 1,
     "rollout_num_gpus_per_engine": 1,
+    "rollout_num_nodes_per_engine": 1,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "decoder_first_pipeline_num_layers": 1,

@@ -39,6 +39,7 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     role: Role = "train"
     engines: int = 1
     gpus_per_engine: int = 1  # its tensor-parallel size
+    nodes_per_engine: int = 1  # over which these are spread evenly
     model: str | None = None  # frozen: a Hugging Face directory, if it is not that of --hf-checkpoint
     port: int | None = None  # frozen: of its router, where rewards ask
     sglang: dict[str, str | int | float | bool] = {}  # SGLang's own arguments for these engines; they win
@@ -69,6 +70,7 @@ def server_groups(arguments: Arguments) -> tuple[ServerGroup, ...]:
             name=DEFAULT_GROUP,
             engines=cluster.num_engines,
             gpus_per_engine=cluster.rollout_num_gpus_per_engine,
+            nodes_per_engine=cluster.rollout_num_nodes_per_engine,
             external=arguments.engines.rollout_external,
         ),
     )
@@ -144,6 +146,11 @@ def _group_problems(group: ServerGroup) -> Iterator[str]:
         yield f"group {group.name!r}: expected a name of small letters, digits and _, such as train or big_gpus"
     if group.engines < 1 or group.gpus_per_engine < 1:
         yield f"group {group.name}: expected at least one engine, of at least one GPU"
+    if group.nodes_per_engine < 1 or group.gpus_per_engine % group.nodes_per_engine:
+        yield (
+            f"group {group.name}: gpus_per_engine = {group.gpus_per_engine} does not divide by nodes_per_engine = "
+            f"{group.nodes_per_engine}"
+        )
     if group.role != "frozen" and (group.model is not None or group.port is not None):
         yield f'group {group.name}: model and port are for groups with role = "frozen", not {group.role}'
     for address in group.external:

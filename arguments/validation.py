@@ -73,6 +73,11 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
             f"--rollout-num-gpus {cluster.rollout_num_gpus} is not a multiple of "
             f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine}"
         )
+    if cluster.rollout_num_gpus_per_engine % cluster.rollout_num_nodes_per_engine:
+        yield (
+            f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine} does not divide evenly over "
+            f"--rollout-num-nodes-per-engine {cluster.rollout_num_nodes_per_engine}"
+        )
 
 
 def check_recomputation(arguments: Arguments) -> Iterator[str]:

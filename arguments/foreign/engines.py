@@ -34,6 +34,9 @@ ENGINES: tuple[ForeignFlag, ...] = (
     _refused("--sglang-model-path", "use --hf-checkpoint"),
     _refused("--sglang-tokenizer-path", "the tokenizer comes with --hf-checkpoint"),
     _refused("--sglang-host", "addresses of engines are chosen by the run: remove it"),
+    _refused("--sglang-nnodes", "use --rollout-num-nodes-per-engine"),
+    _refused("--sglang-node-rank", "use --rollout-num-nodes-per-engine"),
+    _refused("--sglang-dist-init-addr", "addresses of engines are chosen by the run: remove it"),
     _refused("--sglang-port", "ports of engines are chosen by the run: remove it"),
     _refused(
         "--sglang-preferred-sampling-params",

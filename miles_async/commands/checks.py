@@ -122,9 +122,13 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.runtime.device import choose_device
     from miles_async.weights.transports import choice
 
-    external = any(group.external for group in server_groups(arguments))
-    device = choose_device(arguments.cluster.device)
-    yield from choice.transport_problems(arguments.weights, device, external_engines=external)
+    groups = server_groups(arguments)
+    yield from choice.transport_problems(
+        arguments.weights,
+        choose_device(arguments.cluster.device),
+        external_engines=any(group.external for group in groups),
+        several_nodes=any(group.nodes_per_engine > 1 and group.role != "frozen" for group in groups),
+    )
 
 
 def check_prompts(arguments: Arguments) -> dict[str, int]:

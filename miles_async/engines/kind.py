@@ -41,6 +41,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     dtype: str  # "float32", "bfloat16", ...; must be the trainer's for log-probs to agree
     tensor_parallel_size: int = 1  # GPUs, or on CPU processes, per engine
+    nodes: int = 1  # over which these are spread evenly; the first one serves
     random_seed: int = 0  # engine i samples with random_seed + i
     start_timeout: float = 600.0  # seconds
     network: Network = LOCAL
@@ -216,8 +217,12 @@ class InferenceServer(Protocol):
 class ServerCommand(Protocol):
     """Makes the arguments of the Python interpreter that start a server."""
 
-    def __call__(self, spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:
-        """The server shall listen at ``host`` and ``port``; ``rendezvous_port`` is for its own ranks to meet."""
+    def __call__(
+        self, spec: ServerSpec, host: str, port: int, rendezvous: tuple[str, int], seed: int, node: int
+    ) -> list[str]:
+        """The server shall listen at ``host`` and ``port``; ``rendezvous`` is where its own ranks meet, on all its
+        nodes. ``node``: which of these this is; only the first one serves.
+        """
         ...
 
 

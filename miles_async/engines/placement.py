@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from miles_async.runtime.call_once import CallId, CallOnce
 from miles_async.runtime.nodes import NO_LABELS, alive_nodes, describe_nodes
 from miles_async.runtime.ray_errors import why_gone
 from miles_async.runtime.reservation import Reservation
+from miles_async.runtime.tasks import first_of, gathered
 
 _STOP_SECONDS = 10.0
 
@@ -47,10 +49,10 @@ class RayServers:
 
 
 class EngineActor:
-    """One start of one server, in an actor. Calls that its caller repeats are executed once."""
+    """One start of one server on one node, in an actor. Calls that its caller repeats are executed once."""
 
-    def __init__(self, kind: EngineKind, spec: ServerSpec, engine_index: int, incarnation: int) -> None:
-        self._server = ServerProcess(kind, spec, engine_index, incarnation)
+    def __init__(self, kind: EngineKind, spec: ServerSpec, engine_index: int, incarnation: int, node: int) -> None:
+        self._server = ServerProcess(kind, spec, engine_index, incarnation, node)
         self._once = CallOnce()
 
     async def perform(self, call: CallId, method: Callable[..., Awaitable[Result]], *arguments: object) -> Result:
@@ -58,12 +60,43 @@ class EngineActor:
         return await self._once.run_async(call, lambda: method(self._server, *arguments))
 
 
-class _RayServer:
-    """Implements ServerHandle.
+@dataclass(frozen=True, slots=True)
+class _RemoteServer:
+    """An EngineActor from outside.
 
     An actor that cannot be reached is called again for a while: whether its server answers HTTP decides meanwhile
     whether the engine is given up (``health.py``).
     """
+
+    actor: Any
+    link: ActorLink
+
+    async def perform(self, method: Callable[..., Awaitable[Result]], *arguments: object) -> Result:
+        return await self.link.call(lambda call: self.actor.perform.remote(call, method, *arguments))
+
+    async def wait_exit(self) -> str:
+        import ray
+
+        try:
+            return await self.perform(ServerProcess.wait_exit)
+        except (ray.exceptions.RayError, ProcessLostError) as error:
+            return f"its actor is gone: {why_gone(error)}"
+
+    async def never_ends(self) -> str:
+        """Wait. Raises EngineStartError if the server ends."""
+        raise EngineStartError(await self.wait_exit())
+
+    async def stop(self) -> None:
+        import ray
+
+        with suppress(ray.exceptions.RayError, ProcessLostError, TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self.perform(ServerProcess.stop)
+        ray.kill(self.actor, no_restart=True)  # and with it, by PR_SET_PDEATHSIG, whatever stop left
+
+
+class _RayServer:
+    """Implements ServerHandle. The parts of a server on several nodes start, and end, together."""
 
     def __init__(
         self,
@@ -80,21 +113,19 @@ class _RayServer:
         self._engine_index = engine_index
         self._labels = labels
         self._process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
-        self._link = ActorLink(f"the actor of {spec.group}-{engine_index}")
-        self._gpus = spec.tensor_parallel_size if spec.device == "cuda" else 0
-        self._reservation = Reservation({"GPU": self._gpus}, 1, labels, node_ids) if self._gpus else None
-        self._actor: Any = None
+        self._name = f"{spec.group}-{engine_index}"
+        self._gpus = spec.tensor_parallel_size // spec.nodes if spec.device == "cuda" else 0  # on each node
+        self._reservation = Reservation({"GPU": self._gpus}, spec.nodes, labels, node_ids) if self._gpus else None
+        self._parts: list[_RemoteServer] = []  # by node
 
     async def start(self) -> str:
         import ray
 
-        place = await self._place()
-        options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": place, **self._process}
-        self._actor = ray.remote(EngineActor).options(**options).remote(*self._arguments)
-        deadline = self._spec.start_timeout + 60  # of Ray, to start the actor, which keeps its own
+        self._parts = [self._part(node, place) for node, place in enumerate(await self._places())]
+        deadline = self._spec.start_timeout + 60  # of Ray, to start the actors, which keep their own
         try:
             async with asyncio.timeout(deadline):
-                return await self._perform(self._actor, ServerProcess.start)
+                return await self._start(*self._parts)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, EngineStartError | ConfigurationError):
                 raise error.cause from None
@@ -104,64 +135,66 @@ class _RayServer:
         except TimeoutError:
             raise EngineStartError(f"Ray did not start the engine's actor within {deadline:g} s") from None
 
-    async def _place(self) -> object:
-        """Choose the node: one with free GPUs, which are reserved. Without GPUs there is nothing by which Ray could
+    async def _start(self, first: _RemoteServer, *others: _RemoteServer) -> str:
+        if not others:
+            return await first.perform(ServerProcess.start)
+        rendezvous = await first.perform(ServerProcess.open_rendezvous)
+        await gathered(*(other.perform(ServerProcess.follow, rendezvous) for other in others))
+        return await first_of(first.perform(ServerProcess.start, rendezvous), *(other.never_ends() for other in others))
+
+    def _part(self, node: int, place: object) -> _RemoteServer:
+        import ray
+
+        options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": place, **self._process}
+        actor = ray.remote(EngineActor).options(**options).remote(*self._arguments, node)
+        return _RemoteServer(actor, ActorLink(f"the actor of {self._name}" + (f" on node {node}" if node else "")))
+
+    async def _places(self) -> Sequence[object]:
+        """Choose the nodes: some with free GPUs, which are reserved. Without GPUs there is nothing by which Ray could
         spread engines, so they take turns.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        count = self._spec.nodes
         if self._reservation is not None:
             if not await self._reservation.reserve(self._spec.start_timeout):
                 raise EngineStartError(
-                    f"Ray did not find a node{self._labelled()} with {self._gpus} free GPUs for an engine within "
-                    f"{self._spec.start_timeout:g} s (--engine-start-timeout); the cluster has {describe_nodes()} "
-                    "(--rollout-num-gpus, --rollout-num-gpus-per-engine)"
+                    f"{self._name}: Ray did not find {count} node(s){self._labelled()} with {self._gpus} free GPUs "
+                    f"each within {self._spec.start_timeout:g} s (--engine-start-timeout); the cluster has "
+                    f"{describe_nodes()} (--rollout-num-gpus, --rollout-num-gpus-per-engine)"
                 )
-            return self._reservation.on(0)
+            return [self._reservation.on(node) for node in range(count)]
         nodes = await asyncio.to_thread(alive_nodes, self._labels)
         if not nodes:
             raise EngineStartError(
                 f"expected nodes{self._labelled()} for engines, found {describe_nodes()} (--rollout-node-labels)"
             )
-        node = nodes[self._engine_index % len(nodes)]
-        return NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        turns = [nodes[(self._engine_index * count + node) % len(nodes)] for node in range(count)]
+        return [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in turns]
 
     def _labelled(self) -> str:
         return f" labelled {dict(self._labels)}" if self._labels else ""
 
     async def wait_exit(self) -> str:
-        import ray
-
-        try:
-            return await self._perform(self._actor, ServerProcess.wait_exit)
-        except (ray.exceptions.RayError, ProcessLostError) as error:
-            return f"its actor is gone: {why_gone(error)}"
+        return await first_of(*(part.wait_exit() for part in self._parts))
 
     async def on_host(
         self, function: Callable[[Path, *Arguments], Result], room: int, *arguments: *Arguments
     ) -> Result:
+        """On the first node."""
         import ray
 
-        if self._actor is None:
+        if not self._parts:
             raise EngineError("it was stopped")
         try:  # Ray resolves references among the arguments on the way
-            return await self._perform(self._actor, ServerProcess.on_host, function, room, *arguments)
+            return await self._parts[0].perform(ServerProcess.on_host, function, room, *arguments)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, EngineError) else EngineError(str(error)) from None
         except (ray.exceptions.RayError, ProcessLostError) as error:
             raise EngineError(f"its actor is gone: {why_gone(error)}") from error
 
     async def stop(self) -> None:
-        import ray
-
-        actor, self._actor = self._actor, None
-        if actor is not None:
-            with suppress(ray.exceptions.RayError, ProcessLostError, TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await self._perform(actor, ServerProcess.stop)
-            ray.kill(actor, no_restart=True)  # and with it, by PR_SET_PDEATHSIG, whatever stop left
+        parts, self._parts = self._parts, []
+        await asyncio.gather(*(part.stop() for part in parts))
         if self._reservation is not None:
             self._reservation.release()
-
-    async def _perform(self, actor: Any, method: Callable[..., Awaitable[Result]], *arguments: object) -> Result:
-        return await self._link.call(lambda call: actor.perform.remote(call, method, *arguments))

@@ -29,43 +29,75 @@ _PROBE_SECONDS = 5.0
 
 
 class ServerProcess:
-    """One start of one server, as a child of this process: a ``ServerHandle``. A restart is a new instance."""
+    """One start of one server, or of its part on one node, as a child of this process. A restart is a new instance.
 
-    def __init__(self, kind: EngineKind, spec: ServerSpec, engine_index: int, incarnation: int) -> None:
+    It is a ``ServerHandle``. Parts on other nodes than the first serve nobody; they are started by :meth:`follow`.
+    """
+
+    def __init__(self, kind: EngineKind, spec: ServerSpec, engine_index: int, incarnation: int, node: int = 0) -> None:
         """``incarnation``: number of this start of the engine; each has its own log file."""
         self._kind = kind
         self._spec = spec
         self._seed = spec.random_seed + engine_index
-        self._name = f"{spec.group}-{engine_index}"
+        self._node = node
+        self._name = f"{spec.group}-{engine_index}" + (f".node{node}" if node else "")
+        self._ports: list[HeldPort] = []
         self._log_path = Path(spec.log_dir) / f"{self._name}.{incarnation}.log"
         self._process: ChildProcess | None = None
         self._temporary: OwnedDirectory | None = None  # the server's TMPDIR
         self._directory: OwnedDirectory | None = None  # for on_host()
         self._choosing_directory = asyncio.Lock()
 
-    async def start(self) -> str:
+    async def open_rendezvous(self) -> tuple[str, int]:
+        """Choose an address and a port of this node, where the server's ranks on all its nodes meet."""
+        address = self._spec.network.address()
+        return address, self._hold_port(address)
+
+    async def start(self, rendezvous: tuple[str, int] | None = None) -> str:
         """Start the server, wait until it answers and return its URL.
 
-        Raises EngineStartError with its last log lines when the process ends or the deadline passes, ConfigurationError
-        if this node lacks files.
+        ``rendezvous``: of :meth:`open_rendezvous`; None if this is the only node. Raises EngineStartError with its last
+        log lines when the process ends or the deadline passes, ConfigurationError if this node lacks files.
         """
+        url = await self._prepare(rendezvous)
+        await self._until_up_or_stopped(url)
+        self._release_ports()
+        return url
+
+    async def follow(self, rendezvous: tuple[str, int]) -> None:
+        """Start the part of a server on this node, which meets the first one's at ``rendezvous``; it is up when that
+        one is.
+        """
+        await self._prepare(rendezvous)
+        await self._begin()
+
+    async def _prepare(self, rendezvous: tuple[str, int] | None) -> str:
+        """Make the process, not started; return the URL at which it will listen."""
         self._spec.files.check()
         network, keys = self._spec.network, self._spec.keys
         host = network.address()
         require_keys(host, keys)
-        # The ports stay held until the server listens, seconds later: Linux lets it, since it binds with
-        # SO_REUSEADDR like us.
-        with HeldPort(host, ports=network.ports) as port, HeldPort(host, ports=network.ports) as rendezvous:
-            command = self._kind.command(self._spec, host, port.number, rendezvous.number, self._seed)
-            self._temporary = await asyncio.to_thread(OwnedDirectory, temporary_parent(), mode=0o700)
-            environment = {**self._kind.environment(self._spec), **network.variables()}
-            environment["TMPDIR"] = str(self._temporary.path)
-            environment |= {name: secret.reveal() for name, secret in self._spec.secrets.items()}
-            environment |= keys.environment() if keys is not None else {}
-            self._process = ChildProcess(self._name, command, log_path=self._log_path, environment=environment)
-            url = f"http://{host}:{port.number}"
-            await self._until_up_or_stopped(url)
-        return url
+        rendezvous = rendezvous or await self.open_rendezvous()
+        port = self._hold_port(host)
+        command = self._kind.command(self._spec, host, port, rendezvous, self._seed, self._node)
+        self._temporary = await asyncio.to_thread(OwnedDirectory, temporary_parent(), mode=0o700)
+        environment = {**self._kind.environment(self._spec), **network.variables()}
+        environment["TMPDIR"] = str(self._temporary.path)
+        environment |= {name: secret.reveal() for name, secret in self._spec.secrets.items()}
+        environment |= keys.environment() if keys is not None else {}
+        self._process = ChildProcess(self._name, command, log_path=self._log_path, environment=environment)
+        return f"http://{host}:{port}"
+
+    def _hold_port(self, address: str) -> int:
+        """Hold a port until the server listens, seconds later: Linux lets it, since it binds with SO_REUSEADDR like
+        us.
+        """
+        self._ports.append(HeldPort(address, ports=self._spec.network.ports))
+        return self._ports[-1].number
+
+    def _release_ports(self) -> None:
+        while self._ports:
+            self._ports.pop().release()
 
     async def wait_exit(self) -> str:
         """Wait until the process ends. Returns why, with its last log lines."""
@@ -98,6 +130,7 @@ class ServerProcess:
         """End it and all its children at once: it has no state to save, and SGLang takes 6 s to react to a SIGTERM."""
         if self._process is not None:
             await self._process.stop(grace_seconds=0)
+        self._release_ports()
         for directory in (self._temporary, self._directory):
             if directory is not None:
                 directory.remove()
@@ -118,10 +151,7 @@ class ServerProcess:
         assert self._process is not None
         assert self._temporary is not None
         started = time.monotonic()
-        if self._spec.fork_server is not None:
-            await self._process.fork(self._spec.fork_server)
-        else:
-            self._process.start()
+        await self._begin()
         http = Http(self._spec.keys)
         async with afterwards(http.close):
             while self._process.returncode is None:
@@ -135,6 +165,13 @@ class ServerProcess:
                 await asyncio.sleep(_POLL_SECONDS)
         seconds = time.monotonic() - started
         raise EngineStartError(self._report(f"ended with status {self._process.returncode} after {seconds:.0f} s"))
+
+    async def _begin(self) -> None:
+        assert self._process is not None
+        if self._spec.fork_server is not None:
+            await self._process.fork(self._spec.fork_server)
+        else:
+            self._process.start()
 
     def _report(self, what: str) -> str:
         assert self._process is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from miles_async.engines.router import Router
 from miles_async.engines.routing import Routing
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
 from miles_async.runtime.restarts import RestartBudget
-from miles_async.runtime.tasks import gathered, quietly
+from miles_async.runtime.tasks import first_of, gathered, quietly
 
 log = structlog.get_logger(__name__)
 
@@ -219,7 +219,7 @@ class EngineSupervisor:
             await self._registry.wait_until(lambda: record.incarnation != incarnation)
             return record.reason
 
-        return await _first_of(
+        return await first_of(
             self.handle(record.engine_id).wait_exit(),
             self._health.until_unusable(record),
             self._health.until_stuck(record),
@@ -282,19 +282,3 @@ class EngineSupervisor:
         self._forgotten[record.engine_id] = record.incarnation
         self._registry.notify()
         log.info("engine is gone", engine=record.engine_id)
-
-
-async def _first_of(*waits: Awaitable[str]) -> str:
-    """Return the first result, having cancelled the other waits and waited for their end.
-
-    Not a TaskGroup left by an exception: on Python 3.11 that swallows a cancellation from outside which
-    arrives in the same moment, and ``supervise`` would never end (python/cpython#116720).
-    """
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return done.pop().result()

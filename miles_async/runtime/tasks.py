@@ -28,6 +28,22 @@ async def gathered(*work: Coroutine[object, object, Result]) -> list[Result]:
     return [task.result() for task in tasks]
 
 
+async def first_of(*waits: Awaitable[Result]) -> Result:
+    """Return the first result, having cancelled the other waits and waited for their end.
+
+    Not a TaskGroup left by an exception: on Python 3.11 that swallows a cancellation from outside which
+    arrives in the same moment, and who waits for it would never end (python/cpython#116720).
+    """
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return done.pop().result()
+
+
 async def quietly(cleanup: Awaitable[object]) -> None:
     """Await ``cleanup`` while another error propagates; an error of the cleanup is only logged."""
     try:

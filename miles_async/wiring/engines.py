@@ -207,6 +207,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         device=device,
         dtype="bfloat16" if arguments.model.bf16 else "float32",
         tensor_parallel_size=group.gpus_per_engine,
+        nodes=group.nodes_per_engine,
         random_seed=arguments.data.rollout_seed,
         start_timeout=arguments.engines.engine_start_timeout,
         network=Network.of_run(arguments.cluster),

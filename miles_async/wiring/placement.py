@@ -58,7 +58,14 @@ def gpu_needs(arguments: Arguments) -> tuple[GpuNeed, Mapping[str, list[GpuNeed]
     cluster = arguments.cluster
     trainer = GpuNeed(nodes=cluster.actor_num_nodes, gpus=cluster.actor_num_gpus_per_node, labels=cluster.actor_labels)
     groups = {
-        group.name: [GpuNeed(gpus=group.gpus_per_engine, labels=cluster.rollout_labels)] * group.engines
+        group.name: [
+            GpuNeed(
+                nodes=group.nodes_per_engine,
+                gpus=group.gpus_per_engine // group.nodes_per_engine,
+                labels=cluster.rollout_labels,
+            )
+        ]
+        * group.engines
         for group in server_groups(arguments)
         if not group.external
     }

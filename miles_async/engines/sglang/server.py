@@ -30,7 +30,9 @@ _CPU_FLAGS = (
 )
 
 
-def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:
+def server_command(
+    spec: ServerSpec, host: str, port: int, rendezvous: tuple[str, int], seed: int, node: int
+) -> list[str]:
     """Interpreter arguments that start the server. Later ones win, and the user's come last."""
     command = [
         "-m",
@@ -38,7 +40,6 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
         f"--model-path={spec.model_path}",
         f"--host={host}",
         f"--port={port}",
-        f"--nccl-port={rendezvous_port}",
         f"--device={spec.device}",
         f"--dtype={spec.dtype}",
         f"--tp-size={spec.tensor_parallel_size}",
@@ -49,6 +50,11 @@ def server_command(spec: ServerSpec, host: str, port: int, rendezvous_port: int,
         "--sleep-on-idle",  # else each scheduler spins on a core
         "--log-level=warning",
     ]
+    address, rendezvous_port = rendezvous
+    if spec.nodes > 1:
+        command += [f"--nnodes={spec.nodes}", f"--node-rank={node}", f"--dist-init-addr={address}:{rendezvous_port}"]
+    else:
+        command.append(f"--nccl-port={rendezvous_port}")
     if spec.dummy_weights:
         # A draft model for speculative decoding gets no publications: it keeps what its checkpoint has.
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]

@@ -77,10 +77,13 @@ def count_senders(arguments: WeightsArguments, pipeline_stages: int) -> int:
     return pipeline_stages if find_transport(arguments.weight_transport).sender_per_stage else 1
 
 
-def transport_problems(arguments: WeightsArguments, device: Device, *, external_engines: bool) -> Iterator[str]:
+def transport_problems(
+    arguments: WeightsArguments, device: Device, *, external_engines: bool, several_nodes: bool = False
+) -> Iterator[str]:
     """Why weights cannot reach the engines as asked.
 
-    ``external_engines``: whether there are engines that were not started by us.
+    ``external_engines``: whether there are engines that were not started by us. ``several_nodes``: whether there are
+    engines with ranks on several nodes.
     """
     try:
         spec = find_transport(arguments.weight_transport)
@@ -97,6 +100,16 @@ def transport_problems(arguments: WeightsArguments, device: Device, *, external_
         yield (
             f"--weight-delta {arguments.weight_delta} needs files at the engines: --weight-transport "
             f"{_those(lambda other: other.delta)}, not {name}"
+        )
+    if several_nodes and not spec.several_nodes:
+        yield (
+            f"engines on several nodes (--rollout-num-nodes-per-engine) with --weight-transport {name}, which reaches "
+            f"only the first of them: use {_those(lambda other: other.several_nodes)}"
+        )
+    if several_nodes and arguments.weight_delta != "off":
+        yield (
+            f"engines on several nodes (--rollout-num-nodes-per-engine) with --weight-delta {arguments.weight_delta}, "
+            "for which only the first of them has files: leave it off"
         )
     if external_engines and not spec.external_engines:
         yield (

@@ -53,4 +53,5 @@ class TransportSpec(Generic[Half]):
     sender_per_stage: bool = False  # every pipeline stage sends a share; else rank 0 sends all
     shared_files: bool = False  # engines read the staged files themselves
     delta: bool = False  # can send what changed (--weight-delta)
+    several_nodes: bool = False  # reaches all ranks of an engine on several nodes
     external_engines: bool = False  # reaches engines on whose hosts nothing of ours runs (--rollout-external)

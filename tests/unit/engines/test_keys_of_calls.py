@@ -81,7 +81,7 @@ def test_the_router_gets_its_keys_inside_of_its_process() -> None:
 
 def test_commands_hold_no_key() -> None:
     spec = ServerSpec(model_path="m", device="cuda", dtype="float32", keys=KEYS.engines)
-    command = " ".join(server_command(spec, "node-1", 1, 2, 0))
+    command = " ".join(server_command(spec, "node-1", 1, ("node-1", 2), 0, 0))
     assert not [key for key in (API, ADMIN) if key.reveal() in command]
 
 

@@ -21,7 +21,7 @@ from miles_async.runtime.fork_server_process import running as process_running
 from miles_async.runtime.node_files import NodeFiles
 
 
-def command(spec: ServerSpec, host: str, port: int, rendezvous_port: int, seed: int) -> list[str]:
+def command(spec: ServerSpec, host: str, port: int, rendezvous: tuple[str, int], seed: int, node: int) -> list[str]:
     return ["-m", "http.server", str(port), f"--bind={host}", f"--directory={spec.model_path}"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.placement import _RayServer
+from miles_async.engines.placement import _RayServer, _RemoteServer
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.errors import EngineError, EngineStartError, ProcessLostError
 from miles_async.rollout.actor import _result
@@ -60,7 +60,7 @@ async def test_everyone_who_calls_an_actor_tells_it(error: RayError) -> None:
     class Actor:
         perform = Method()
 
-    server._actor = Actor()
+    server._parts = [_RemoteServer(Actor(), ActorLink("engine"))]
     with pytest.raises(EngineError, match="its actor is gone"):
         await server.on_host(len, 0)
     assert (await server.wait_exit()).startswith("its actor is gone")

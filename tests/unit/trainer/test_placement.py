@@ -103,7 +103,7 @@ async def test_an_engine_without_gpus_to_be_had_says_what_there_is(
 ) -> None:
     # covers: C10
     asked["granted"] = []
-    with pytest.raises(EngineStartError, match=r"with 2 free GPUs for an engine within 0.05 s .*10\.0\.0\.1 \(2 CPU\)"):
+    with pytest.raises(EngineStartError, match=r"with 2 free GPUs each within 0.05 s .*10\.0\.0\.1 \(2 CPU\)"):
         await _started(monkeypatch, "cuda", {}, start_timeout=0.05)
     assert asked["removed"]
 

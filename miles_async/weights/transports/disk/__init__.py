@@ -16,4 +16,4 @@ def _rank(side: RankSide) -> WeightSender:
     return Staging(side.staging)
 
 
-SPEC = TransportSpec(name="disk", driver=make_driver, rank=_rank, shared_files=True, delta=True)
+SPEC = TransportSpec(name="disk", driver=make_driver, rank=_rank, shared_files=True, delta=True, several_nodes=True)

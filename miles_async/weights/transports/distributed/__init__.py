@@ -18,5 +18,10 @@ def _rank(side: RankSide) -> DistributedSender:
 
 
 SPEC = TransportSpec(
-    name="distributed", driver=DistributedTransport, rank=_rank, sender_per_stage=True, external_engines=True
+    name="distributed",
+    driver=DistributedTransport,
+    rank=_rank,
+    sender_per_stage=True,
+    several_nodes=True,
+    external_engines=True,
 )

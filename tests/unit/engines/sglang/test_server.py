@@ -12,43 +12,57 @@ from miles_async.engines.sglang.server import server_command
 from miles_async.runtime.addresses import LOOPBACK
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
+RENDEZVOUS = ("10.0.0.6", 2)
 
 
 def test_engines_know_grammars_where_agents_may_ask_for_them() -> None:
     with_grammars = ServerSpec(model_path="m", device="cpu", dtype="float32", grammars=True)
-    assert "--grammar-backend=xgrammar" in server_command(with_grammars, LOOPBACK, 1, 2, 0)
-    assert "--grammar-backend=none" in server_command(SPEC, LOOPBACK, 1, 2, 0)
+    assert "--grammar-backend=xgrammar" in server_command(with_grammars, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+    assert "--grammar-backend=none" in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
 
 
 def test_only_cpu_servers_get_flags_for_machines_without_a_gpu() -> None:
-    cpu = server_command(SPEC, LOOPBACK, 1, 2, 0)
+    cpu = server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
     assert "--attention-backend=torch_native" in cpu
     cuda = server_command(
-        ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=4), "10.0.0.7", 1, 2, 0
+        ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=4),
+        "10.0.0.7",
+        1,
+        RENDEZVOUS,
+        0,
+        0,
     )
     assert not any("attention-backend" in argument for argument in cuda)
     assert {"--tp-size=4", "--dtype=bfloat16", "--host=10.0.0.7"} <= set(cuda)
+
+
+def test_parts_of_an_engine_on_several_nodes_meet_at_one_address() -> None:
+    spec = ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=16, nodes=2)
+    parts = [server_command(spec, f"10.0.0.{node + 6}", 1, RENDEZVOUS, 0, node) for node in range(2)]
+    for node, part in enumerate(parts):
+        assert {"--tp-size=16", "--nnodes=2", f"--node-rank={node}", "--dist-init-addr=10.0.0.6:2"} <= set(part)
+    assert "--nccl-port=2" in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
 
 
 def test_engines_that_get_publications_start_with_random_weights_and_a_draft_model_with_its_own() -> None:
     # covers: C8
     dummy = ServerSpec(model_path="m", device="cpu", dtype="float32", dummy_weights=True)
     expected = {"--load-format=dummy", "--speculative-draft-load-format=auto"}
-    assert expected <= set(server_command(dummy, LOOPBACK, 1, 2, 0))
-    assert not expected & set(server_command(SPEC, LOOPBACK, 1, 2, 0))
+    assert expected <= set(server_command(dummy, LOOPBACK, 1, RENDEZVOUS, 0, 0))
+    assert not expected & set(server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0))
 
 
 def test_a_server_outlives_a_publication_that_takes_all_the_time_it_may() -> None:
     """Its watchdog (300 s by default) would kill it, having seen no batch finish meanwhile."""
     # covers: C8
     published = ServerSpec(model_path="m", device="cpu", dtype="float32", publication_seconds=450.0)
-    assert "--watchdog-timeout=750" in server_command(published, LOOPBACK, 1, 2, 0)
-    assert "--watchdog-timeout=300" in server_command(SPEC, LOOPBACK, 1, 2, 0)
+    assert "--watchdog-timeout=750" in server_command(published, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+    assert "--watchdog-timeout=300" in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
 
 
 def test_the_users_own_arguments_come_last() -> None:
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32", extra=("--max-running-requests=7",))
-    assert server_command(spec, LOOPBACK, 1, 2, 0)[-1] == "--max-running-requests=7"
+    assert server_command(spec, LOOPBACK, 1, RENDEZVOUS, 0, 0)[-1] == "--max-running-requests=7"
     assert router_command(LOOPBACK, 1, 2, "random", ("--log-level=info",))[-1] == "--log-level=info"
 
 

@@ -12,8 +12,11 @@ from miles_async.weights.transports.choice import count_senders, transport_probl
 from miles_async.weights.transports.registry import TRANSPORTS
 
 
-def problems(device: str = "cpu", *, external_engines: bool = False, **flags: str) -> list[str]:
-    return list(transport_problems(WeightsArguments(**flags), device, external_engines=external_engines))
+def problems(
+    device: str = "cpu", *, external_engines: bool = False, several_nodes: bool = False, **flags: str
+) -> list[str]:
+    kinds = {"external_engines": external_engines, "several_nodes": several_nodes}
+    return list(transport_problems(WeightsArguments(**flags), device, **kinds))
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -45,6 +48,15 @@ def test_external_engines_are_reached_by_network_only(name: str) -> None:
     found = problems("cuda", weight_transport=name, external_engines=True)
     assert ["nothing of ours runs on their hosts" in problem for problem in found] == [True] * (name != "distributed")
     assert all(problem.endswith("use distributed") for problem in found)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_engines_of_several_nodes_are_reached_by_what_reaches_all_their_ranks(name: str) -> None:
+    # covers: C3
+    found = problems("cuda", weight_transport=name, several_nodes=True)
+    assert bool(found) == (name not in ("distributed", "disk"))
+    assert all(problem.endswith("use distributed or disk") for problem in found)
+    assert problems(weight_transport="disk", weight_delta="xor", several_nodes=True) != []
 
 
 def test_an_unknown_transport_is_told_apart_from_one_of_the_users() -> None:

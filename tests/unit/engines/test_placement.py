@@ -1,0 +1,115 @@
+"""An engine on several nodes is one: its parts start, end and are stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from miles_async.engines.kind import EngineKind, ServerHandle, ServerSpec
+from miles_async.engines.placement import RayServers
+from miles_async.errors import EngineStartError
+
+NODES = [
+    {"Alive": True, "NodeID": name * 56, "NodeManagerAddress": f"10.0.0.{index}", "Labels": {}, "Resources": {}}
+    for index, name in enumerate("abc")
+]
+KIND = EngineKind(name="none", command=None, environment=None, is_up=None, calls=None)
+SPEC = ServerSpec(model_path="m", device="cpu", dtype="float32", tensor_parallel_size=4, nodes=2)
+
+
+class Part:
+    """The actor of one node."""
+
+    def __init__(self, engine: Engine, node: int, place: str) -> None:
+        self.engine, self.node, self.place = engine, node, place
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.awaited = asyncio.Event()  # somebody waits for its end
+
+    @property
+    def perform(self) -> Any:
+        return self
+
+    async def remote(self, _: object, method: Any, *arguments: object) -> object:
+        self.engine.calls.append((self.node, method.__name__, arguments))
+        match method.__name__:
+            case "open_rendezvous":
+                return "10.0.0.0", 7
+            case "start":
+                await self.engine.up.wait()
+                return "http://10.0.0.0:1"
+            case "wait_exit":
+                self.awaited.set()
+                return await asyncio.shield(self.ended)
+        return None
+
+
+class Engine:
+    """Its actors, as Ray would make them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.parts: list[Part] = []
+        self.killed: list[int] = []
+        self.calls: list[tuple[int, str, tuple[object, ...]]] = []
+        self.up = asyncio.Event()
+        monkeypatch.setattr("ray.nodes", lambda: NODES)
+        monkeypatch.setattr("ray.remote", lambda _: self)
+        monkeypatch.setattr("ray.kill", lambda part, no_restart: self.killed.append(part.node))
+
+    def options(self, *, scheduling_strategy: Any, **_: object) -> Engine:
+        self.place = scheduling_strategy.node_id[0]
+        return self
+
+    def remote(self, *arguments: Any) -> Part:
+        self.parts.append(Part(self, arguments[-1], self.place))
+        return self.parts[-1]
+
+    def handle(self) -> ServerHandle:
+        return RayServers(KIND, SPEC)(1, 0)
+
+
+@pytest.fixture
+async def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch)
+
+
+async def test_all_parts_meet_where_the_first_one_says_and_it_alone_serves(engine: Engine) -> None:
+    # covers: A6
+    engine.up.set()
+    assert await engine.handle().start() == "http://10.0.0.0:1"
+    assert [part.place for part in engine.parts] == ["c", "a"]  # engine 0 has a and b
+    assert (0, "open_rendezvous", ()) == engine.calls[0]
+    assert engine.calls.index((1, "follow", (("10.0.0.0", 7),))) < engine.calls.index((0, "start", (("10.0.0.0", 7),)))
+
+
+async def test_a_part_that_ends_while_the_engine_starts_fails_the_start(engine: Engine) -> None:
+    # covers: C10
+    handle = engine.handle()
+    starting = asyncio.ensure_future(handle.start())
+    while len(engine.parts) < 2:  # noqa: ASYNC110  (they are made by what is tested)
+        await asyncio.sleep(0)
+    await engine.parts[1].awaited.wait()
+    engine.parts[1].ended.set_result("out of memory")
+    with pytest.raises(EngineStartError, match="out of memory"):
+        await starting
+    await handle.stop()
+    assert sorted(engine.killed) == [0, 1]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+async def test_the_end_of_any_part_is_the_end_of_the_engine(engine: Engine, node: int) -> None:
+    # covers: C8
+    engine.up.set()
+    handle = engine.handle()
+    await handle.start()
+    waiting = asyncio.ensure_future(handle.wait_exit())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    engine.parts[node].ended.set_exception(ray.exceptions.RayActorError())
+    assert (await waiting).startswith("its actor is gone")
+    await handle.stop()
+    assert sorted(engine.killed) == [0, 1]
+    await handle.stop()
+    assert sorted(engine.killed) == [0, 1]
