@@ -11,6 +11,7 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.data import DataArguments
+from miles_async.arguments.debug import DebugArguments
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.evaluation import EvaluationArguments
 from miles_async.arguments.model import ModelArguments
@@ -41,6 +42,7 @@ class Arguments:
     checkpoint: CheckpointArguments = field(default_factory=CheckpointArguments)
     evaluation: EvaluationArguments = field(default_factory=EvaluationArguments)
     observability: ObservabilityArguments = field(default_factory=ObservabilityArguments)
+    debug: DebugArguments = field(default_factory=DebugArguments)
 
     @property
     def data_parallel_size(self) -> int:
@@ -72,6 +74,7 @@ __all__ = [
     "CheckpointArguments",
     "ClusterArguments",
     "DataArguments",
+    "DebugArguments",
     "EnginesArguments",
     "EvaluationArguments",
     "ModelArguments",

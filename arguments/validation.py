@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from miles_async.arguments import Arguments, WeightsArguments
+from miles_async.arguments.debug_checks import check_debug
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
 from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.ranges import range_problems
-from miles_async.arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
+from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.server_groups import check_server_groups
 from miles_async.arguments.sessions import TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR
@@ -256,58 +257,6 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
         )
 
 
-def check_rewards(arguments: Arguments) -> Iterator[str]:
-    """There is one reward, and it has what it needs."""
-    rewards = arguments.rewards
-    if rewards.rm_type is None and rewards.custom_rm_path is None and not arguments.sessions.is_multi_turn:
-        yield "no reward: give --rm-type (math, for instance) or --custom-rm-path module:attr"
-    if rewards.rm_type is not None and rewards.custom_rm_path is not None:
-        yield f"--rm-type {rewards.rm_type} and --custom-rm-path {rewards.custom_rm_path}: give one of them"
-    try:
-        names = {name for name, _ in parse_rm_type(rewards.rm_type or "")}
-    except ConfigurationError as error:
-        yield str(error)
-        return
-    if (comparing := sorted(names & {*COMPARING_REWARDS})) and arguments.data.label_key is None:
-        yield f"--rm-type {' and '.join(comparing)} compares with a label: --label-key none leaves it without"
-    if "reasoning_gym" in names and arguments.data.metadata_key is None:
-        yield "--rm-type reasoning_gym finds its task in the row's metadata: give --metadata-key"
-    if "code" in names and arguments.data.metadata_key is None and arguments.data.label_key is None:
-        yield "--rm-type code finds its tests in the row's metadata or label: give --metadata-key or --label-key"
-    if "remote_rm" in names and rewards.rm_url is None:
-        yield "--rm-type remote_rm asks a server: give --rm-url"
-    if "judge" in names and None in (rewards.judge_url, rewards.judge_template, rewards.judge_scale):
-        yield "--rm-type judge asks a model: give --judge-url, --judge-template and --judge-scale"
-    if rewards.judge_scale is not None:
-        try:
-            parse_judge_scale(rewards.judge_scale)
-        except ConfigurationError as error:
-            yield str(error)
-    try:
-        re.compile(rewards.rm_format)
-    except re.error as error:
-        yield f"--rm-format {rewards.rm_format}: expected a regular expression: {error}"
-
-
-def check_group_filters(arguments: Arguments) -> Iterator[str]:
-    """Filters exist, and let something pass: one that never does would have the run generate forever (C3)."""
-    try:
-        filters = dict(parse_group_filters(arguments.rewards.group_filter))
-    except ConfigurationError as error:
-        yield str(error)
-        return
-    rollout = arguments.rollout
-    if "zero_variance" in filters and rollout.n_samples_per_prompt == 1:
-        yield "--group-filter zero_variance: with --n-samples-per-prompt 1 all rewards of a group are equal"
-    if (tokens := filters.get("max_length")) is not None and not 1 <= tokens < rollout.rollout_max_response_len:
-        yield (
-            f"--group-filter max_length:{tokens:g}: expected at least 1, and less than --rollout-max-response-len "
-            f"{rollout.rollout_max_response_len}, above which there is nothing to filter"
-        )
-    if (fraction := filters.get("truncated")) is not None and not 0 <= fraction < 1:
-        yield f"--group-filter truncated:{fraction:g}: expected a fraction, at least 0 and less than 1"
-
-
 def check_hooks(arguments: Arguments) -> Iterator[str]:
     """Hooks are written ``module:attr``; they are loaded later, once."""
     hooks = {
@@ -415,6 +364,7 @@ CHECKS: tuple[Check, ...] = (
     check_outputs,
     check_router_port,
     check_network,
+    check_debug,
 )
 
 DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches, check_server_groups)

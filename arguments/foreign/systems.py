@@ -76,10 +76,7 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
     # Model and checkpoints.
     _flag("--megatron-to-hf-mode", "noted", "Megatron-Bridge converts weights, both ways", only=("bridge",)),
     _flag("--custom-config-path", "refused", "hooks find their settings by themselves, in a file or the environment"),
-    _flag("--dump-details", "refused", "use --record, which writes everything into the run directory"),
-    _switch(
-        "--debug-rollout-only", "refused", "there is no run without a trainer: `miles-async plan` predicts rollouts"
-    ),
+    _flag("--dump-details", "refused", "use --save-debug-rollout-data, or --record for every decision"),
     # Prompts and rollouts.
     _flag(
         "--apply-chat-template-kwargs",

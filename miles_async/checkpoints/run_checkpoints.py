@@ -46,9 +46,12 @@ class RunCheckpoints:
     """Saves to ``--save``, loads from ``--load``, removes what ``--save-keep-last`` and the like don't keep."""
 
     def __init__(
-        self, trainer: TrainerSide, rollout: RolloutSide, arguments: CheckpointArguments, identity: RunIdentity
+        self, trainer: TrainerSide, rollout: RolloutSide | None, arguments: CheckpointArguments, identity: RunIdentity
     ) -> None:
-        """``identity``: of this run, unless it continues in the directory that it resumes from."""
+        """``rollout``: None if the trainer is alone, which saves nothing.
+
+        ``identity``: of this run, unless it continues in the directory that it resumes from.
+        """
         self._trainer = trainer
         self._rollout = rollout
         self._arguments = arguments
@@ -62,6 +65,7 @@ class RunCheckpoints:
 
         Raises CheckpointError.
         """
+        assert self._rollout is not None
         await self.finish()  # the one before
         final = self._final(position)
         try:
@@ -79,6 +83,7 @@ class RunCheckpoints:
                 return
             final = self._final(position)
             try:
+                assert self._rollout is not None
                 await self._rollout.save(final.with_suffix(".partial"))
                 await asyncio.to_thread(self._complete, position, final)
             except (OSError, CheckpointError) as error:
@@ -96,9 +101,10 @@ class RunCheckpoints:
             await self._trainer.load(loaded.directory / "trainer")
         except CheckpointError as error:
             raise CheckpointError(f"--load {load}: {error}") from error
-        await self._rollout.load(
-            loaded.directory, step=position.step, version=position.version, readmissions=readmissions
-        )
+        if self._rollout is not None:
+            await self._rollout.load(
+                loaded.directory, step=position.step, version=position.version, readmissions=readmissions
+            )
         if continues(self._arguments.save, loaded):
             assert loaded.run is not None, "check_whole() saw to that"
             self._identity = RunIdentity(run=loaded.run, model=self._identity.model, ranks=self._identity.ranks)

@@ -51,6 +51,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     engines_on_host: int = 1  # that share its memory, on CPU
     held_weights: bool = False  # it can say what its model holds (--verify-weights full, sample)
     dummy_weights: bool = False  # it starts with random weights, which a publication replaces
+    weight_version: int | None = None  # of the weights that it starts with, if they are to be trained on
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
     weight_group_seconds: float | None = None  # waiting for other members of a process group; None: the server's own
     publication_seconds: float = 0.0  # that a publication may take, during which the server generates nothing

@@ -21,6 +21,7 @@ from miles_async.errors import StalledError, first_error
 from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
+from miles_async.rollout.dumps import RolloutDump
 from miles_async.runtime.clock import now
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
@@ -80,10 +81,12 @@ class RolloutManager:
         put: Callable[[TrainShard], object],
         writers: Sequence[Writer] = (),
         canary: tuple[int, ...] = (),
+        dump: Callable[[RolloutDump], None] | None = None,
     ) -> None:
         """``close_reward`` ends the processes that rewards started.
         ``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
         ``writers`` bring to disk what happens in the dispatcher's pool. ``canary``: see :meth:`canary`.
+        ``dump`` is given every batch, in a thread.
         """
         self._engines = engines
         self._source = source
@@ -94,11 +97,12 @@ class RolloutManager:
         self._put = put
         self._writers = writers
         self._canary = canary
+        self._dump = dump
         self._closed = asyncio.Event()
         self._over = asyncio.Event()
         self._over.set()
         self._evaluating: asyncio.Task[Metrics] | None = None  # the last one
-        self._batch_ids = itertools.count()
+        self._batch_ids = itertools.count()  # the steps that batches are for
         # Batches that the trainer has and has not stepped with yet, with the version they were cut for.
         self._cut: dict[int, tuple[tuple[Group, ...], int]] = {}
         self._counted = Ledger().balance()  # as of the last batch
@@ -144,6 +148,9 @@ class RolloutManager:
         batch_id = next(self._batch_ids)
         self._cut[batch_id] = (groups, target_version)
         prepared = await asyncio.to_thread(self._batches.make, groups, target_version)
+        if self._dump is not None:
+            dumped = RolloutDump(rollout_id=batch_id, target_version=target_version, groups=groups)
+            await asyncio.to_thread(self._dump, dumped)
         references = await asyncio.to_thread(lambda: tuple(self._put(shard) for shard in prepared.shards))
         stats = self.stats()
         return PreparedBatch(
@@ -266,6 +273,7 @@ class RolloutManager:
         await asyncio.to_thread(self._source.restore, snapshot.source)
         self._dispatcher.restore(snapshot.pool, step=step, version=version, readmissions=readmissions)
         self._counted = self._dispatcher.pool.balance()
+        self._batch_ids = itertools.count(step)
 
     async def close(self) -> None:
         """End what is in flight as cancelled; :meth:`run` returns. Saving what comes after is nobody's idling."""

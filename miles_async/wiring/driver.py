@@ -11,8 +11,8 @@ import asyncio
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,28 +23,25 @@ from msgspec import to_builtins
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.debug import Sides
 from miles_async.arguments.paths import with_absolute_paths
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.controller import Controller
+from miles_async.controller import Controller, Position
 from miles_async.errors import (
     ConfigurationError,
-    LedgerError,
     ProcessLostError,
     PublicationError,
     StalledError,
-    SummaryError,
     first_error,
 )
-from miles_async.ledger.reader import open_ledger
 from miles_async.observability.logs import configure_logging
-from miles_async.observability.plots import plot_run
 from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
-from miles_async.observability.summary import Ending, RunSummary, write_summary
-from miles_async.observability.summary_view import print_summary
+from miles_async.observability.summary import Ending
 from miles_async.observability.trackers import open_trackers
+from miles_async.one_side import rollouts_alone, training_alone
 from miles_async.rollout.actor import RolloutActor, RolloutProcess
 from miles_async.runtime.control import ControlServer, Handler
 from miles_async.runtime.device import choose_device
@@ -57,19 +54,20 @@ from miles_async.runtime.own_ray import OwnRay
 from miles_async.runtime.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
 from miles_async.runtime.ray_cluster import ray_cluster
 from miles_async.runtime.restarted import own_restarts, write_restarts
-from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, claimed
+from miles_async.runtime.run_directory import CONFIG_FILE, claimed
 from miles_async.runtime.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
 from miles_async.seams import EngineFleet, RolloutSide
 from miles_async.trainer.ranks import TrainerRanks
-from miles_async.types import RolloutStats
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
-from miles_async.wiring.fork_servers import fork_servers
-from miles_async.wiring.placement import place_run
+from miles_async.wiring.dumped_batches import DumpedBatches
+from miles_async.wiring.fork_servers import RunForkServers, fork_servers
+from miles_async.wiring.placement import RunPlacement, place_run
+from miles_async.wiring.report import RunReport
 from miles_async.wiring.rollout_process import build_rollout
 from miles_async.wiring.trainer_process import (
     SHARED_WITH_ENGINES,
@@ -80,7 +78,11 @@ from miles_async.wiring.trainer_process import (
 log = structlog.get_logger(__name__)
 
 STOP_SECONDS = 30.0  # for a side to stop by itself before its processes are ended
-STATS_SECONDS = 10.0
+_STARTING: Mapping[Sides, str] = {
+    "both": "engines, router and trainer ranks",
+    "rollout": "engines and router",
+    "trainer": "trainer ranks",
+}
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it starts again
@@ -123,12 +125,12 @@ def _to_the_end(training: Run) -> int:
             if last_resort.interrupted or isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
                 if isinstance(error, Exception):
                     log.warning("something failed while the run was being ended", error=repr(first_error(error)))
-                training.try_to_report("interrupted")
+                training.report.try_to_write("interrupted")
                 return EXIT_INTERRUPTED
             cause = first_error(error)
-            training.try_to_report("lost" if training.lost() else _ending_with(cause), str(cause))
+            training.report.try_to_write("lost" if training.lost() else _ending_with(cause), str(cause))
             raise cause from error
-        training.report("finished")
+        training.report.write("finished")
         return 0
 
 
@@ -166,10 +168,7 @@ class Run:
         self._imports = imports
         self._run_dir = run_dir
         self._device = choose_device(arguments.cluster.device)
-        self._summary = RunSummary()
-        self._started = time.monotonic()
-        self._stats: RolloutStats | None = None  # as last heard
-        self._version = 0
+        self.report = RunReport(run_dir)
         self._sockets = sockets
         self._own_ray = OwnRay() if arguments.cluster.ray_address is None else None
 
@@ -190,33 +189,71 @@ class Run:
                 ray_cluster(arguments.cluster.ray_address, environment, self._own_ray),
             ):
                 placement = await place_run(arguments, self._device)
-                progress.phase("engines, router and trainer ranks")
-                rollout = RolloutProcess(
-                    partial(
-                        build_rollout,
-                        arguments,
-                        *place,
-                        make_run_keys(os.environ),
-                        secret_environment(arguments.cluster.forward_env),
-                        servers.for_engines(),
-                        {flag: mark for flag, mark in marks.items() if flag in SHARED_WITH_ENGINES},
-                        placement,
-                    ),
-                    servers.interpreter(f"ray::{RolloutActor.__name__}"),
+                sides = arguments.debug.sides
+                progress.phase(_STARTING[sides])
+                rollout = None if sides == "trainer" else self._rollout(servers, marks, placement)
+                trainer = (
+                    None
+                    if sides == "rollout"
+                    else trainer_ranks(arguments, *place, environment, servers.ranks, marks, placement.trainer)
                 )
-                trainer = trainer_ranks(arguments, *place, environment, servers.ranks, marks, placement.trainer)
-                async with afterwards(partial(rollout.stop, STOP_SECONDS)), afterwards(trainer.stop):
+                async with AsyncExitStack() as stopping:
+                    if rollout is not None:
+                        await stopping.enter_async_context(afterwards(partial(rollout.stop, STOP_SECONDS)))
+                    if trainer is not None:
+                        await stopping.enter_async_context(afterwards(trainer.stop))
                     async with asyncio.TaskGroup() as scope:
-                        scope.create_task(rollout.start())
-                        scope.create_task(trainer.start())
+                        for side in (rollout, trainer):
+                            if side is not None:
+                                scope.create_task(side.start())
                     all_is_up()
-                    async with ControlServer(self._sockets / "control", _commands(rollout.manager)):
+                    commands = _commands(rollout.manager) if rollout is not None else {}
+                    async with ControlServer(self._sockets / "control", commands):
                         await self._control(progress, rollout, trainer)
 
-    async def _control(self, progress: Progress, rollout: RolloutProcess, trainer: TrainerRanks) -> None:
-        arguments, manager = self._arguments, rollout.manager
-        self._summary.record_stage("start", time.monotonic() - self._started)
+    def _rollout(self, servers: RunForkServers, marks: Mapping[str, Path], placement: RunPlacement) -> RolloutProcess:
+        arguments = self._arguments
+        return RolloutProcess(
+            partial(
+                build_rollout,
+                arguments,
+                self._run_dir,
+                self._device,
+                make_run_keys(os.environ),
+                secret_environment(arguments.cluster.forward_env),
+                servers.for_engines(),
+                {flag: mark for flag, mark in marks.items() if flag in SHARED_WITH_ENGINES},
+                placement,
+            ),
+            servers.interpreter(f"ray::{RolloutActor.__name__}"),
+        )
+
+    async def _control(self, progress: Progress, rollout: RolloutProcess | None, trainer: TrainerRanks | None) -> None:
+        """Run the loop of the sides that there are."""
+        arguments = self._arguments
+        self.report.started()
         tracker = open_trackers(arguments.observability, asdict(arguments))
+        recorder = RunRecorder(tracker, progress, self.report.summary)
+        try:
+            if rollout is None:
+                assert trainer is not None
+                progress.phase("the first step")
+                await self._training_alone(trainer, recorder)
+            elif trainer is None:
+                progress.phase("the first batch")
+                await rollouts_alone(rollout.manager, rollout.fleet, recorder, arguments.rollout.num_rollout)
+            else:
+                progress.phase("the first publication")
+                await self._both(rollout, trainer, recorder)
+            if trainer is not None and arguments.checkpoint.save_hf is not None:
+                await trainer.save_hf(arguments.checkpoint.save_hf)
+        finally:
+            if rollout is not None:
+                await self.report.hear_last_of(rollout.manager)
+            await asyncio.to_thread(tracker.finish)
+
+    async def _both(self, rollout: RolloutProcess, trainer: TrainerRanks, recorder: RunRecorder) -> None:
+        arguments, manager = self._arguments, rollout.manager
         if arguments.weights.verify_weights != "off":
             trainer.canary_tokens = await manager.canary()
         publisher = self._publisher(trainer, rollout)
@@ -225,27 +262,32 @@ class Run:
             trainer=trainer,
             publisher=publisher,
             checkpoints=RunCheckpoints(trainer, manager, arguments.checkpoint, self._identity()),
-            recorder=RunRecorder(tracker, progress, self._summary),
+            recorder=recorder,
             rollout_arguments=arguments.rollout,
             staleness=arguments.staleness,
             weights=arguments.weights,
             evaluation=arguments.evaluation,
             checkpoint=arguments.checkpoint,
         )
-        progress.phase("the first publication")
         try:
             await controller.run()
-            if arguments.checkpoint.save_hf is not None:
-                await trainer.save_hf(arguments.checkpoint.save_hf)
         except BaseException as error:
             if isinstance(first_error(error), StalledError | PublicationError):
                 driver = [f"publication: {publisher.state.value}", f"{controller.position}", *waiting_tasks()]
-                await self._report_stall(str(first_error(error)), driver, manager)
+                await self.report.stalled(str(first_error(error)), driver, manager)
             raise
         finally:
-            self._version = controller.position.version
-            self._stats = await _last_stats(manager)
-            await asyncio.to_thread(tracker.finish)
+            self.report.version = controller.position.version
+
+    async def _training_alone(self, trainer: TrainerRanks, recorder: RunRecorder) -> None:
+        checkpoints = RunCheckpoints(trainer, None, self._arguments.checkpoint, self._identity())
+        await training_alone(
+            trainer,
+            DumpedBatches(self._arguments),
+            recorder,
+            first=(await checkpoints.load() or Position()).step,
+            steps=self._arguments.rollout.num_rollout,
+        )
 
     def _publisher(self, trainer: TrainerRanks, rollout: RolloutProcess) -> WeightPublisher:
         arguments = self._arguments
@@ -269,22 +311,6 @@ class Run:
             evaluation=updater(rollout.evaluation_fleet, "evaluation_fleet", 0.0) if apart else None,
         )
 
-    async def _report_stall(self, error: str, driver: Sequence[str], manager: RolloutSide) -> None:
-        """stall.txt: who waits for whom, before everything is stopped (C10)."""
-        try:
-            async with asyncio.timeout(STATS_SECONDS):
-                rollout = await manager.describe()
-        except Exception as silence:  # supervision point: the first error must surface
-            rollout = f"does not answer: {silence!r}"
-        lines = [error, "", "driver", *(f"  {line}" for line in driver), "", "rollout manager", rollout]
-        path = self._run_dir / "stall.txt"
-        try:
-            await asyncio.to_thread(path.write_text, "\n".join(lines) + "\n")
-        except OSError as problem:
-            log.error("the run has stalled; who waits for whom cannot be written", error=str(problem))
-        else:
-            log.error("the run has stalled; who waits for whom is in a file", file=str(path))
-
     def _identity(self) -> RunIdentity:
         assert self._arguments.model.hf_checkpoint is not None
         return RunIdentity(
@@ -292,47 +318,6 @@ class Run:
             model=fingerprint(self._arguments.model.hf_checkpoint),
             ranks=self._arguments.layout,
         )
-
-    def report(self, ending: Ending, error: str = "") -> None:
-        """summary.json, the plot and the closing table: of what was done, however the run ended.
-
-        Raises SummaryError if summary.json cannot be written.
-        """
-        now, stats = time.monotonic(), self._stats
-        summary = self._summary.finish(
-            balance=stats.balance if stats else self._balance_on_disk(),
-            trainer_idle_seconds=self._summary.stage_seconds("wait"),
-            rollout_idle_seconds=stats.seconds - stats.busy_seconds if stats else 0.0,
-            rollout_seconds=stats.seconds if stats else 0.0,
-            wall_seconds=now - self._started,
-            weight_version=self._version,
-        )
-        summary["ending"] = ending
-        if error:
-            summary["error"] = error
-        if restarts := own_restarts():
-            summary["restarts"] = to_builtins(restarts)
-        path = self._run_dir / "summary.json"
-        try:
-            write_summary(summary, path)
-        except OSError as problem:
-            raise SummaryError(
-                f"the run has {ending}, and its summary cannot be written: {path}: {problem}"
-            ) from problem
-        if not summary["steps"]:
-            return
-        try:
-            plot_run(self._run_dir)
-            print_summary(summary, run_dir=self._run_dir)
-        except Exception as problem:  # supervision point: pictures and tables can be made again, see --run-dir
-            log.warning("the run cannot be shown", error=repr(problem))
-
-    def try_to_report(self, ending: Ending, error: str = "") -> None:
-        """:meth:`report` for a run that did not finish: it raises nothing, since there is an error already."""
-        try:
-            self.report(ending, error)
-        except Exception as problem:  # supervision point: the first error must surface
-            log.warning("the run cannot be summarized", error=repr(problem))
 
     def lost(self) -> str:
         """Why nothing can go on, not even an orderly end; empty while it can."""
@@ -345,21 +330,13 @@ class Run:
             run = read_run_process(self._run_dir)
             kill_marked(run)
             if interrupted:
-                self.try_to_report("interrupted")
+                self.report.try_to_write("interrupted")
             else:
-                self.try_to_report("lost" if self.lost() else "failed", reason)
+                self.report.try_to_write("lost" if self.lost() else "failed", reason)
             sweep_temporary(self._arguments.weights.weight_staging_dir)
             shutil.rmtree(Path(run.control).parent, ignore_errors=True)
         finally:  # even if the run directory is gone
             os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
-
-    def _balance_on_disk(self) -> dict[str, int]:
-        """Balance by the ledger on disk, for when the rollout side is gone: all but its last moment."""
-        try:
-            with open_ledger(self._run_dir / LEDGER_FILE) as ledger:
-                return ledger.balance().summary()
-        except LedgerError:
-            return {}
 
 
 def _commands(rollout: RolloutSide) -> Mapping[str, Handler]:
@@ -370,13 +347,3 @@ def _commands(rollout: RolloutSide) -> Mapping[str, Handler]:
         return await rollout.engines()
 
     return {"scale": scale, "engines": rollout.engines}
-
-
-async def _last_stats(manager: RolloutSide) -> RolloutStats | None:
-    """Return the last statistics for the summary; None if the rollout side is gone."""
-    try:
-        async with asyncio.timeout(STATS_SECONDS):
-            return await manager.last_stats()
-    except Exception as error:  # supervision point: the run is ending, and its first error must surface
-        log.debug("no last word from the rollout side", error=repr(error))
-        return None

@@ -21,6 +21,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
+from miles_async.one_side import CHECKPOINT_VERSION
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import secret_environment
 from miles_async.runtime.keys import EngineKeys
@@ -200,7 +201,8 @@ class _StackMaker:
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:
     """Settings of the servers of a group."""
-    published = group.role != "frozen"
+    alone = arguments.debug.sides == "rollout"
+    published = group.role != "frozen" and not alone
     return ServerSpec(
         group=group.name,
         model_path=group.model or str(arguments.model.hf_checkpoint),
@@ -217,6 +219,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         engines_on_host=sum(each.num_engines for each in server_groups(arguments) if not each.external),
         held_weights=published and arguments.weights.compares_digests,
         dummy_weights=published,
+        weight_version=CHECKPOINT_VERSION if alone else None,
         grammars=arguments.sessions.runs_agent,
         weight_group_seconds=arguments.weights.group_timeout,
         publication_seconds=arguments.weights.publication_timeout if published else 0.0,

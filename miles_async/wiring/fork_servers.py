@@ -50,8 +50,8 @@ def fork_servers(
     """
     if device != "cpu" or environment.get("OMP_NUM_THREADS") != "1":
         return RunForkServers()
-    logs = run_dir / "logs"
-    engines = _of_engines(arguments, device, logs, sockets / "engines", environment)
+    logs, sides = run_dir / "logs", arguments.debug.sides
+    engines = None if sides == "trainer" else _of_engines(arguments, device, logs, sockets / "engines", environment)
     if arguments.cluster.ray_address is not None:
         return RunForkServers(engines=engines)
     ranks = ForkServer(
@@ -67,8 +67,9 @@ def fork_servers(
         environment=environment,
         log_path=logs / "actor_imports.log",
     )
+    forks_ranks = sides != "rollout" and arguments.model.train_backend == "megatron"
     return RunForkServers(
-        engines=engines, ranks=ranks if arguments.model.train_backend == "megatron" else None, actors=actors
+        engines=engines, ranks=ranks if forks_ranks else None, actors=None if sides == "trainer" else actors
     )
 
 

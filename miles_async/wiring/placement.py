@@ -55,8 +55,9 @@ async def place_run(arguments: Arguments, device: Device) -> RunPlacement:
 
 def gpu_needs(arguments: Arguments) -> tuple[GpuNeed, Mapping[str, list[GpuNeed]]]:
     """What the trainer needs, and the engines of each group that this run starts."""
-    cluster = arguments.cluster
-    trainer = GpuNeed(nodes=cluster.actor_num_nodes, gpus=cluster.actor_num_gpus_per_node, labels=cluster.actor_labels)
+    cluster, sides = arguments.cluster, arguments.debug.sides
+    nodes = cluster.actor_num_nodes if sides != "rollout" else 0
+    trainer = GpuNeed(nodes=nodes, gpus=cluster.actor_num_gpus_per_node, labels=cluster.actor_labels)
     groups = {
         group.name: [
             GpuNeed(
@@ -67,7 +68,7 @@ def gpu_needs(arguments: Arguments) -> tuple[GpuNeed, Mapping[str, list[GpuNeed]
         ]
         * group.engines
         for group in server_groups(arguments)
-        if not group.external
+        if not group.external and sides != "trainer"
     }
     return trainer, groups
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import structlog
 from miles_async.api import Reward
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
+from miles_async.arguments.debug import file_of_step
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import prompt_limit, response_length
@@ -27,6 +28,7 @@ from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.rollout.actor import RolloutParts
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
+from miles_async.rollout.dumps import RolloutDump, write_dump
 from miles_async.rollout.generate import sampling_parameters
 from miles_async.rollout.group_filters.registry import group_filter
 from miles_async.rollout.manager import RolloutManager
@@ -99,12 +101,20 @@ async def build_rollout(
         put=ray.put,
         writers=(ledger, schedule) if schedule else (ledger,),
         canary=run_canary(source, arguments.model.hf_checkpoint, canary_length(arguments)),
+        dump=_dump(arguments),
     )
     await engines.start()  # last: until here there is nothing to clean up
     evaluation = engines.evaluation
     return RolloutParts(
         manager=manager, fleet=engines.train.fleet, evaluation_fleet=evaluation.fleet if evaluation else None
     )
+
+
+def _dump(arguments: Arguments) -> Callable[[RolloutDump], None] | None:
+    template = arguments.debug.save_debug_rollout_data
+    if template is None:
+        return None
+    return lambda dump: write_dump(file_of_step(template, dump.rollout_id), dump)
 
 
 def _own_hosts(arguments: Arguments) -> list[str]:

@@ -58,6 +58,8 @@ def server_command(
     if spec.dummy_weights:
         # A draft model for speculative decoding gets no publications: it keeps what its checkpoint has.
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]
+    if spec.weight_version is not None:
+        command.append(f"--weight-version={spec.weight_version}")
     if spec.device == "cpu":
         command += _CPU_FLAGS
         command += memory_flags(

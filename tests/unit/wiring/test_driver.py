@@ -22,6 +22,7 @@ from miles_async.errors import (
 from miles_async.runtime.fork_server_process import ForkServers
 from miles_async.runtime.run_process import MARK
 from miles_async.wiring import driver as train
+from miles_async.wiring import report
 
 # covers: C10
 
@@ -79,7 +80,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_the_error(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends_with(monkeypatch, TrainerError("rank 1 died"))
-    monkeypatch.setattr(train, "write_summary", full_disk)
+    monkeypatch.setattr(report, "write_summary", full_disk)
     with pytest.raises(TrainerError, match="rank 1 died"):
         train.run(arguments, NO_IMPORTS)
 
@@ -88,21 +89,21 @@ def test_an_interrupted_run_without_a_summary_is_interrupted(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends_with(monkeypatch, KeyboardInterrupt())
-    monkeypatch.setattr(train, "write_summary", full_disk)
+    monkeypatch.setattr(report, "write_summary", full_disk)
     assert train.run(arguments, NO_IMPORTS) == train.EXIT_INTERRUPTED
 
 
 def test_a_finished_run_without_a_summary_says_so(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(monkeypatch, None)
-    monkeypatch.setattr(train, "write_summary", full_disk)
+    monkeypatch.setattr(report, "write_summary", full_disk)
     with pytest.raises(SummaryError, match=r"the run has finished, and its summary cannot be written: .*No space left"):
         train.run(arguments, NO_IMPORTS)
 
 
 def test_a_plot_that_cannot_be_drawn_costs_nothing(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(monkeypatch, None)
-    monkeypatch.setattr(train, "plot_run", full_disk)
-    monkeypatch.setattr(train.RunSummary, "finish", lambda *_, **__: {"steps": 3})
+    monkeypatch.setattr(report, "plot_run", full_disk)
+    monkeypatch.setattr(report.RunSummary, "finish", lambda *_, **__: {"steps": 3})
     assert train.run(arguments, NO_IMPORTS) == 0
 
 

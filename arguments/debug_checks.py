@@ -1,0 +1,43 @@
+"""Check the flags that leave one side of a run out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.debug import STEP_FIELD, file_of_step
+
+
+def check_debug(arguments: Arguments) -> Iterator[str]:
+    """One side runs at least, with what it needs; what would need the other side is not asked for."""
+    debug, checkpoint = arguments.debug, arguments.checkpoint
+    if debug.debug_rollout_only and (debug.debug_train_only or debug.load_debug_rollout_data is not None):
+        trains = "--debug-train-only" if debug.debug_train_only else "--load-debug-rollout-data"
+        yield f"--debug-rollout-only and {trains} leave each other's side out: give one of them"
+    elif debug.debug_train_only and debug.load_debug_rollout_data is None:
+        yield "--debug-train-only without --load-debug-rollout-data: give what to train on"
+    for flag, template in {
+        "--save-debug-rollout-data": debug.save_debug_rollout_data,
+        "--load-debug-rollout-data": debug.load_debug_rollout_data,
+    }.items():
+        if template is not None and template.suffix != ".parquet":
+            yield f"{flag} {template}: expected a name that ends with .parquet, the format of these files"
+    saved = debug.save_debug_rollout_data
+    if saved is not None and STEP_FIELD not in str(saved) and arguments.rollout.num_rollout > 1:
+        yield f"--save-debug-rollout-data {saved}: every step would replace it; put {STEP_FIELD} into its name"
+    if saved is not None and debug.sides == "trainer":
+        yield "--save-debug-rollout-data without a rollout side, which makes the data: leave it out"
+    loaded = debug.load_debug_rollout_data
+    if loaded is not None and checkpoint.load is None and not os.path.isfile(first := file_of_step(loaded, 0)):
+        yield f"--load-debug-rollout-data {loaded}: there is no file {first}"
+    if debug.sides == "both":
+        return
+    alone = "--debug-rollout-only" if debug.sides == "rollout" else "--debug-train-only"
+    needing: dict[str, object] = {"--save": checkpoint.save}
+    if debug.sides == "rollout":
+        needing |= {"--save-hf": checkpoint.save_hf, "--load": checkpoint.load}
+        needing["--rollout-external"] = arguments.engines.rollout_external
+    for flag, given in needing.items():
+        if given:
+            yield f"{flag} with {alone}, which has no use for it: leave it out"

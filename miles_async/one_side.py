@@ -1,0 +1,75 @@
+"""Loops that run one side without the other (``--debug-rollout-only``, ``--debug-train-only``).
+
+``controller.py`` has the loop with both. Here no weights move: no version changes, and nobody waits for a
+publication (P7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+import structlog
+
+from miles_async.controller import Recorder
+from miles_async.runtime.clock import Stopwatch
+from miles_async.seams import EngineFleet, RolloutSide, TrainerSide
+from miles_async.types import PreparedBatch
+
+log = structlog.get_logger(__name__)
+
+CHECKPOINT_VERSION = 0
+"""Version of the weights that engines load when they start, where nothing is published."""
+
+
+async def rollouts_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: Recorder, steps: int) -> None:
+    """Cut ``steps`` batches that nobody trains. The ledger counts their groups as trained: they leave the pool so.
+
+    Raises the first error of the rollout side.
+    """
+    async with asyncio.TaskGroup() as scope:
+        running = scope.create_task(rollout.run(), name="rollout")
+        admission = scope.create_task(_admit_engines(rollout, fleet), name="admission")
+        await rollout.commit_version(CHECKPOINT_VERSION)
+        for step in range(steps):
+            watch = Stopwatch()
+            with watch.timed("step"), watch.timed("wait"):
+                batch = await rollout.next_batch(CHECKPOINT_VERSION)
+                await rollout.trained(batch.batch_id)
+                await rollout.commit_version(CHECKPOINT_VERSION)
+            recorder.step(step, {**batch.metrics, **_times(watch)}, batch.ages)
+        admission.cancel()
+        await rollout.close()
+        await running
+
+
+async def _admit_engines(rollout: RolloutSide, fleet: EngineFleet) -> None:
+    """Let requests go to engines that come (back) up: they have loaded what they are to serve."""
+    while True:
+        await rollout.wait_for_joining()
+        joining = (await fleet.members()).joining
+        for engine, error in (await fleet.admit(joining, CHECKPOINT_VERSION)).items():
+            if error is not None:
+                log.warning("engine is restarted", engine=str(engine), error=str(error))
+                await fleet.fence([engine], f"not admitted: {error}")
+
+
+Batches = Callable[[int], Awaitable[PreparedBatch]]
+"""The batch of a step."""
+
+
+async def training_alone(trainer: TrainerSide, batches: Batches, recorder: Recorder, *, first: int, steps: int) -> None:
+    """Train on the batches of steps ``first`` to ``steps`` - 1. Raises the first error of the trainer."""
+    for step in range(first, steps):
+        watch = Stopwatch()
+        with watch.timed("step"):
+            with watch.timed("wait"):
+                batch = await batches(step)
+            with watch.timed("train"):
+                metrics = await trainer.train(batch.shards)
+        trained = {f"train/{name}": value for name, value in metrics.items()}
+        recorder.step(step, {**batch.metrics, **trained, **_times(watch)}, batch.ages)
+
+
+def _times(watch: Stopwatch) -> Mapping[str, float]:
+    return {f"time/{name}_seconds": seconds for name, seconds in watch.seconds.items()}

@@ -1,0 +1,113 @@
+"""What a run leaves about itself at its end: summary.json, the plot, the closing table, and who waited for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+from msgspec import to_builtins
+
+from miles_async.errors import LedgerError, SummaryError
+from miles_async.ledger.reader import open_ledger
+from miles_async.observability.plots import plot_run
+from miles_async.observability.summary import Ending, RunSummary, write_summary
+from miles_async.observability.summary_view import print_summary
+from miles_async.runtime.restarted import own_restarts
+from miles_async.runtime.run_directory import LEDGER_FILE
+from miles_async.seams import RolloutSide
+from miles_async.types import RolloutStats
+
+log = structlog.get_logger(__name__)
+
+STATS_SECONDS = 10.0
+
+
+class RunReport:
+    """Collects what is known of a run, and tells it however the run ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.summary = RunSummary()
+        self.version = 0  # of the trainer's weights
+        self._run_dir = run_dir
+        self._started = time.monotonic()
+        self._stats: RolloutStats | None = None  # as last heard
+
+    def started(self) -> None:
+        """All parts are up."""
+        self.summary.record_stage("start", time.monotonic() - self._started)
+
+    async def hear_last_of(self, rollout: RolloutSide) -> None:
+        """Take the last statistics, if the rollout side still answers."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                self._stats = await rollout.last_stats()
+        except Exception as error:  # supervision point: the run is ending, and its first error must surface
+            log.debug("no last word from the rollout side", error=repr(error))
+
+    async def stalled(self, error: str, driver: Sequence[str], rollout: RolloutSide) -> None:
+        """stall.txt: who waits for whom, before everything is stopped (C10)."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                described = await rollout.describe()
+        except Exception as silence:  # supervision point: the first error must surface
+            described = f"does not answer: {silence!r}"
+        lines = [error, "", "driver", *(f"  {line}" for line in driver), "", "rollout manager", described]
+        path = self._run_dir / "stall.txt"
+        try:
+            await asyncio.to_thread(path.write_text, "\n".join(lines) + "\n")
+        except OSError as problem:
+            log.error("the run has stalled; who waits for whom cannot be written", error=str(problem))
+        else:
+            log.error("the run has stalled; who waits for whom is in a file", file=str(path))
+
+    def write(self, ending: Ending, error: str = "") -> None:
+        """summary.json, the plot and the closing table: of what was done, however the run ended.
+
+        Raises SummaryError if summary.json cannot be written.
+        """
+        stats = self._stats
+        summary = self.summary.finish(
+            balance=stats.balance if stats else self._balance_on_disk(),
+            trainer_idle_seconds=self.summary.stage_seconds("wait"),
+            rollout_idle_seconds=stats.seconds - stats.busy_seconds if stats else 0.0,
+            rollout_seconds=stats.seconds if stats else 0.0,
+            wall_seconds=time.monotonic() - self._started,
+            weight_version=self.version,
+        )
+        summary["ending"] = ending
+        if error:
+            summary["error"] = error
+        if restarts := own_restarts():
+            summary["restarts"] = to_builtins(restarts)
+        path = self._run_dir / "summary.json"
+        try:
+            write_summary(summary, path)
+        except OSError as problem:
+            raise SummaryError(
+                f"the run has {ending}, and its summary cannot be written: {path}: {problem}"
+            ) from problem
+        if not summary["steps"]:
+            return
+        try:
+            plot_run(self._run_dir)
+            print_summary(summary, run_dir=self._run_dir)
+        except Exception as problem:  # supervision point: pictures and tables can be made again, see --run-dir
+            log.warning("the run cannot be shown", error=repr(problem))
+
+    def try_to_write(self, ending: Ending, error: str = "") -> None:
+        """:meth:`write` for a run that did not finish: it raises nothing, since there is an error already."""
+        try:
+            self.write(ending, error)
+        except Exception as problem:  # supervision point: the first error must surface
+            log.warning("the run cannot be summarized", error=repr(problem))
+
+    def _balance_on_disk(self) -> dict[str, int]:
+        """Balance by the ledger on disk, for when the rollout side is gone: all but its last moment."""
+        try:
+            with open_ledger(self._run_dir / LEDGER_FILE) as ledger:
+                return ledger.balance().summary()
+        except LedgerError:
+            return {}
