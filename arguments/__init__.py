@@ -47,8 +47,12 @@ class Arguments:
     @property
     def data_parallel_size(self) -> int:
         """Trainer ranks that hold the same weights and train on different samples."""
-        ranks_per_replica = self.model.tensor_model_parallel_size * self.model.pipeline_model_parallel_size
-        return self.cluster.trainer_world_size // ranks_per_replica
+        return self.cluster.trainer_world_size // self.model.ranks_per_replica
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch: ``--max-tokens-per-gpu`` on each of the context-parallel ranks that share it."""
+        return self.optimizer.max_tokens_per_gpu * self.model.context_parallel_size
 
     @property
     def layout(self) -> dict[str, int]:
@@ -58,6 +62,7 @@ class Arguments:
             "DP": self.data_parallel_size,
             "TP": model.tensor_model_parallel_size,
             "PP": model.pipeline_model_parallel_size,
+            "CP": model.context_parallel_size,
             "EP": model.expert_model_parallel_size,
         }
 

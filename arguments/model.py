@@ -26,6 +26,7 @@ class ModelArguments:
     train_backend: str = flag("megatron", "training backend, a name in the entry point group miles_async.backends")
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers")
+    context_parallel_size: int = flag(1, "ranks that share the tokens of every sample, for long ones")
     decoder_first_pipeline_num_layers: int | None = flag(
         None, "layers of the first pipeline stage, if it is to have others than the rest"
     )
@@ -59,6 +60,11 @@ class ModelArguments:
     def splits_experts(self) -> bool:
         """True if flags split experts, which dense models don't have; 1 is what recipes of dense models say, too."""
         return self.expert_model_parallel_size > 1 or (self.expert_tensor_parallel_size or 1) > 1
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Trainer ranks that hold one copy of the weights and work on one micro-batch."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def expert_tensor_size(self) -> int:

@@ -20,7 +20,11 @@ class OptimizerArguments:
     num_steps_per_rollout: int | None = flag(
         None, "optimizer steps per rollout, of as many samples each: instead of --global-batch-size"
     )
-    max_tokens_per_gpu: int = flag(8192, "tokens packed into one micro-batch; a longer sample gets one of its own")
+    max_tokens_per_gpu: int = flag(
+        8192,
+        "tokens per GPU packed into one micro-batch, which --context-parallel-size GPUs share; a longer sample gets "
+        "one of its own",
+    )
     logprob_chunk: int = flag(
         1024, "tokens whose fp32 logits exist at one time on a rank; log-probs are the same whatever it is"
     )

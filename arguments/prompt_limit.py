@@ -52,7 +52,7 @@ def prompt_limit(arguments: Arguments, *, evaluation: bool = False) -> PromptLim
 
 def trajectory_limit(arguments: Arguments) -> int:
     """Tokens that a trajectory of several turns may have, prompt included."""
-    most, context = arguments.optimizer.max_tokens_per_gpu, engine_context(arguments)
+    most, context = arguments.micro_batch_tokens, engine_context(arguments)
     return most if context is None else min(most, context.tokens)
 
 

@@ -16,6 +16,7 @@ AT_LEAST: dict[str, int] = {
     "rollout_num_nodes_per_engine": 1,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
     "decoder_first_pipeline_num_layers": 1,
     "decoder_last_pipeline_num_layers": 1,
     "expert_model_parallel_size": 1,

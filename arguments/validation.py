@@ -53,13 +53,14 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
             f"--actor-num-nodes {cluster.actor_num_nodes} without --ray-address: Ray would be started on this machine "
             "alone; start a Ray cluster and name it, or train on one node"
         )
-    replica = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    replica = model.ranks_per_replica
+    context = f" × --context-parallel-size {model.context_parallel_size}" if model.context_parallel_size > 1 else ""
     if cluster.trainer_world_size % replica:
         yield (
             f"{cluster.trainer_world_size} trainer ranks (--actor-num-nodes {cluster.actor_num_nodes} × "
             f"--actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}) do not divide into replicas of {replica} "
             f"(--tensor-model-parallel-size {model.tensor_model_parallel_size} × --pipeline-model-parallel-size "
-            f"{model.pipeline_model_parallel_size}): change one of them"
+            f"{model.pipeline_model_parallel_size}{context}): change one of them"
         )
     experts = model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
     if experts != replica and cluster.trainer_world_size % experts:
@@ -147,11 +148,14 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
         )
     prompt = arguments.data.rollout_max_prompt_len
     longest = rollout.rollout_max_response_len + (prompt or 1)
-    if optimizer.max_tokens_per_gpu < longest:
+    if arguments.micro_batch_tokens < longest:
         known = f"--rollout-max-prompt-len {prompt} + " if prompt else "a prompt and "
+        ranks = arguments.model.context_parallel_size
+        on_each = f" on each of {ranks} context-parallel ranks" if ranks > 1 else ""
         yield (
-            f"--max-tokens-per-gpu {optimizer.max_tokens_per_gpu} cannot hold the longest sample: {known}"
-            f"--rollout-max-response-len {rollout.rollout_max_response_len}: raise it to at least {longest}"
+            f"--max-tokens-per-gpu {optimizer.max_tokens_per_gpu}{on_each} cannot hold the longest sample: {known}"
+            f"--rollout-max-response-len {rollout.rollout_max_response_len}: raise it to at least "
+            f"{-(-longest // ranks)}"
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is larger than --lr {optimizer.lr}"

@@ -60,15 +60,6 @@ MEGATRON: tuple[ForeignFlag, ...] = (
         only=("alltoall",),
     ),
     _switch("--moe-enable-deepep", "refused", "tokens reach experts by alltoall, DeepEP was never run here: remove it"),
-    # Layout.
-    _flag(
-        "--context-parallel-size",
-        "noted",
-        "one sample is never split over ranks: lower --max-tokens-per-gpu, raise --tensor-model-parallel-size, or "
-        "give --recompute-granularity full",
-        only=("1",),
-    ),
-    _flag("--cp-comm-type", "noted", "has no effect without context parallelism"),
     # Memory and speed.
     _switch(
         "--use-distributed-optimizer", "noted", "it always is: optimizer state is sharded over data-parallel ranks"

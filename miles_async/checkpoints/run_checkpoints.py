@@ -33,7 +33,7 @@ from miles_async.seams import RolloutSide, TrainerSide
 
 log = structlog.get_logger(__name__)
 
-SEEDED_BY = ("DP", "TP", "PP")  # sizes of the grid of ranks whose random generators are saved
+SEEDED_BY = ("DP", "TP", "PP", "CP")  # sizes of the grid of ranks whose random generators are saved
 
 
 class SavedPosition(Position, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: R
     return BatchMaker(
         estimator=advantage_estimator(arguments.algorithm),
         dp_size=arguments.data_parallel_size,
-        max_tokens=arguments.optimizer.max_tokens_per_gpu,
+        max_tokens=arguments.micro_batch_tokens,
         quadratic_work=quadratic_work,
         samples_per_optimizer_step=arguments.global_batch_size,
         bound=arguments.staleness.bound,

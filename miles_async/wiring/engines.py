@@ -232,5 +232,5 @@ def longest_sample(arguments: Arguments) -> int:
     rollout, prompt = arguments.rollout, arguments.data.rollout_max_prompt_len
     response = max(rollout.rollout_max_response_len, arguments.evaluation.eval_max_response_len or 0)
     if prompt is None or arguments.sessions.is_multi_turn:
-        return max(arguments.optimizer.max_tokens_per_gpu, response)
+        return max(arguments.micro_batch_tokens, response)
     return prompt + response

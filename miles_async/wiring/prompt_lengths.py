@@ -15,7 +15,7 @@ def length_notes(arguments: Arguments, source: FilePromptSource, limit: PromptLi
     Only long prompts are tokenized, and once: there may be millions.
     """
     flag, response = response_length(arguments)
-    most = arguments.optimizer.max_tokens_per_gpu
+    most = arguments.micro_batch_tokens
     room = None if arguments.sessions.is_multi_turn else most - response  # else trajectories end at the limit
     bounds = [limit.tokens] if limit is not None else []
     if room is not None and room > 0:

@@ -131,7 +131,7 @@ def _quadratic_work(arguments: Arguments) -> float:
 def canary_length(arguments: Arguments) -> int:
     """Tokens that the trainer can score in one micro-batch, and engines in the context that flags leave them."""
     contexts = [length // 2 for length in context_lengths(arguments)]
-    return min([arguments.optimizer.max_tokens_per_gpu, *contexts])
+    return min([arguments.micro_batch_tokens, *contexts])
 
 
 def _template(arguments: Arguments) -> ChatTemplate:

@@ -38,6 +38,7 @@ class Layout:
     world_size: int = 1
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     first_stage_layers: int | None = None
     expert: int = 1
     expert_tensor: int | None = None
@@ -79,6 +80,7 @@ def make_backend(
             hf_checkpoint=directory,
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            context_parallel_size=layout.context,
             decoder_first_pipeline_num_layers=layout.first_stage_layers,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles_async.errors import CheckpointError, ContractViolation, TrainerError
+from miles_async.errors import CheckpointError, ConfigurationError, ContractViolation, TrainerError
 from miles_async.train_data.batch import token_advantages
 from miles_async.types import TrainBatch, TrainShard
 from miles_async.weights.staging import Staging, StagingOptions
@@ -115,6 +116,7 @@ def _single_rank(
     seen["advantage per token"] = trained.train(_with_advantages(shard, token_advantages))
     seen["twice the advantage per token"] = trained.train(_with_advantages(shard, lambda b: 2 * token_advantages(b)))
 
+    seen["capped logits"] = _error(_with_output_layer_of_its_own)
     (scratch / "occupied").mkdir()
     (scratch / "occupied" / "file").touch()
     seen["save to occupied"] = _error(lambda: trained.save(scratch / "occupied"))
@@ -122,6 +124,19 @@ def _single_rank(
     seen["load other"] = _error(lambda: trained.load(scratch / "occupied"))
     trained.close()
     return seen
+
+
+def _with_output_layer_of_its_own() -> None:
+    """A model whose logits are more than a product, as Gemma 2's."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from miles_async.backends.megatron.model_output import return_hidden_states
+
+    capped = type("CappedLinear", (ColumnParallelLinear,), {"forward": lambda self, hidden, **_: hidden.tanh()})
+    layer = capped.__new__(capped)
+    torch.nn.Module.__init__(layer)
+    layer.bias = None
+    return_hidden_states(SimpleNamespace(output_layer=layer))  # type: ignore[arg-type]
 
 
 def _with_advantages(shard: TrainShard, advantages: Callable[[TrainBatch], np.ndarray]) -> TrainShard:
@@ -217,6 +232,12 @@ def test_an_advantage_per_token_is_what_one_per_sequence_stands_for(seen: dict[s
     for name in ("loss", "grad_norm", "loss_tokens"):
         assert seen["advantage per token"][name] == seen["without filler"][name]
     assert seen["twice the advantage per token"]["loss"] == pytest.approx(2 * seen["without filler"]["loss"])
+
+
+def test_a_model_whose_logits_are_more_than_a_product_is_refused(seen: dict[str, Any]) -> None:
+    """Log-probs are computed from hidden states and the output layer's weight: they would be wrong silently."""
+    assert isinstance(seen["capped logits"], ConfigurationError)
+    assert "CappedLinear" in str(seen["capped logits"])
 
 
 def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, Any]) -> None:

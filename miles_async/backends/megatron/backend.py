@@ -96,7 +96,7 @@ class MegatronBackend:
             scheduler=self._scheduler,
             objective=minimised,
             scorer=Scorer(temperature=temperature, chunk=optimizer.logprob_chunk),
-            align=self._model.align,
+            layout=self._model.pack_layout,
             device=self.device,
         )
 
@@ -116,7 +116,8 @@ class MegatronBackend:
     def pipeline_stage(self) -> int | None:
         from megatron.core import parallel_state as state
 
-        first = state.get_tensor_model_parallel_rank() == state.get_data_parallel_rank() == 0
+        replica = state.get_data_parallel_rank(with_context_parallel=True)
+        first = state.get_tensor_model_parallel_rank() == replica == 0
         return state.get_pipeline_model_parallel_rank() if first else None
 
     def train(self, shard: TrainShard) -> dict[str, float]:
@@ -128,7 +129,7 @@ class MegatronBackend:
         from miles_async.backends.megatron.forward import score
         from miles_async.backends.megatron.packing import pack_sequences
 
-        packed = pack_sequences(sequences, align=self._model.align, device=self.device)
+        packed = pack_sequences(sequences, self._runner.layout, self.device)
         scorer = self._runner.scorer
         if temperature is not None:
             scorer = dataclasses.replace(scorer, temperature=temperature)

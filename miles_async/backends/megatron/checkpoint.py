@@ -91,9 +91,9 @@ def load(
 ) -> None:
     """Restore what :func:`save` wrote, on this layout of ranks or another. Collective.
 
-    The random generators are restored where the numbers of pipeline, tensor and data-parallel ranks are those of the
-    save; otherwise they are seeded with ``seed`` and the number of steps. Raises CheckpointError if the directory is
-    no such checkpoint.
+    The random generators are restored where the numbers of pipeline, tensor, data- and context-parallel ranks are
+    those of the save; otherwise they are seeded with ``seed`` and the number of steps. Raises CheckpointError if the
+    directory is no such checkpoint.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
@@ -186,7 +186,7 @@ class RandomStates(TypedDict):
 
 
 def _sharded_rng() -> ShardedObject:
-    """Random generators of all ranks: a (pipeline, tensor, data)-parallel grid of objects."""
+    """Random generators of all ranks: a (pipeline, tensor, context, data)-parallel grid of objects."""
     state: RandomStates = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -197,11 +197,13 @@ def _sharded_rng() -> ShardedObject:
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
         parallel_state.get_data_parallel_world_size(),
     )
     position = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
     return ShardedObject("rng", state, shape, position, replica_id=0)

@@ -6,7 +6,8 @@ exists: a layout of 256 ranks takes seconds on a laptop.
 
 What stands in for the real thing: host layers for Transformer Engine's (which keep less between forward and backward
 where they fuse), one sequence of all the tokens for a packed micro-batch (attention keeps no scores either way), and
-experts that get equal numbers of tokens (real routing gives some ranks more).
+experts that get equal numbers of tokens (real routing gives some ranks more). Context parallelism is left out: a rank's
+tokens are ``tokens``, and what attention receives of other ranks' is not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from miles_async.backends.megatron.live_bytes import LiveBytes
 from miles_async.backends.megatron.memory import StageMemory, StageRequest
 from miles_async.backends.megatron.model import make_provider
 from miles_async.backends.megatron.model_output import output_of, return_hidden_states
-from miles_async.backends.megatron.packing import pack_sequences
+from miles_async.backends.megatron.packing import PackLayout, pack_sequences
 from miles_async.backends.megatron.platform import Platform
 from miles_async.backends.megatron.scores import Scorer
 from miles_async.errors import ConfigurationError
@@ -81,6 +82,7 @@ def moe_layers(provider: GPTModelProvider) -> list[bool]:
 def _provider(request: StageRequest, platform: Platform, config: PretrainedConfig) -> GPTModelProvider:
     bridge = AutoBridge.from_hf_config(config)
     provider = make_provider(bridge, config.to_dict(), request.model, platform, load_weights=False)
+    provider.context_parallel_size = 1
     provider.perform_initialization, provider.use_cpu_initialization = False, True
     if provider.num_moe_experts:
         # Every expert takes the mean number of tokens: shapes that don't depend on the router's choice.
@@ -147,7 +149,7 @@ def _forward_backward(
 def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.Tensor:
     """Sum of what a loss is made of: log-probs of all tokens and, if asked for, entropy."""
     output = output_of(module, hidden)
-    packed = pack_sequences([[0] * len(output.hidden)], align=1, device=torch.device("cpu"))
+    packed = pack_sequences([[0] * len(output.hidden)], PackLayout(), torch.device("cpu"))
     scorer = Scorer(temperature=request.temperature, chunk=request.logprob_chunk)
     return scorer(output, packed, entropy=request.entropy).logprobs.sum()
 

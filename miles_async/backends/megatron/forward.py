@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn import Module
@@ -45,7 +46,9 @@ def accumulate_gradients(
 
     def of_output(packed: PackedBatch, output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         sums = loss(packed, output)
-        return sums.loss, sums.count.int(), sums.metrics
+        # Context-parallel ranks have the same loss, each with the gradient of its own positions: it is counted once.
+        count = sums.count if parallel_state.get_context_parallel_rank() == 0 else torch.zeros_like(sums.count)
+        return sums.loss, count.int(), sums.metrics
 
     losses = [partial(of_output, packed) for packed in packs]
     return _run(modules, [packed.sequences for packed in packs], losses, forward_only=False)
@@ -67,7 +70,7 @@ def _run(
         data_iterator=iter(zip(packs, last_stage, strict=True)),
         model=list(modules),
         num_microbatches=len(packs),
-        seq_length=max(packed.padded_length for packed in packs),
+        seq_length=max(packed.tokens.shape[1] for packed in packs),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

@@ -52,16 +52,26 @@ def check_model(config: JsonObject, directory: Path) -> None:
 
 def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
     """Check that the model can be split as the flags say. Raises ConfigurationError."""
-    tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-    if tensor < 1 or pipeline < 1 or world_size % (tensor * pipeline):
+    tensor, pipeline, context = (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
+    )
+    if min(tensor, pipeline, context) < 1 or world_size % model.ranks_per_replica:
         raise ConfigurationError(
             f"{world_size} trainer ranks are not a multiple of --tensor-model-parallel-size {tensor} × "
-            f"--pipeline-model-parallel-size {pipeline}; change these or --actor-num-gpus-per-node"
+            f"--pipeline-model-parallel-size {pipeline} × --context-parallel-size {context}; change these or "
+            "--actor-num-gpus-per-node"
         )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
         count = config.get(name)
         if count is not None and count % tensor:
             raise ConfigurationError(f"--tensor-model-parallel-size {tensor} does not divide {name} {count}")
+    heads = config.get("num_key_value_heads")
+    if heads is not None and heads % tensor and tensor % heads:
+        raise ConfigurationError(
+            f"--tensor-model-parallel-size {tensor} neither divides num_key_value_heads {heads} nor is a multiple of it"
+        )
     layers = config.get("num_hidden_layers")
     if layers is not None:
         model.stage_layers(layers)

@@ -34,7 +34,7 @@ OFFLOADING = (
 )
 """Of the optimizer: a CPU has nothing to offload to, and torch's AdamW keeps its state in fp32."""
 
-IGNORED_ON_CPU: Collection[str] = {*FUSIONS, *OFFLOADING, "attention_backend"}
+IGNORED_ON_CPU: Collection[str] = {*FUSIONS, *OFFLOADING, "attention_backend", "cp_comm_type"}
 
 
 def ignored_on_cpu(fields: Iterable[str]) -> list[str]:

@@ -1,23 +1,23 @@
 """Layer spec without Transformer Engine: megatron's own layers plus the two parts they lack.
 
 megatron-core's local spec has a norm that refuses sequence parallelism and an attention that refuses packed
-sequences. This spec replaces both with plain PyTorch, on any device; ``Platform`` says where it is used.
+sequences. This spec replaces both with plain PyTorch, on any device (the attention is in ``host_attention``);
+``Platform`` says where it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+
+from miles_async.backends.megatron.host_attention import SdpaAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -33,70 +33,6 @@ class RMSNorm(torch.nn.RMSNorm):
             return super().forward(x)
         # In fp32, as Transformer Engine and transformers do: 1 + w has few bits left for w in bfloat16.
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
-
-
-class SdpaAttention(MegatronModule):
-    """Causal attention by ``scaled_dot_product_attention``, for [s, b, h, d] batches and packed [t, h, d] sequences."""
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
-        super().__init__(config=config)
-        assert config.context_parallel_size == 1, "the host spec has no context parallelism"
-        self.softmax_scale = softmax_scale
-        self.dropout = config.attention_dropout
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: object = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
-        """Returns [s, b, h · d], or [t, h · d] for packed sequences. ``attention_mask`` is unused: always causal."""
-        if packed_seq_params is None:
-            out = self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
-            return out.reshape(*out.shape[:2], -1)
-        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        for index, valid in padded_groups(packed_seq_params.cu_seqlens_q):
-            group = self._attend(query[index], key[index], value[index])
-            out = out.index_put((index[valid],), group[valid])
-        return out.reshape(out.shape[0], -1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, s, h, d] → [b, s, h, d]."""
-        width = value.shape[-1]
-        if width < key.shape[-1]:  # latent attention; only equal widths get a kernel that keeps no scores [s, s]
-            value = F.pad(value, (0, key.shape[-1] - width))
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=self.softmax_scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out[..., :width].transpose(1, 2)
-
-
-def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Packed sequences of similar length as right-padded batches: (token index [b, s], valid [b, s] bool).
-
-    Sequences are grouped by the next power of two of their length, so that few attention calls are made and at
-    most half of a batch is padding. Padding stands to the right, where causal attention never looks.
-    """
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    buckets = torch.where(lengths > 0, lengths.float().log2().ceil().long(), -1)
-    for bucket in buckets.unique().tolist():
-        if bucket < 0:
-            continue
-        chosen = buckets == bucket
-        start, length = starts[chosen, None], lengths[chosen, None]
-        position = torch.arange(int(length.max()), device=cu_seqlens.device)
-        yield start + position.minimum(length - 1), position < length
 
 
 class WholeLinear(torch.nn.Linear):

@@ -83,8 +83,8 @@ def rank_bytes(
     """Sum up one rank. ``bucket``: bytes of ``--update-weight-buffer-size``.
 
     Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
-    bf16 weights and Adam's two moments over data-parallel ranks (megatron-core 0.16); 1F1B keeps the activations of as
-    many micro-batches as stages follow.
+    bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16);
+    1F1B keeps the activations of as many micro-batches as stages follow.
     """
     per_weight = 2 if model.bf16 else 4
     per_shard = 12 if model.bf16 else 8

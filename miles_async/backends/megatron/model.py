@@ -20,6 +20,7 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config, overrides
 from miles_async.backends.megatron.model_output import return_hidden_states
+from miles_async.backends.megatron.packing import PackLayout
 from miles_async.backends.megatron.platform import Platform
 from miles_async.types import JsonObject
 
@@ -36,10 +37,14 @@ class LoadedModel:
     bridge: AutoBridge
 
     @property
-    def align(self) -> int:
-        """Divisor of packed lengths: sequence parallelism splits them over tensor-parallel ranks."""
+    def pack_layout(self) -> PackLayout:
+        """What this rank asks of packed sequences."""
         config = get_model_config(self.modules[0])
-        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return PackLayout(
+            share=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            context_size=parallel_state.get_context_parallel_world_size(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+        )
 
     @property
     def tied(self) -> bool:
@@ -157,6 +162,7 @@ def make_provider(
     provider.perform_initialization = True
     provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
     provider.tensor_model_parallel_size = model.tensor_model_parallel_size
+    provider.context_parallel_size = model.context_parallel_size
     provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size
     provider.num_layers_in_first_pipeline_stage = model.decoder_first_pipeline_num_layers
     provider.num_layers_in_last_pipeline_stage = model.decoder_last_pipeline_num_layers

@@ -1,7 +1,11 @@
 """Pack several samples into one sequence (THD), the input of a megatron forward pass.
 
-The samples stand one behind another in a sequence of shape [1, T]; ``cu_seqlens`` keeps attention and positions
-inside each. A padding tail, itself a sequence without loss, rounds T up to what sequence parallelism needs.
+The samples stand one behind another; ``cu_seqlens`` keeps attention and positions inside each. A padding tail, itself a
+sequence without loss, rounds T up to what sequence parallelism needs.
+
+Under context parallelism every sample is padded to a multiple of 2 × ranks, and each rank gets its part of every sample
+(``context_split``). What goes into the model is split; arrays for the loss are whole on every rank, in the order of the
+tokens, and each rank knows which tokens' log-probs come from its part.
 """
 
 from __future__ import annotations
@@ -15,25 +19,31 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from miles_async.api import TokenBatch
+from miles_async.backends.megatron.context_split import positions_of_rank
 from miles_async.train_data.batch import token_advantages
 from miles_async.types import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedSequences:
-    """One forward pass on the device. N tokens of sequences, T >= N with the padding tail."""
+    """One forward pass on one rank. N tokens of sequences; T positions with padding, of which this rank has T / CP."""
 
-    tokens: Tensor  # int64 [1, T]
-    position_ids: Tensor  # int64 [1, T], from 0 in every sample
-    scored: Tensor  # int64 [n]: the tokens whose log-probs are needed, in [0, N); none is the first of its sequence
-    rows: Tensor  # int64 [n]: the positions in [0, T) that predict them
+    tokens: Tensor  # int64 [1, T / CP]
+    position_ids: Tensor  # int64 [1, T / CP], from 0 in every sample
+    scored: Tensor  # int64 [n]: tokens in [0, N) whose log-probs are needed and come from this rank's positions
+    rows: Tensor  # int64 [n]: the positions in [0, T / CP) that predict them
     labels: Tensor  # int64 [n]: these tokens
-    attention: PackedSeqParams
+    attention: PackedSeqParams  # of all T positions
     num_tokens: int  # N
 
-    @property
-    def padded_length(self) -> int:
-        return self.tokens.shape[1]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackLayout:
+    """What ranks ask of a packed sequence."""
+
+    share: int = 1  # ranks that split each context-parallel rank's positions: those of sequence parallelism
+    context_size: int = 1  # context-parallel ranks
+    context_rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +55,12 @@ class PackedBatch:
     loss_tokens: int
 
 
-def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> PackedBatch:
-    """Pack a micro-batch, with nothing computed yet. T is a positive multiple of ``align``."""
+def pack_batch(batch: TrainBatch, layout: PackLayout, device: torch.device) -> PackedBatch:
+    """Pack a micro-batch, with nothing computed yet."""
     carries_loss = batch.loss_mask != 0
     oldest_versions = np.repeat(batch.oldest_versions, np.diff(batch.offsets))
     return PackedBatch(
-        sequences=_pack(batch.tokens, batch.offsets, carries_loss, align=align, device=device),
+        sequences=_pack(batch.tokens, batch.offsets, carries_loss, layout, device),
         batch=TokenBatch(
             tokens=_tensor(batch.tokens, torch.int64, device),
             offsets=_tensor(batch.offsets, torch.int64, device),
@@ -66,32 +76,37 @@ def pack_batch(batch: TrainBatch, *, align: int, device: torch.device) -> Packed
     )
 
 
-def pack_sequences(sequences: Sequence[Sequence[int]], *, align: int, device: torch.device) -> PackedSequences:
+def pack_sequences(sequences: Sequence[Sequence[int]], layout: PackLayout, device: torch.device) -> PackedSequences:
     """Pack token sequences, of which all tokens are scored."""
     offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
-    return _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), align=align, device=device)
+    return _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), layout, device)
 
 
 def _pack(
-    tokens: np.ndarray, offsets: np.ndarray, needed: np.ndarray, *, align: int, device: torch.device
+    tokens: np.ndarray, offsets: np.ndarray, needed: np.ndarray, layout: PackLayout, device: torch.device
 ) -> PackedSequences:
     """``needed``: bool [N], the tokens that get a log-prob if a prefix predicts them."""
-    total = len(tokens)
-    padded = max(align, -(-total // align) * align)
-    boundaries = np.append(offsets, padded) if padded > total else np.asarray(offsets)
-    lengths = np.diff(boundaries)
-    all_tokens = np.zeros(padded, dtype=np.int64)
-    all_tokens[:total] = tokens
-    positions = np.arange(padded) - np.repeat(boundaries[:-1], lengths)
-    scored = np.flatnonzero(needed & (positions[:total] > 0))
+    lengths = np.diff(offsets)
+    boundaries = _padded_boundaries(lengths, layout)
+    padded = np.diff(boundaries)
+    positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], padded)
+    places = np.arange(len(tokens)) + np.repeat(boundaries[: len(lengths)] - offsets[:-1], lengths)  # [N], in [0, T)
+    all_tokens = np.zeros(boundaries[-1], dtype=np.int64)
+    all_tokens[places] = tokens
+    held = positions_of_rank(boundaries, layout.context_size, layout.context_rank)
+    row_of = np.full(boundaries[-1], -1)
+    row_of[held] = np.arange(len(held))
+    scored = np.flatnonzero(needed & (positions[places] > 0))
+    rows = row_of[places[scored] - 1]
+    scored, rows = scored[rows >= 0], rows[rows >= 0]
     cu_seqlens = _tensor(boundaries, torch.int32, device)
-    longest = int(lengths.max())
+    longest = int(padded.max())
     return PackedSequences(
-        tokens=_tensor(all_tokens, torch.int64, device)[None],
-        position_ids=_tensor(positions, torch.int64, device)[None],
+        tokens=_tensor(all_tokens[held], torch.int64, device)[None],
+        position_ids=_tensor(positions[held], torch.int64, device)[None],
         scored=_tensor(scored, torch.int64, device),
-        rows=_tensor(scored - 1, torch.int64, device),
+        rows=_tensor(rows, torch.int64, device),
         labels=_tensor(tokens[scored], torch.int64, device),
         attention=PackedSeqParams(
             qkv_format="thd",
@@ -100,8 +115,18 @@ def _pack(
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
-        num_tokens=total,
+        num_tokens=len(tokens),
     )
+
+
+def _padded_boundaries(lengths: np.ndarray, layout: PackLayout) -> np.ndarray:
+    """Boundaries of the sequences and the padding tail, if any, int64; the last one is T."""
+    chunks = 2 * layout.context_size if layout.context_size > 1 else 1
+    ends = np.cumsum(-(-lengths // chunks) * chunks)
+    total = int(ends[-1]) if len(ends) else 0
+    multiple = chunks * layout.share
+    end = max(multiple, -(-total // multiple) * multiple)
+    return np.concatenate([[0], ends, [end] if end > total else []]).astype(np.int64)
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:

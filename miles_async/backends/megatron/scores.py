@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from miles_async.backends.megatron.model_output import ModelOutput
@@ -28,7 +29,10 @@ class Scorer:
     chunk: int  # tokens whose logits exist at one time
 
     def __call__(self, output: ModelOutput, packed: PackedSequences, *, entropy: bool = False) -> Scores:
-        """Score on the last pipeline stage. Collective over tensor-parallel ranks."""
+        """Score on the last pipeline stage. Collective over tensor- and context-parallel ranks.
+
+        Every context-parallel rank gets all values; the gradient of each goes to the rank that it came from.
+        """
         settings = VocabSettings(
             temperature=self.temperature,
             chunk=self.chunk,
@@ -44,5 +48,7 @@ class Scorer:
 
 
 def _of_tokens(values: Tensor, packed: PackedSequences) -> Tensor:
-    """Put values of the scored tokens, [n], where these stand among all, [N]."""
-    return values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)
+    """Put values of the scored tokens, [n], where these stand among all, [N], with those of context-parallel ranks."""
+    own = values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)
+    # Adds up over the group; the gradient goes through as it is.
+    return reduce_from_tensor_model_parallel_region(own, group=parallel_state.get_context_parallel_group())

@@ -29,7 +29,7 @@ from miles_async.backends.megatron.distributed import reduce_metrics
 from miles_async.backends.megatron.forward import accumulate_gradients, score
 from miles_async.backends.megatron.metrics import accumulate, step_metrics
 from miles_async.backends.megatron.model_output import ModelOutput
-from miles_async.backends.megatron.packing import PackedBatch, pack_batch
+from miles_async.backends.megatron.packing import PackedBatch, PackLayout, pack_batch
 from miles_async.backends.megatron.scores import Scorer
 from miles_async.errors import ContractViolation, TrainerError
 from miles_async.types import TrainShard
@@ -52,7 +52,7 @@ class StepRunner:
     scheduler: OptimizerParamScheduler
     objective: Objective
     scorer: Scorer
-    align: int
+    layout: PackLayout
     device: torch.device
 
     def train(self, shard: TrainShard) -> dict[str, float]:
@@ -62,10 +62,7 @@ class StepRunner:
         those that the shard promises.
         """
         started = time.perf_counter()
-        steps = [
-            [pack_batch(batch, align=self.align, device=self.device) for batch in step]
-            for step in shard.optimizer_steps
-        ]
+        steps = [[pack_batch(batch, self.layout, self.device) for batch in step] for step in shard.optimizer_steps]
         steps = self._with_advantages(self._with_logprobs(steps))
         totals: dict[str, Tensor] = {}
         norms: list[float] = []

@@ -360,6 +360,13 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "at least 1152",
         ),
         case(
+            "context-parallel micro-batch too small",
+            {"max_tokens_per_gpu": 500, "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "--max-tokens-per-gpu 500 on each of 2 context-parallel ranks",
+            "at least 513",
+        ),
+        case("context-parallel ranks", {"context_parallel_size": 2}, "× --context-parallel-size 2): change one"),
+        case(
             "longer than the model",
             {"rollout_max_response_len": 4096, "max_tokens_per_gpu": 8192},
             "max_position_embeddings 2048",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) 
     ("layout", "world_size", "message"),
     [
         ({"tensor_model_parallel_size": 2}, 3, "3 trainer ranks"),
-        ({"tensor_model_parallel_size": 4}, 4, "num_key_value_heads 2"),
+        ({"context_parallel_size": 2}, 3, "--context-parallel-size 2"),
         ({"pipeline_model_parallel_size": 4}, 4, "num_hidden_layers 2"),
         ({"tensor_model_parallel_size": 0}, 1, "--tensor-model-parallel-size 0"),
     ],
@@ -108,6 +109,15 @@ def test_impossible_layouts_of_experts_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         hf_config.check_layout(config, ModelArguments(**layout), world_size)
+
+
+@pytest.mark.parametrize(("heads", "tensor", "possible"), [(2, 4, True), (4, 2, True), (3, 2, False), (2, 3, False)])
+def test_ranks_and_heads_of_keys_divide_one_way_or_the_other(heads: int, tensor: int, possible: bool) -> None:
+    config = QWEN3 | {"num_attention_heads": 12, "num_key_value_heads": heads, "intermediate_size": 12}
+    config["vocab_size"] = 12
+    refused = pytest.raises(ConfigurationError, match=f"num_key_value_heads {heads}")
+    with contextlib.nullcontext() if possible else refused:
+        hf_config.check_layout(config, ModelArguments(tensor_model_parallel_size=tensor), tensor)
 
 
 def test_possible_layouts_pass() -> None:

@@ -1,0 +1,105 @@
+"""Causal attention without Transformer Engine, for batches, packed sequences and context parallelism.
+
+megatron-core's own attention refuses packed sequences. This one is plain PyTorch, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from miles_async.backends.megatron.context_split import gathered_order
+
+
+class SdpaAttention(MegatronModule):
+    """Causal attention by ``scaled_dot_product_attention``, for [s, b, h, d] batches and packed [t, h, d] sequences."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Returns [s, b, h · d], or [t, h · d] for packed sequences. ``attention_mask`` is unused: always causal."""
+        if packed_seq_params is None:
+            out = self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
+            return out.reshape(*out.shape[:2], -1)
+        if self.config.context_parallel_size > 1:
+            return self._attend_split(query, key, value, packed_seq_params.cu_seqlens_q)
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        for index, valid in padded_groups(packed_seq_params.cu_seqlens_q):
+            group = self._attend(query[index], key[index], value[index])
+            out = out.index_put((index[valid],), group[valid])
+        return out.reshape(out.shape[0], -1)
+
+    def _attend_split(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """This rank's part of the queries against keys and values of all context-parallel ranks."""
+        context = parallel_state.get_context_parallel_group()
+        size, rank = context.size(), context.rank()
+        boundaries = cu_seqlens.tolist()
+        order = torch.from_numpy(gathered_order(boundaries, size)).to(key.device)
+        key, value = (gather_from_sequence_parallel_region(tensor, group=context)[order] for tensor in (key, value))
+        parts = []
+        for start, end in pairwise(boundaries):
+            chunk = (end - start) // (2 * size)
+            for half, place in enumerate((rank, 2 * size - 1 - rank)):
+                own, seen = start // size + half * chunk, start + (place + 1) * chunk
+                part = (query[own : own + chunk], key[start:seen], value[start:seen])
+                if chunk:
+                    parts.append(self._attend(*(tensor[None] for tensor in part))[0])
+        return torch.cat(parts).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[b, q, h, d], [b, k, h, d], [b, k, h, d] → [b, q, h, d]. The queries are those of the last of k tokens."""
+        width, queries = value.shape[-1], query.shape[1]
+        if width < key.shape[-1]:  # latent attention; only equal widths get a kernel that keeps no scores [q, k]
+            value = F.pad(value, (0, key.shape[-1] - width))
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        whole = queries == key.shape[2]
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if whole else causal_lower_right(queries, key.shape[2]),
+            is_causal=whole,
+            scale=self.softmax_scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out[..., :width].transpose(1, 2)
+
+
+def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Packed sequences of similar length as right-padded batches: (token index [b, s], valid [b, s] bool).
+
+    Sequences are grouped by the next power of two of their length, so that few attention calls are made and at
+    most half of a batch is padding. Padding stands to the right, where causal attention never looks.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    buckets = torch.where(lengths > 0, lengths.float().log2().ceil().long(), -1)
+    for bucket in buckets.unique().tolist():
+        if bucket < 0:
+            continue
+        chosen = buckets == bucket
+        start, length = starts[chosen, None], lengths[chosen, None]
+        position = torch.arange(int(length.max()), device=cu_seqlens.device)
+        yield start + position.minimum(length - 1), position < length
