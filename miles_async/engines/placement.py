@@ -14,12 +14,14 @@ from miles_async.engines.server_process import ServerProcess
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, ProcessLostError
 from miles_async.runtime.actor_link import ActorLink
 from miles_async.runtime.call_once import CallId, CallOnce
-from miles_async.runtime.nodes import NO_LABELS, alive_nodes, describe_nodes
+from miles_async.runtime.clock import now
+from miles_async.runtime.nodes import NO_LABELS, Node, alive_nodes, describe_nodes
 from miles_async.runtime.ray_errors import why_gone
 from miles_async.runtime.reservation import Reservation
 from miles_async.runtime.tasks import first_of, gathered
 
 _STOP_SECONDS = 10.0
+_POLL_SECONDS = 1.0
 
 
 class RayServers:
@@ -39,13 +41,37 @@ class RayServers:
         """
         self._kind = kind
         self._spec = spec
-        self._labels = labels
+        self._nodes = _EngineNodes(labels, spec.start_timeout)
         self._interpreter = interpreter
         self._node_ids = node_ids
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
         node_ids = self._node_ids[engine_index] if engine_index < len(self._node_ids) else ()
-        return _RayServer(self._kind, self._spec, self._labels, self._interpreter, node_ids, engine_index, incarnation)
+        return _RayServer(self._kind, self._spec, self._nodes, self._interpreter, node_ids, engine_index, incarnation)
+
+
+class _EngineNodes:
+    """The nodes that may have engines."""
+
+    def __init__(self, labels: Mapping[str, str], patience: float) -> None:
+        """``patience``: seconds that all of them may be gone for: a machine that is restarted takes minutes."""
+        self.labels = labels
+        self.labelled = f" labelled {dict(labels)}" if labels else ""
+        self._patience = patience
+        self._were_there = False  # labels that no node ever had are a mistake
+
+    async def choose(self, engine_index: int, count: int) -> Sequence[Node]:
+        """Choose the ``count`` nodes of an engine: they take turns. Raises EngineStartError if there is none."""
+        deadline = now() + (self._patience if self._were_there else 0.0)
+        while not (nodes := await asyncio.to_thread(alive_nodes, self.labels)):
+            if now() >= deadline:
+                found = await asyncio.to_thread(describe_nodes)
+                raise EngineStartError(
+                    f"expected nodes{self.labelled} for engines, found {found} (--rollout-node-labels)"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+        self._were_there = True
+        return [nodes[(engine_index * count + part) % len(nodes)] for part in range(count)]
 
 
 class EngineActor:
@@ -102,7 +128,7 @@ class _RayServer:
         self,
         kind: EngineKind,
         spec: ServerSpec,
-        labels: Mapping[str, str],
+        nodes: _EngineNodes,
         interpreter: str | None,
         node_ids: Sequence[str],
         engine_index: int,
@@ -111,11 +137,11 @@ class _RayServer:
         self._spec = spec
         self._arguments = (kind, spec, engine_index, incarnation)
         self._engine_index = engine_index
-        self._labels = labels
+        self._nodes = nodes
         self._process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
         self._name = f"{spec.group}-{engine_index}"
         self._gpus = spec.tensor_parallel_size // spec.nodes if spec.device == "cuda" else 0  # on each node
-        self._reservation = Reservation({"GPU": self._gpus}, spec.nodes, labels, node_ids) if self._gpus else None
+        self._reservation = Reservation({"GPU": self._gpus}, spec.nodes, nodes.labels, node_ids) if self._gpus else None
         self._parts: list[_RemoteServer] = []  # by node
 
     async def start(self) -> str:
@@ -159,21 +185,13 @@ class _RayServer:
         if self._reservation is not None:
             if not await self._reservation.reserve(self._spec.start_timeout):
                 raise EngineStartError(
-                    f"{self._name}: Ray did not find {count} node(s){self._labelled()} with {self._gpus} free GPUs "
+                    f"{self._name}: Ray did not find {count} node(s){self._nodes.labelled} with {self._gpus} free GPUs "
                     f"each within {self._spec.start_timeout:g} s (--engine-start-timeout); the cluster has "
                     f"{describe_nodes()} (--rollout-num-gpus, --rollout-num-gpus-per-engine)"
                 )
             return [self._reservation.on(node) for node in range(count)]
-        nodes = await asyncio.to_thread(alive_nodes, self._labels)
-        if not nodes:
-            raise EngineStartError(
-                f"expected nodes{self._labelled()} for engines, found {describe_nodes()} (--rollout-node-labels)"
-            )
-        turns = [nodes[(self._engine_index * count + node) % len(nodes)] for node in range(count)]
-        return [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in turns]
-
-    def _labelled(self) -> str:
-        return f" labelled {dict(self._labels)}" if self._labels else ""
+        nodes = await self._nodes.choose(self._engine_index, count)
+        return [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes]
 
     async def wait_exit(self) -> str:
         return await first_of(*(part.wait_exit() for part in self._parts))

@@ -3,9 +3,9 @@
     host ── (nothing: the host has no interface into the cluster, and none is left behind)
 
     switch   a network namespace with a bridge
-    ├── m1   10.77.0.1   Ray's head            each machine has its own network, /dev/shm, /tmp, host name and
-    ├── m2   10.77.0.2   a Ray node            process ids; no route leads outwards, and its host name resolves to
-    └── ...                                    127.0.1.1, as on Debian
+    ├── m1   10.77.0.1   Ray's head            each machine has its own network, /dev/shm, /tmp, host name, process
+    ├── m2   10.77.0.2   a Ray node            ids and time since its start; no route leads outwards, and its host name
+    └── ...                                    resolves to 127.0.1.1, as on Debian
 
 All namespaces are anonymous: they live as long as their first process, which dies with the test's, whatever way that
 ends. So does everything in them. Files of machine mN are in ``directory/mN``, which it sees as its /tmp; only paths
@@ -20,11 +20,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -36,6 +38,11 @@ _BIN = Path(sys.prefix) / "bin"
 _FIRST_PROCESS = 'echo ready; trap "" TERM INT; while :; do sleep 1000 & wait; done'  # it reaps orphans, as bash does
 _RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "token", "RAY_prestart_worker_first_driver": "0"}
 _PR_SET_PDEATHSIG = 1
+
+# Python runs the lines of this file whenever it starts. (Clocks can't be set for one namespace, and a library that is
+# preloaded would break waits until a time of day.)
+_CLOCK = Path(sysconfig.get_path("purelib")) / "distutils-precedence.pth"
+_WRONG_CLOCK = "\nimport time; time.time = (lambda right: lambda: right() + {})(time.time)\n"
 
 
 def why_impossible() -> str:
@@ -52,24 +59,38 @@ needs_machines = pytest.mark.skipif(bool(why_impossible()), reason=why_impossibl
 
 
 class Machine:
-    """A running machine."""
+    """A machine that runs, or was killed."""
 
-    def __init__(self, name: str, address: str, directory: Path, link: str, shared: Sequence[Path]) -> None:
-        """``link``: its port at the switch."""
-        self.name, self.address, self.link = name, address, link
-        self.tmp = directory / name  # its /tmp, as the host sees it
+    def __init__(self, number: int, directory: Path, shared: Sequence[Path], clock_ahead: float) -> None:
+        """``clock_ahead``: seconds by which its clock is wrong, for Python's ``time.time``."""
+        self.name, self.address = f"m{number}", f"10.77.0.{number}"
+        self.link = f"p{number}"  # its port at the switch
+        self.tmp = directory / self.name  # its /tmp, as the host sees it
         self.tmp.mkdir(parents=True)
         (self.tmp / "home").mkdir()
-        (self.tmp / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        unshare = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
-        setup = "\n".join(["set -e", *self._mounts(shared), f"hostname {name}", "ip link set lo up", _FIRST_PROCESS])
-        self._namespaces = _Namespaces([*unshare, "bash", "-c", setup])
+        (self.tmp / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n")
+        (self.tmp / _CLOCK.name).write_text(_CLOCK.read_text() + _WRONG_CLOCK.format(clock_ahead))
+        self._age = number * 1000  # seconds that it has been up, beyond the host
+        self._shared = shared
         self._started: list[subprocess.Popen[bytes]] = []
+        self.boot()
+
+    def boot(self) -> None:
+        """Start it, at first or after it was killed. Its files are still there."""
+        unshare = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+        since = ("--time", f"--monotonic={self._age}", f"--boottime={self._age}")
+        setup = ["set -e", *self._mounts(self._shared), f"hostname {self.name}", "ip link set lo up", _FIRST_PROCESS]
+        self._namespaces = _Namespaces([*unshare, *since, "bash", "-c", "\n".join(setup)])
 
     @property
     def pid(self) -> int:
-        """Of its first process, as the host sees it."""
+        """Id of its first process, as the host sees it."""
         return self._namespaces.pid
+
+    def has(self, pid: int) -> bool:
+        """True if a process, by its id on the host, runs in this machine."""
+        own, network = (Path(f"/proc/{each}/ns/net") for each in (self.pid, pid))
+        return own.exists() and own.readlink() == network.readlink()
 
     def _mounts(self, shared: Sequence[Path]) -> Iterator[str]:
         for path, options in [*((path, "rw") for path in shared), *((path, "ro") for path in (ROOT, Path(sys.prefix)))]:
@@ -80,11 +101,12 @@ class Machine:
             yield f"mount --bind {path} {target} && mount -o remount,{options},bind {target}"
         yield "mount -t tmpfs -o size=3g none /dev/shm"
         yield f"mount --bind {self.tmp}/hosts /etc/hosts"
+        yield f"mount --bind {self.tmp}/{_CLOCK.name} {_CLOCK}"
         yield f"mount --rbind {self.tmp} /tmp"
 
     def command(self, *words: str, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """The command that runs ``words`` in this machine, in the sources' directory."""
-        enter = ("nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--ipc", "--pid")
+        enter = ("nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--ipc", "--pid", "--time")
         unset = [f"--unset={name}" for name in os.environ if name.startswith("RAY_") or name.lower().endswith("_proxy")]
         values = {"HOME": "/tmp/home", "PYTHONPATH": str(ROOT), "PATH": f"{_BIN}:{os.environ['PATH']}", **(env or {})}
         assign = [f"{name}={value}" for name, value in values.items()]
@@ -104,20 +126,24 @@ class Machine:
     def kill(self) -> None:
         """Pull the plug: every process of the machine at once."""
         self._namespaces.end()
-        for process in self._started:
-            process.wait(_END_SECONDS)
+        while self._started:
+            self._started.pop().wait(_END_SECONDS)
 
 
 class Machines:
     """The machines of a cluster, ``m1`` (Ray's head) first."""
 
-    def __init__(self, directory: Path, count: int, shared: Sequence[Path]) -> None:
+    def __init__(self, directory: Path, count: int, shared: Sequence[Path], clocks_ahead: Mapping[int, float]) -> None:
         self._directory = directory
         self._token = uuid.uuid4().hex
-        self._switch = _Namespaces(["unshare", "--net", "--fork", "--kill-child", "bash", "-c", _FIRST_PROCESS])
+        self._switch = _Namespaces(
+            ["unshare", "--net", "--pid", "--fork", "--kill-child", "bash", "-c", _FIRST_PROCESS]
+        )
         self._on_switch("ip", "link", "add", "br0", "type", "bridge")
         self._on_switch("ip", "link", "set", "br0", "up")
-        self.all = [Machine(f"m{n}", f"10.77.0.{n}", directory, f"p{n}", shared) for n in range(1, count + 1)]
+        self.all = [
+            Machine(position + 1, directory, shared, clocks_ahead.get(position, 0.0)) for position in range(count)
+        ]
         for machine in self.all:
             self._plug_in(machine)
 
@@ -159,9 +185,12 @@ class Machines:
         self._ray_nodes([0], labels or {})
         self._ray_nodes(range(1, len(self.all)), labels or {})
 
-    def start_ray_node(self, machine: Machine, label: str | None = None) -> None:
-        """Start the Ray node of one machine."""
-        self._ray_nodes([self.all.index(machine)], {self.all.index(machine): label} if label else {})
+    def bring_back(self, machine: Machine, label: str) -> None:
+        """Start a machine that was killed, and its Ray node."""
+        machine.boot()
+        self._plug_in(machine)
+        position = self.all.index(machine)
+        self._ray_nodes([position], {position: label})
 
     def _ray_nodes(self, positions: Sequence[int], labels: Mapping[int, str]) -> None:
         logs = []
@@ -191,9 +220,13 @@ class Machines:
 
 
 @contextmanager
-def machines(directory: Path, count: int, shared: Sequence[Path] = ()) -> Iterator[Machines]:
-    """Machines without Ray; nothing of them is left afterwards."""
-    cluster = Machines(directory, count, shared)
+def machines(
+    directory: Path, count: int, shared: Sequence[Path] = (), clocks_ahead: Mapping[int, float] = MappingProxyType({})
+) -> Iterator[Machines]:
+    """Machines without Ray; nothing of them is left afterwards. ``clocks_ahead``: seconds by which the clocks of some
+    are wrong, by position.
+    """
+    cluster = Machines(directory, count, shared, clocks_ahead)
     try:
         yield cluster
     finally:

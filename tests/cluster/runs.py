@@ -5,17 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.cluster.machines import Machines
-from tests.integration.real_run import MARK, REVERSE, RealRun, real_run
+from tests.cluster.machines import Machine, Machines
+from tests.integration.real_run import MARK, REVERSE, RealRun, real_run, traceback_in
+from tests.integration.trained_prompts import trained
 
 RUN_DIR = "/tmp/run"  # on each machine its own
+BATCH_SIZE, MAX_AGE = 16, 2  # of the quick start
+NO_EVALUATION = ("--eval-prompt-data", "none", "--eval-interval", "none")
 TRAIN, GENERATE = ("--actor-node-labels", "pool=train"), ("--rollout-node-labels", "pool=generate")
 
 
 @contextmanager
-def cluster_run(cluster: Machines, *flags: str, command: tuple[str, ...] = REVERSE) -> Iterator[RealRun]:
-    """Run on the first machine; its run directory there is ``run.run_dir`` here. Nothing of it is alive afterwards."""
-    driver = cluster[0]
+def cluster_run(
+    cluster: Machines, *flags: str, command: tuple[str, ...] = REVERSE, position: int = 0
+) -> Iterator[RealRun]:
+    """Run on the machine at ``position``; its run directory there is ``run.run_dir`` here. Nothing of it is alive
+    afterwards.
+    """
+    driver = cluster[position]
     flags = ("--run-dir", RUN_DIR, "--ray-address", cluster.ray_address, "--forward-env", MARK, "PYTHONPATH", *flags)
     with real_run(driver.seen_from_host(RUN_DIR), *flags, command=driver.command(*command)) as run:
         yield run
+
+
+def apart(steps: int) -> tuple[str, ...]:
+    """Flags of a run of as many steps with ranks on some machines and engines on others, by their labels."""
+    return ("--num-rollout", str(steps), *NO_EVALUATION, *TRAIN, *GENERATE)
+
+
+def machine_with_ranks(cluster: Machines, run: RealRun) -> Machine:
+    """The machine on which the run's ranks are now."""
+    ranks = [each for each in run.processes() if " ".join(each.cmdline()).startswith("ray::TrainerActor")]
+    assert ranks, "the run has no trainer ranks"
+    return next(machine for machine in cluster.all if machine.has(ranks[0].pid))
+
+
+def assert_each_trained_once(run: RealRun, steps: int) -> None:
+    """The run came to its end, its books are balanced, and no prompt was trained twice or left out."""
+    assert run.summary["ending"] == "finished"
+    assert run.summary["balanced"]
+    assert run.summary["age_max"] <= MAX_AGE
+    assert [step["step"] for step in run.steps] == list(range(steps))
+    prompts = [row.prompt_id for row in trained(run.run_dir)]
+    assert len(prompts) == len(set(prompts)) == steps * BATCH_SIZE
+
+
+def assert_one_error(run: RealRun, expected: str, ending: str = "lost") -> None:
+    """The run ended with one line that says why, its books are balanced, and no prompt was trained twice."""
+    assert run.output.splitlines()[-1].startswith(f"error: {expected}"), run.output
+    assert not traceback_in(run.output), run.output
+    assert run.summary["ending"] == ending
+    assert run.summary["balanced"]
+    prompts = [row.prompt_id for row in trained(run.run_dir)]
+    assert len(prompts) == len(set(prompts))

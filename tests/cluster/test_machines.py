@@ -50,7 +50,10 @@ def test_machines_share_nothing_but_the_network_and_what_is_named(tmp_path: Path
         cluster.reconnect(second)
         assert reaches(first, second)
         second.start("sleep", "1000", log=tmp_path / "sleep.log")
+        assert second.has(second.pid)
+        assert not first.has(second.pid)
         second.kill()
+        assert not second.has(first.pid)
         assert not reaches(first, second)
     assert host_state() == before
 

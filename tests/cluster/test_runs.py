@@ -122,6 +122,6 @@ def test_a_cluster_that_cannot_be_joined_or_has_no_such_nodes_is_refused(tmp_pat
     with machines(tmp_path, 1) as cluster:
         cluster.start_ray()
         nodes = ("--rollout-node-labels", "pool=generate", "--engine-max-restarts", "0")
-        assert_refused(cluster, *nodes, problem="(--rollout-node-labels) for engines, found 10.77.0.1 (1 CPU)")
+        assert_refused(cluster, *nodes, problem="for engines, found 10.77.0.1 (1 CPU) (--rollout-node-labels)")
         cluster[0].seen_from_host("/tmp/home/.ray/auth_token").unlink()
         assert_refused(cluster, problem="the cluster wants a token, and there is none in /tmp/home/.ray/auth_token")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from miles_async.engines.kind import EngineKind, ServerSpec
-from miles_async.engines.placement import RayServers
+from miles_async.engines.placement import RayServers, _EngineNodes
 from miles_async.errors import EngineStartError, TrainerError
 from miles_async.trainer.placement import Placement, RankResources
 
@@ -111,6 +111,23 @@ async def test_an_engine_without_gpus_to_be_had_says_what_there_is(
 async def test_engines_without_a_node_to_go_to_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineStartError, match=r"for engines, found 10\.0\.0\.1 \(2 CPU\); .*--rollout-node-labels"):
         await _started(monkeypatch, "cpu", {"pool": "y"})
+
+
+async def test_engines_wait_for_nodes_that_were_there_and_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is restarted comes back in minutes; labels that no node ever had are a mistake."""
+    monkeypatch.setattr("miles_async.engines.placement._POLL_SECONDS", 0.01)
+    found: list[list[str]] = [[], ["10.0.0.1"], [], [], ["10.0.0.2"], *[[]] * 100]
+    monkeypatch.setattr("miles_async.engines.placement.describe_nodes", lambda: "none")
+    monkeypatch.setattr("miles_async.engines.placement.alive_nodes", lambda _: found.pop(0))
+    nodes = _EngineNodes({"pool": "x"}, 0.2)
+    with pytest.raises(EngineStartError, match="found none"):
+        await nodes.choose(0, 1)
+    assert len(found) == 104
+    assert await nodes.choose(0, 1) == ["10.0.0.1"]
+    assert await nodes.choose(0, 1) == ["10.0.0.2"]
+    with pytest.raises(EngineStartError, match="found none"):
+        await nodes.choose(0, 1)
+    assert len(found) < 100
 
 
 async def _started(

@@ -1,0 +1,74 @@
+"""Machines that die, every process at once, and some that come back: the run goes on without them, starts again, or
+leaves nothing behind.
+
+# covers: A1, A6, C2, C10
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.machines import machines, needs_machines
+from tests.cluster.runs import apart, assert_each_trained_once, assert_one_error, cluster_run, machine_with_ranks
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(840), needs_machines, pytest.mark.long]
+
+START_SECONDS = 400.0
+RUN_SECONDS = 300.0
+ENDING_SECONDS = 120.0  # until a run notices that a machine is lost, and has ended; until orphans have
+ENGINES, RANKS = "pool=generate", "pool=train"
+
+
+def test_one_with_engines_costs_its_engines(tmp_path: Path) -> None:
+    with machines(tmp_path, 3) as cluster:
+        cluster.start_ray({0: RANKS, 1: ENGINES, 2: ENGINES})
+        with cluster_run(cluster, *apart(10)) as run:
+            run.wait_for_steps(2, START_SECONDS)
+            cluster[2].kill()
+            assert run.wait(RUN_SECONDS) == 0, run.output
+            run.assert_nothing_left()
+        assert_each_trained_once(run, 10)
+
+
+def test_the_only_one_with_engines_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    with machines(tmp_path, 2) as cluster:
+        cluster.start_ray({0: RANKS, 1: ENGINES})
+        with cluster_run(cluster, *apart(8), "--engine-max-restarts", "2") as run:
+            run.wait_for_steps(2, START_SECONDS)
+            cluster[1].kill()
+            time.sleep(60.0)
+            cluster.bring_back(cluster[1], ENGINES)
+            assert run.wait(RUN_SECONDS) == 0, run.output
+            run.assert_nothing_left()
+        assert_each_trained_once(run, 8)
+
+
+def test_one_with_ranks_ends_the_run_with_one_error(tmp_path: Path) -> None:
+    with machines(tmp_path, 3) as cluster:
+        cluster.start_ray({0: ENGINES, 1: RANKS, 2: RANKS})
+        with cluster_run(cluster, *apart(40)) as run:
+            run.wait_for_steps(3, START_SECONDS)
+            machine_with_ranks(cluster, run).kill()
+            assert run.wait(ENDING_SECONDS) == 1, run.output
+            run.assert_nothing_left()
+        assert_one_error(run, "trainer rank ")
+
+
+@pytest.mark.parametrize("head", [0, 1], ids=["with Ray's head", "without Ray's head"])
+def test_the_drivers_machine_leaves_no_process_on_another(tmp_path: Path, head: int) -> None:
+    """``head``: how many machines are before the driver's; the first has Ray's head."""
+    driver, engines, ranks = head, head + 1, head + 2
+    with machines(tmp_path, ranks + 1) as cluster:
+        cluster.start_ray({engines: ENGINES, ranks: RANKS})
+        with cluster_run(cluster, *apart(200), position=driver) as run:
+            run.wait_for_steps(2, START_SECONDS)
+            assert run.processes()
+            cluster[driver].kill()
+            deadline = time.monotonic() + ENDING_SECONDS
+            while (left := run.processes()) and time.monotonic() < deadline:
+                time.sleep(1.0)
+            print(f"nothing left after {ENDING_SECONDS - (deadline - time.monotonic()):.0f} s")
+            assert not left
