@@ -72,6 +72,16 @@ def test_a_place_without_room_is_refused(disk: Path, tmp_path: Path) -> None:
         place(parent=tmp_path / "file")
 
 
+def test_each_sender_needs_room_for_its_share(disk: Path) -> None:
+    # covers: C8
+    with capture_logs() as logs:
+        sender = make_sender(WeightsArguments(), "cpu", "127.0.0.1", version_bytes=20 * GB, sender=1, senders=4)
+    assert [said["room_gb"] for said in logs] == [15.0]
+    sender.close()
+    with pytest.raises(ConfigurationError, match=r"expected 60\.0 GB"):
+        make_sender(WeightsArguments(), "cpu", "127.0.0.1", version_bytes=20 * GB)
+
+
 @pytest.mark.parametrize(("transport", "mode"), [("disk", 0o755), ("object_store", 0o700), ("distributed", 0o700)])
 def test_others_may_read_only_what_engines_load_from_a_shared_place(transport: str, mode: int, tmp_path: Path) -> None:
     # covers: C13

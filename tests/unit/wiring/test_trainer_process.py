@@ -1,0 +1,22 @@
+"""The trainer's processes: what the driver tells them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from miles_async.arguments.model import ModelArguments
+from miles_async.wiring.trainer_process import _version_bytes
+
+
+def test_bytes_of_a_version_come_from_the_models_files_and_the_dtype_of_training(tmp_path: Path) -> None:
+    # covers: C8
+    save_file({"a": torch.zeros(3, 5, dtype=torch.float16)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.zeros(7), "c": torch.zeros(())}, tmp_path / "model-2.safetensors")
+    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path)) == 23 * 4
+    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path, bf16=True)) == 23 * 2
+    (tmp_path / "model-3.safetensors").write_bytes(b"cut off")
+    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path)) is None
+    assert _version_bytes(ModelArguments()) is None
