@@ -19,6 +19,7 @@ from miles_async.simulation.settings import SimulationSettings
 
 GOOD_ENOUGH = 1.05  # times the best step time; younger data is worth that
 MOST_WASTE = 0.02  # of the tokens generated; what is thrown away is long, so trained responses get shorter
+CPU_SECONDS_PER_SAMPLE = 1.0e-3  # of the rollout process, all of it (docs/benchmarks.md, loop_lag); none simulated
 TOKENS_PER_RESPONSE = 32  # of the median one: how finely time is divided
 DEFAULT_SWEEP = (
     "--on-policy",
@@ -68,6 +69,13 @@ class Row:
     flags: Flags | None
     result: SimulationResult | None = None
     refusal: str = ""
+
+    @property
+    def rollout_process_use(self) -> float:
+        """Share of a core that the rollout process needs, as far as samples cost it."""
+        assert self.flags is not None
+        assert self.result is not None
+        return self.flags.rollout.samples_per_rollout * CPU_SECONDS_PER_SAMPLE / self.result.step_seconds
 
 
 ReadFlags = Callable[[Sequence[str]], Flags]

@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from miles_async.simulation.plan import GOOD_ENOUGH, MOST_WASTE, Row
+from miles_async.simulation.plan import CPU_SECONDS_PER_SAMPLE, GOOD_ENOUGH, MOST_WASTE, Row
 from miles_async.simulation.result import BOUND, SimulationResult
 
+MOST_USE = 0.7  # of a core: beyond that the timers of an event loop are late
 BOTTLENECK = 0.1  # a side that is idle for more of the time waits for the other
 
 COLUMNS = ("flags", "step\ns", "×\nbound", "trainer\nidle", "engine\nidle", "age\nmean", "age\nmax", "stale", "waste")
@@ -58,6 +59,7 @@ def plan_text(rows: Sequence[Row], recommended: Row | None) -> str:
     lines = [f"Refused: {row.label}: {row.refusal}" for row in rows if row.result is None]
     if recommended is not None and recommended.result is not None:
         lines.append(_recommendation(recommended.label, recommended.result))
+        lines.append(rollout_process_text(recommended.rollout_process_use))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -86,6 +88,17 @@ def _recommendation(label: str, result: SimulationResult) -> str:
         f"T_train {result.train_seconds:.4g}, T_stage {result.stage_seconds:.4g}), mean age {result.mean_age:.2f}: the "
         f"smallest age within {GOOD_ENOUGH - 1:.0%} of the fastest{thrifty}.{advice}"
     )
+
+
+def rollout_process_text(use: float) -> str:
+    """Say which share of a core the rollout process needs, and whether that is too much."""
+    found = (
+        f"The rollout process needs {use:.0%} of a core, at {1e3 * CPU_SECONDS_PER_SAMPLE:g} ms per sample, which the "
+        "simulation leaves out."
+    )
+    if use < MOST_USE:
+        return found
+    return f"{found} Above {MOST_USE:.0%} it is the bottleneck: steps will take longer than predicted."
 
 
 def plot_plan(rows: Sequence[Row], recommended: Row | None, output: Path) -> None:

@@ -9,10 +9,11 @@ from typing import cast
 
 import pytest
 
-from miles_async.arguments import StalenessArguments
+from miles_async.arguments import RolloutArguments, StalenessArguments
 from miles_async.cli import main
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.plan import DEFAULT_SWEEP, Flags, Row, candidates, recommend, scaled
+from miles_async.simulation.plan_view import rollout_process_text
 from miles_async.simulation.result import SimulationResult
 
 QUICK = [
@@ -74,7 +75,22 @@ def test_a_recommendation_that_throws_tokens_away_says_so(capsys: pytest.Capture
     # covers: C5
     uneven = ["--latency", "lognormal:20:1.5", "--train-seconds", "10", "--sweep", "max-weight-staleness=1"]
     assert main([*QUICK, *uneven]) == 0
-    assert "of the tokens are thrown away: try a higher bound" in capsys.readouterr().out.replace("\n", " ")
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert "of the tokens are thrown away: try a higher bound" in printed
+    assert "The rollout process needs" in printed
+
+
+@pytest.mark.parametrize(
+    ("batch", "step_seconds", "said"),
+    [(1024, 80.0, "needs 10% of a core"), (1024, 10.0, "needs 82% of a core.*it is the bottleneck")],
+)
+def test_a_rollout_process_that_could_not_keep_up_is_told(batch: int, step_seconds: float, said: str) -> None:
+    flags = SimpleNamespace(rollout=RolloutArguments(rollout_batch_size=batch, n_samples_per_prompt=8, num_rollout=1))
+    result = SimpleNamespace(step_seconds=step_seconds)
+    candidate = Row(label="", flags=cast(Flags, flags), result=cast(SimulationResult, result))
+    told = rollout_process_text(candidate.rollout_process_use)
+    assert re.search(said, told)
+    assert ("bottleneck" in told) is (step_seconds == 10.0)
 
 
 def test_seconds_outside_of_engines_are_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
