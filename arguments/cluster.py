@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from miles_async.arguments.flag import flag
@@ -61,6 +62,20 @@ class ClusterArguments:
     )
     port_range: str | None = flag(
         None, "ports for servers and rendezvous of this run, on every node; default: any free ones", metavar="LOW-HIGH"
+    )
+    tls_certificate: Path | None = flag(
+        None,
+        "PEM file with the certificate of this run's HTTP servers, which then speak TLS only: engines, router, session "
+        "server; valid for the addresses of all nodes, at the same path on each",
+        metavar="FILE",
+    )
+    tls_key: Path | None = flag(
+        None, "PEM file with the key of --tls-certificate, without a passphrase", metavar="FILE"
+    )
+    tls_ca: Path | None = flag(
+        None,
+        "PEM file with the authorities that this run's clients trust for its servers; default: those of the system",
+        metavar="FILE",
     )
     network_interface: str | None = flag(
         None,

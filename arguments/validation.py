@@ -110,6 +110,9 @@ def check_network(arguments: Arguments) -> Iterator[str]:
     for flag, given in labels.items():
         if given and cluster.ray_address is None:
             yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
+    certified = (cluster.tls_certificate is not None, cluster.tls_key is not None)
+    if any(certified) != all(certified) or (cluster.tls_ca is not None and not any(certified)):
+        yield "--tls-certificate and --tls-key need each other, and --tls-ca both: give them, or none of the three"
     weights = arguments.weights
     if cluster.ray_address and weights.weight_transport == "disk" and weights.weight_staging_dir is None:
         yield (

@@ -11,6 +11,8 @@ _KEYS = (
     "MILES_ASYNC_API_KEY and MILES_ASYNC_ADMIN_KEY in the environment"
 )
 
+_TLS = "use --tls-certificate, --tls-key and --tls-ca, which are for all servers of the run"
+
 
 def _refused(flag: str, note: str, takes: Takes = "one") -> ForeignFlag:
     return ForeignFlag(flag=flag, origin="SGLang, smg", verdict="refused", note=note, takes=takes)
@@ -48,6 +50,12 @@ ENGINES: tuple[ForeignFlag, ...] = (
     _refused("--router-api-key", _KEYS),
     _refused("--router-tenant-api-key", _KEYS, "many"),
     _refused("--router-control-plane-api-keys", _KEYS, "many"),
+    _refused("--sglang-ssl-certfile", _TLS),
+    _refused("--sglang-ssl-keyfile", _TLS),
+    _refused("--sglang-ssl-ca-certs", _TLS),
+    _refused("--router-tls-cert-path", _TLS),
+    _refused("--router-tls-key-path", _TLS),
+    _refused("--router-ca-cert-paths", _TLS, "many"),
     _refused("--router-policy", "use --sglang-router-policy"),
     _refused("--router-port", "use --sglang-router-port"),
     _refused("--router-host", "the address of the router is chosen by the run: remove it"),

@@ -13,7 +13,7 @@ from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.prompt_limit import prompt_limit
-from miles_async.arguments.server_groups import server_groups
+from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.errors import ConfigurationError
 
 
@@ -27,6 +27,8 @@ def check_surroundings(arguments: Arguments) -> None:
         checkpoint_problems,
         passed_on_problems,
         device_problems,
+        connection_problems,
+        tls_problems,
         transport_problems,
         place_problems,
     )
@@ -115,6 +117,35 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
             f"(--actor-num-gpus-per-node), {generating} to generate (--rollout-num-gpus or --server-groups); ask for "
             "fewer, or join a cluster with --ray-address"
         )
+
+
+def connection_problems(arguments: Arguments) -> Iterator[str]:
+    """Yield limits of this machine that the requests in flight of a run exceed."""
+    from miles_async.runtime.open_files import connection_limits
+
+    rollout, per_engine = arguments.rollout, arguments.rollout.rollout_concurrency_per_engine
+    engines = sum(group.num_engines for group in of_role(server_groups(arguments), "train"))
+    samples = rollout.n_samples_per_prompt + rollout.extra_samples_per_prompt
+    admitted = arguments.staleness.lead * rollout.rollout_batch_size * samples
+    for limit in connection_limits(min(engines * per_engine, admitted)):
+        yield (
+            f"--rollout-concurrency-per-engine {per_engine} on {engines} engines: up to "
+            f"{min(engines * per_engine, admitted)} requests at once need {limit}; raise that limit, or lower the flag"
+        )
+
+
+def tls_problems(arguments: Arguments) -> Iterator[str]:
+    """Yield why the run's servers could not use the certificate, or its clients would refuse it."""
+    from miles_async.runtime.addresses import Network
+
+    network = Network.of_run(arguments.cluster)
+    if network.tls is not None:
+        # In a cluster each node checks its own address when it knows it.
+        address = network.entrance() if network.single_node or network.host else None
+        try:
+            network.tls.check(address)
+        except ConfigurationError as error:
+            yield str(error)
 
 
 def transport_problems(arguments: Arguments) -> Iterator[str]:

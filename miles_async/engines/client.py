@@ -162,14 +162,14 @@ class RouterClient:
             with self._traffic.request(request_id, request.routing_key, version):
                 async with asyncio.timeout(self._request_timeout):
                     response = await self._post(url, body, request.routing_key, version)
+        except aiohttp.ClientError as error:  # first: that there is no connection in time is a TimeoutError, too
+            await self._abort(request_id)
+            raise TransientEngineError(f"connection to {url} failed: {error!r}") from error
         except TimeoutError:
             await self._abort(request_id)
             raise TransientEngineError(
                 f"no answer within {self._request_timeout:g} s (--request-timeout): {self._registry.describe()}"
             ) from None
-        except aiohttp.ClientError as error:
-            await self._abort(request_id)
-            raise TransientEngineError(f"connection to {url} failed: {error!r}") from error
         except asyncio.CancelledError:
             await self._abort(request_id)
             raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from miles_async.engines.http import Http
 from miles_async.engines.kind import Arguments, InferenceServer, ServerHandle
 from miles_async.errors import EngineError, EngineStartError
+from miles_async.runtime.addresses import LOCAL, Network
 from miles_async.runtime.keys import EngineKeys
 
 _PROBE_SECONDS = 5.0
@@ -26,27 +28,30 @@ class ExternalServers:
         start_timeout: float,
         calls: Callable[[Http], InferenceServer],
         keys: EngineKeys | None = None,
+        network: Network = LOCAL,
     ) -> None:
         """``addresses``: host:port. ``start_timeout``: seconds one may take to answer, at first or after it was lost.
-        ``calls``: what they understand. ``keys``: what they ask for.
+        ``calls``: what they understand. ``keys``: what they ask for. ``network``: says whether they speak TLS.
         """
         self._addresses = addresses
         self._start_timeout = start_timeout
         self._calls = calls
-        self._keys = keys
+        self._http = partial(Http, keys, network.tls)
+        self._network = network
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
-        return _ExternalServer(f"http://{self._addresses[engine_index]}", self._start_timeout, self._calls, self._keys)
+        host, _, port = self._addresses[engine_index].rpartition(":")
+        return _ExternalServer(self._network.url(host, int(port)), self._start_timeout, self._calls, self._http)
 
 
 class _ExternalServer:
     def __init__(
-        self, url: str, start_timeout: float, calls: Callable[[Http], InferenceServer], keys: EngineKeys | None
+        self, url: str, start_timeout: float, calls: Callable[[Http], InferenceServer], http: Callable[[], Http]
     ) -> None:
         self._url = url
         self._start_timeout = start_timeout
         self._calls = calls
-        self._keys = keys
+        self._http = http
 
     async def start(self) -> str:
         error: EngineError | None = None
@@ -84,7 +89,7 @@ class _ExternalServer:
 
     @asynccontextmanager
     async def _server(self) -> AsyncIterator[InferenceServer]:
-        http = Http(self._keys)
+        http = self._http()
         try:
             yield self._calls(http)
         finally:

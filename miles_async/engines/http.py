@@ -10,6 +10,7 @@ import msgspec
 
 from miles_async.errors import EngineError
 from miles_async.runtime.keys import EngineKeys
+from miles_async.runtime.tls import Tls
 
 Answer = TypeVar("Answer")
 
@@ -20,8 +21,12 @@ _CONNECT_SECONDS = 30.0
 class Http:
     """Opens the session at first use, when the event loop that it belongs to is running."""
 
-    def __init__(self, keys: EngineKeys | None = None) -> None:
-        """``keys``: what engines and routers ask for; None where they ask for none."""
+    def __init__(self, keys: EngineKeys | None = None, tls: Tls | None = None) -> None:
+        """``keys``: what engines and routers ask for; None where they ask for none. ``tls``: None if they speak none.
+
+        Raises ConfigurationError if the files of ``tls`` cannot be used.
+        """
+        self._ssl = True if tls is None else tls.client()
         self.as_client: Mapping[str, str] = keys.api.headers() if keys else {}  # headers of requests for generation
         self.as_admin: Mapping[str, str] = keys.admin.headers() if keys else {}
         self._session: aiohttp.ClientSession | None = None
@@ -33,7 +38,7 @@ class Http:
             # No limit on connections: the dispatcher bounds generation, and calls that pause or abort must
             # never queue behind it. No total timeout: every call brings its own.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             )
         return self._session

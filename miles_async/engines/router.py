@@ -17,10 +17,11 @@ import structlog
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.runtime.addresses import LOOPBACK
+from miles_async.runtime.addresses import LOCAL, LOOPBACK, Network
 from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.keys import EngineKeys, require_keys
 from miles_async.runtime.ports import HeldPort
+from miles_async.runtime.tls import Tls
 
 log = structlog.get_logger(__name__)
 
@@ -52,17 +53,17 @@ class Router:
         log_dir: Path,
         name: str = "router",
         policy: str = "consistent_hashing",
-        host: str = LOOPBACK,
+        network: Network = LOCAL,
         port: int | None = None,
-        ports: range | None = None,
         start_timeout: float = 60.0,
         max_restarts: int = 10,
         extra: Sequence[str] = (),
         keys: EngineKeys | None = None,
     ) -> None:
-        """``port``: None for a free one, of ``ports`` if given. ``extra``: arguments of smg, which override ours.
+        """``port``: None for a free one. ``extra``: arguments of smg, which override ours.
         ``keys``: None on loopback only.
         """
+        host = network.entrance()
         require_keys(host, keys)
         self._keys = keys
         self._registry = registry
@@ -72,7 +73,7 @@ class Router:
         self._policy = policy
         self._host = host
         self._port = port
-        self._ports = ports
+        self._network = network
         self._start_timeout = start_timeout
         self._max_restarts = max_restarts
         self._extra = tuple(extra)
@@ -86,11 +87,12 @@ class Router:
         log_path = self._log_dir / f"{self._name}.{self._starts}.log"
         self._starts += 1
         # The ports stay held until smg listens: Linux lets it, since it binds with SO_REUSEADDR like us.
-        with HeldPort(self._host, self._port, ports=self._ports) as port, HeldPort(LOOPBACK) as metrics_port:
+        with HeldPort(self._host, self._port, ports=self._network.ports) as port, HeldPort(LOOPBACK) as metrics_port:
             self._port = port.number
-            self.url = f"http://{self._host}:{port.number}"
+            self.url = self._network.url(self._host, port.number)
             self.metrics_url = f"http://{LOOPBACK}:{metrics_port.number}/metrics"
-            command = router_command(self._host, port.number, metrics_port.number, self._policy, self._extra)
+            extra = [*tls_flags(self._network.tls), *self._extra]
+            command = router_command(self._host, port.number, metrics_port.number, self._policy, extra)
             self._process = ChildProcess(self._name, command, log_path=log_path, environment=self._environment())
             self._process.start()
             try:
@@ -226,3 +228,11 @@ def router_command(host: str, port: int, metrics_port: int, policy: str, extra: 
         "--log-level=warn",
         *extra,
     ]
+
+
+def tls_flags(tls: Tls | None) -> list[str]:
+    """Flags of smg for TLS at its door and towards engines."""
+    if tls is None:
+        return []
+    authorities = [] if tls.ca is None else [f"--ca-cert-paths={tls.ca}"]
+    return [f"--tls-cert-path={tls.certificate}", f"--tls-key-path={tls.key}", *authorities]

@@ -57,7 +57,8 @@ class ServerProcess:
         """Start the server, wait until it answers and return its URL.
 
         ``rendezvous``: of :meth:`open_rendezvous`; None if this is the only node. Raises EngineStartError with its last
-        log lines when the process ends or the deadline passes, ConfigurationError if this node lacks files.
+        log lines when the process ends or the deadline passes, ConfigurationError if this node lacks files, or its
+        address in the certificate.
         """
         url = await self._prepare(rendezvous)
         await self._until_up_or_stopped(url)
@@ -77,6 +78,8 @@ class ServerProcess:
         network, keys = self._spec.network, self._spec.keys
         host = network.address()
         require_keys(host, keys)
+        if network.tls is not None:
+            network.tls.check(host)
         rendezvous = rendezvous or await self.open_rendezvous()
         port = self._hold_port(host)
         command = self._kind.command(self._spec, host, port, rendezvous, self._seed, self._node)
@@ -86,7 +89,7 @@ class ServerProcess:
         environment |= {name: secret.reveal() for name, secret in self._spec.secrets.items()}
         environment |= keys.environment() if keys is not None else {}
         self._process = ChildProcess(self._name, command, log_path=self._log_path, environment=environment)
-        return f"http://{host}:{port}"
+        return network.url(host, port)
 
     def _hold_port(self, address: str) -> int:
         """Hold a port until the server listens, seconds later: Linux lets it, since it binds with SO_REUSEADDR like
@@ -152,7 +155,7 @@ class ServerProcess:
         assert self._temporary is not None
         started = time.monotonic()
         await self._begin()
-        http = Http(self._spec.keys)
+        http = Http(self._spec.keys, self._spec.network.tls)
         async with afterwards(http.close):
             while self._process.returncode is None:
                 is_up = False

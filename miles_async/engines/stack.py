@@ -52,7 +52,7 @@ class EngineStack:
         ``calls``: makes the calls that the engines understand. ``name``: name of the router and its log. ``port``: the
         router's, None for a free one. ``keys``: of engines and router, None on loopback only.
         """
-        self.http = Http(keys)
+        self.http = Http(keys, network.tls)
         self.registry = EngineRegistry()
         self.traffic = Traffic()
         server = calls(self.http)
@@ -63,9 +63,8 @@ class EngineStack:
             name=name,
             log_dir=log_dir,
             policy=arguments.sglang_router_policy,
-            host=network.entrance(),
+            network=network,
             port=port,
-            ports=network.ports,
             extra=arguments.router_extra,
             keys=keys,
         )

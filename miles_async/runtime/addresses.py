@@ -16,6 +16,7 @@ import psutil
 
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.tls import Tls
 
 LOOPBACK = "127.0.0.1"
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -29,6 +30,7 @@ class Network:
     host: str | None = None  # --host
     interface: str | None = None  # --network-interface
     ports: range | None = None  # --port-range
+    tls: Tls | None = None  # --tls-certificate and the like
 
     @classmethod
     def of_run(cls, cluster: ClusterArguments) -> Network:
@@ -37,7 +39,12 @@ class Network:
             host=cluster.host,
             interface=cluster.network_interface,
             ports=cluster.ports,
+            tls=Tls.of_run(cluster),
         )
+
+    def url(self, host: str, port: int) -> str:
+        """URL of an HTTP server of this run."""
+        return f"{'http' if self.tls is None else 'https'}://{host}:{port}"
 
     def address(self) -> str:
         """Return the address at which servers on this node listen and are reached; in a cluster, in a process of Ray's.

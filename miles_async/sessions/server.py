@@ -37,6 +37,7 @@ from miles_async.runtime.keys import SessionKeys
 from miles_async.runtime.ports import bind_port
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
+from miles_async.runtime.tls import Tls
 from miles_async.sessions import chat
 from miles_async.sessions.bodies import read_conversation, read_object
 from miles_async.sessions.chat_request import ChatRequest, read_request
@@ -102,7 +103,7 @@ class SessionServer:
         return began
 
     # -------------------------------------------------------------------------------------------- life
-    async def start(self, host: str, ports: range | None = None) -> None:
+    async def start(self, host: str, ports: range | None = None, tls: Tls | None = None) -> None:
         """Listen at ``host``, which is also what agents are given, on a free port, of ``ports`` if given."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json, locked(self._keys)])
         app.add_routes(
@@ -122,8 +123,9 @@ class SessionServer:
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         with bind_port(host, ports) as listener:
-            self.url = f"http://{host}:{listener.getsockname()[1]}"
-            await web.SockSite(self._runner, listener.dup(), backlog=_BACKLOG).start()
+            self.url = f"{'http' if tls is None else 'https'}://{host}:{listener.getsockname()[1]}"
+            context = None if tls is None else tls.server()
+            await web.SockSite(self._runner, listener.dup(), backlog=_BACKLOG, ssl_context=context).start()
 
     async def expire(self) -> None:
         """End idle sessions, forever."""

@@ -25,6 +25,7 @@ from miles_async.errors import TransientEngineError
 from miles_async.runtime.keys import SessionKeys
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
+from miles_async.runtime.tls import Tls
 from miles_async.sessions.records import Alive, SessionSettings
 from miles_async.sessions.worker import Launch, SessionWorker
 from miles_async.types import CollectedSession, OpenSession
@@ -50,17 +51,19 @@ class SessionService:
         launch: Launch,
         *,
         keys: SessionKeys,
+        tls: Tls | None = None,
         workers: int = 1,
         began: Callable[[str, int], None] = lambda key, version: None,
         start_timeout: float = 120.0,
         silence_timeout: float = 30.0,
         max_restarts: int = 10,
     ) -> None:
-        """``keys``: of the processes that ``launch`` makes. ``began``: told the routing key of each session of which a
-        turn was kept, and the version of one of its tokens. ``silence_timeout``: seconds without a sign of life after
-        which a worker is taken for dead. ``max_restarts``: of each worker.
+        """``keys``, ``tls``: of the processes that ``launch`` makes. ``began``: told the routing key of each session of
+        which a turn was kept, and the version of one of its tokens. ``silence_timeout``: seconds without a sign of life
+        after which a worker is taken for dead. ``max_restarts``: of each worker.
         """
         self._keys = keys
+        self._tls = tls
         self._began = began
         self._start_timeout = start_timeout
         self._came_up = asyncio.Event()
@@ -84,9 +87,8 @@ class SessionService:
     # -------------------------------------------------------------------------------------------- life
     async def start(self) -> None:
         """Start all workers and wait until they listen. Raises EngineStartError with the last log lines of one."""
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=_CALL_TIMEOUT, headers=self._keys.run.headers()
-        )
+        connector = aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls.client())
+        self._http = aiohttp.ClientSession(connector=connector, timeout=_CALL_TIMEOUT, headers=self._keys.run.headers())
         # Not in the run directory: the path of a socket has 107 characters at most.
         directory = self._directory = Path(tempfile.mkdtemp(prefix="miles-async-"))
         await gathered(*(worker.start(directory / f"{index}.sock") for index, worker in enumerate(self.workers)))

@@ -166,7 +166,8 @@ class _StackMaker:
         launch: LaunchServer
         if group.external:
             start_timeout = self._arguments.engines.engine_start_timeout
-            launch = ExternalServers(group.external, start_timeout, KIND.calls, self._keys)
+            network = Network.of_run(self._arguments.cluster)
+            launch = ExternalServers(group.external, start_timeout, KIND.calls, self._keys, network)
         else:
             spec = server_spec(self._arguments, group, self._log_dir, self._device)
             spec = msgspec.structs.replace(

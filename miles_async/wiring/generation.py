@@ -110,6 +110,7 @@ class Episodes:
             hf_checkpoint=str(arguments.model.hf_checkpoint),
             host=network.entrance(),
             ports=(network.ports.start, network.ports.stop) if network.ports else None,
+            tls=network.tls,
             session_timeout=arguments.sessions.session_timeout,
             tool_call_parser=arguments.sessions.tool_call_parser,
             reasoning_parser=arguments.sessions.reasoning_parser,
@@ -125,7 +126,7 @@ class Episodes:
             )
 
         workers = arguments.sessions.session_server_workers
-        return SessionService(client, launch, keys=self._keys, workers=workers, began=self._began)
+        return SessionService(client, launch, keys=self._keys, tls=network.tls, workers=workers, began=self._began)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets
 from miles_async.runtime.keys import RunKeys
+from miles_async.runtime.open_files import allow_open_files
 from miles_async.runtime.proxies import without_proxies_for
 from miles_async.runtime.run_directory import LEDGER_FILE, SCHEDULE_FILE
 from miles_async.runtime.services import Services
@@ -66,10 +67,15 @@ async def build_rollout(
     that engines share.
     """
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
+    allow_open_files()  # one per request in flight; the router inherits the limit
     # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
     os.environ.update(without_proxies_for(_own_hosts(arguments), os.environ))
     apply_secrets(secrets)
     os.environ.update(hook_keys(arguments, keys))
+    network = Network.of_run(arguments.cluster)
+    if network.tls is not None:
+        network.tls.check(network.entrance())
+        os.environ.update(network.tls.trusted(run_dir))  # for agents and hooks, which are clients of the run, too
     template = _template(arguments)
     limit = prompt_limit(arguments)
     source = FilePromptSource(arguments.data, template.encode, limit)

@@ -18,6 +18,7 @@ from miles_async.errors import TransientEngineError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.runtime import garbage
 from miles_async.runtime.keys import SessionKeys, take_session_keys
+from miles_async.runtime.tls import Tls
 from miles_async.sessions.engine_link import EngineLink
 from miles_async.sessions.records import Alive
 from miles_async.sessions.server import SessionServer
@@ -32,6 +33,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     hf_checkpoint: str
     host: str  # address of this node at which agents reach it
     ports: tuple[int, int] | None = None  # of which to choose one: range(*ports)
+    tls: Tls | None = None
     session_timeout: float  # seconds
     tool_call_parser: str | None
     reasoning_parser: ReasoningParser | None
@@ -51,13 +53,16 @@ async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) 
     link = await EngineLink.connect(socket_path)
     server = SessionServer(link, make, keys=keys, session_timeout=settings.session_timeout)
     garbage.settle()
-    await serve_sessions(server, link, settings.host, range(*settings.ports) if settings.ports else None)
+    ports = range(*settings.ports) if settings.ports else None
+    await serve_sessions(server, link, settings.host, ports, settings.tls)
 
 
-async def serve_sessions(server: SessionServer, link: EngineLink, host: str, ports: range | None = None) -> None:
+async def serve_sessions(
+    server: SessionServer, link: EngineLink, host: str, ports: range | None = None, tls: Tls | None = None
+) -> None:
     """Serve, and say so to the rollout process, until it is gone: raises TransientEngineError then."""
     try:
-        await server.start(host, ports)
+        await server.start(host, ports, tls)
         async with asyncio.TaskGroup() as scope:
             scope.create_task(link.receive())
             scope.create_task(server.expire())

@@ -14,6 +14,7 @@ from tests.benchmarks import (
     deltas,
     digests,
     hot_path,
+    in_flight,
     ledger_store,
     loop_lag,
     publication,
@@ -45,6 +46,7 @@ PARTS = {
     "requests": requests.rows,
     "start": start.rows,
     "request_rates": requests.rates,
+    "in_flight": in_flight.rows,
 }
 
 

@@ -17,6 +17,8 @@ from aiohttp import web
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.names import STREAM
+from miles_async.runtime.addresses import Network
+from miles_async.runtime.tls import Tls
 from miles_async.types import HeldWeights
 
 KV_TOKENS = 16_384  # that fit into the cache
@@ -52,6 +54,7 @@ class FakeEngine:
     held: list[HeldWeights] = field(default_factory=list)  # by rank
     reports_otherwise: list[HeldWeights] = field(default_factory=list)  # what it says it holds, if not that
     checks: list[str] = field(default_factory=list)  # actions of /weights_checker
+    tls: Tls | None = None
 
     def __post_init__(self) -> None:
         self.url = ""
@@ -96,9 +99,9 @@ class FakeEngine:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        context = None if self.tls is None else self.tls.server()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=context).start()
+        self.url = Network(tls=self.tls).url("127.0.0.1", self._runner.addresses[0][1])
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -55,6 +55,9 @@ def server_command(
         command += [f"--nnodes={spec.nodes}", f"--node-rank={node}", f"--dist-init-addr={address}:{rendezvous_port}"]
     else:
         command.append(f"--nccl-port={rendezvous_port}")
+    if (tls := spec.network.tls) is not None:
+        command += [f"--ssl-certfile={tls.certificate}", f"--ssl-keyfile={tls.key}"]
+        command += [f"--ssl-ca-certs={tls.ca}"] if tls.ca else []  # its calls of itself verify, too
     if spec.dummy_weights:
         # A draft model for speculative decoding gets no publications: it keeps what its checkpoint has.
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]

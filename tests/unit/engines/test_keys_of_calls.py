@@ -19,6 +19,7 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.locks import NoWebsockets
 from miles_async.engines.sglang.server import server_command
 from miles_async.errors import ConfigurationError, EngineError
+from miles_async.runtime.addresses import Network
 from tests.fakes.keys import KEYS
 
 # covers: C13
@@ -87,7 +88,7 @@ def test_commands_hold_no_key() -> None:
 
 def test_no_router_without_keys_where_others_reach_it(tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1"):
-        Router(EngineRegistry(), Http(), log_dir=tmp_path, host="10.0.0.1")
+        Router(EngineRegistry(), Http(), log_dir=tmp_path, network=Network(host="10.0.0.1"))
 
 
 async def test_websockets_of_an_engine_are_refused() -> None:
