@@ -41,6 +41,11 @@ class ClusterArguments:
     rollout_num_gpus: int = flag(1, "GPUs that generate (on CPU: engine processes)")
     rollout_num_gpus_per_engine: int = flag(1, "GPUs per engine, its tensor-parallel size")
     rollout_num_nodes_per_engine: int = flag(1, "nodes over which the GPUs of one engine are spread evenly")
+    colocate: bool = flag(
+        False,
+        "with --on-policy: engines use the GPUs of the trainer's ranks, in turns; the other side's memory is released "
+        "meanwhile. Has not been tried on GPUs yet",
+    )
     gpu_memory_gb: float | None = flag(
         None,
         "GiB that one GPU has: --dry-run and `miles-async plan --memory` refuse what does not fit",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from miles_async.arguments import Arguments, WeightsArguments
+from miles_async.arguments.colocation import check_colocation
 from miles_async.arguments.debug_checks import check_debug
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
@@ -370,6 +371,7 @@ CHECKS: tuple[Check, ...] = (
     check_weights,
     check_outputs,
     check_router_port,
+    check_colocation,
     check_network,
     check_debug,
 )

@@ -429,6 +429,19 @@ class TrainBackend(Protocol):
     def save_hf(self, directory: Path) -> None: ...
 
 
+@runtime_checkable
+class LeavesDevice(Protocol):
+    """A training backend that engines may share GPUs with (``--colocate``)."""
+
+    def offload(self) -> None:
+        """Free the device's memory until :meth:`onload`, keeping its contents. Nothing else is called meanwhile."""
+        ...
+
+    def onload(self) -> None:
+        """Undo :meth:`offload`."""
+        ...
+
+
 class Tracker(Protocol):
     """``--custom-tracker-path module:attr``: a class made without arguments that is given all metrics.
 

@@ -27,7 +27,7 @@ only; ``wiring/driver.py`` decides what stands behind them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -79,6 +79,37 @@ class Checkpoints(Protocol):
         ...
 
 
+class Gpus(Protocol):
+    """Turns of trainer and engines on GPUs that they share."""
+
+    async def for_training(self, evaluation: Awaitable[None] | None) -> None:
+        """Wait until the trainer has its memory. Engines have no weights from then on; all that they may still have to
+        do is ``evaluation``.
+        """
+        ...
+
+    def training_is_over(self) -> None:
+        """Nothing is asked of the trainer before the next :meth:`for_training`."""
+        ...
+
+    async def for_generating(self) -> None:
+        """Wait until :meth:`training_is_over` was said and the engines have their memory, and may be published to."""
+        ...
+
+
+class NoTurns:
+    """Implements Gpus where nothing is shared."""
+
+    async def for_training(self, evaluation: Awaitable[None] | None) -> None: ...
+
+    def training_is_over(self) -> None: ...
+
+    async def for_generating(self) -> None: ...
+
+
+NO_TURNS = NoTurns()
+
+
 class Recorder(Protocol):
     """Receives metrics, publications and evaluations: progress, files, trackers."""
 
@@ -114,6 +145,7 @@ class Controller:
         publisher: Publisher,
         checkpoints: Checkpoints,
         recorder: Recorder,
+        gpus: Gpus = NO_TURNS,
         rollout_arguments: RolloutArguments,
         staleness: StalenessArguments,
         weights: WeightsArguments,
@@ -125,6 +157,7 @@ class Controller:
         self._publisher = publisher
         self._checkpoints = checkpoints
         self._recorder = recorder
+        self._gpus = gpus
         self._num_steps = rollout_arguments.num_rollout
         self._bound = staleness.bound
         self._waits = staleness.stale_group_action == "wait"
@@ -145,6 +178,7 @@ class Controller:
         async with asyncio.TaskGroup() as scope:
             rollout = scope.create_task(self._rollout.run(), name="rollout")
             await self._publisher.stage(self.position.version)  # 0, or where the checkpoint left off
+            self._gpus.training_is_over()
             await self._deliver(self.position.version)
             repair = scope.create_task(self._repair_engines(), name="repair")
             await self._train(scope)
@@ -168,6 +202,8 @@ class Controller:
                 publishes = await self._publishes_after(step, watch)
                 if step + 1 < self._num_steps:
                     batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
+                with watch.timed("wait"):
+                    await self._gpus.for_training(self._evaluating)
                 with watch.timed("train"):
                     train_metrics = self._comparable(await self._trainer.train(prepared.shards))
                 await self._rollout.trained(prepared.batch_id)
@@ -184,6 +220,7 @@ class Controller:
             if self._checkpoint_at(step + 1):
                 await self._checkpoints.save(self.position)
                 scope.create_task(self._checkpoints.finish(), name=f"checkpoint of step {step + 1}")
+            self._gpus.training_is_over()
         await self._published(Stopwatch())
         if self._evaluating is not None:
             await self._evaluating
@@ -212,6 +249,7 @@ class Controller:
     async def _deliver(self, version: int) -> Publication:
         """Deliver the staged weights and make the version visible."""
         await self._may_publish.wait()
+        await self._gpus.for_generating()
         publication = await self._publisher.deliver(version)
         await self._rollout.commit_version(version)
         self._recorder.publication(publication)

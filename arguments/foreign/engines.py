@@ -36,6 +36,7 @@ ENGINES: tuple[ForeignFlag, ...] = (
     _refused("--sglang-model-path", "use --hf-checkpoint"),
     _refused("--sglang-tokenizer-path", "the tokenizer comes with --hf-checkpoint"),
     _refused("--sglang-host", "addresses of engines are chosen by the run: remove it"),
+    _refused("--sglang-enable-memory-saver", "--colocate switches it on", "nothing"),
     _refused("--sglang-nnodes", "use --rollout-num-nodes-per-engine"),
     _refused("--sglang-node-rank", "use --rollout-num-nodes-per-engine"),
     _refused("--sglang-dist-init-addr", "addresses of engines are chosen by the run: remove it"),

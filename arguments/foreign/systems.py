@@ -7,7 +7,7 @@ from miles_async.arguments.foreign.record import Fact, ForeignFlag, ForeignValue
 from miles_async.arguments.model_files import read_json
 from miles_async.types import JsonObject
 
-_NO_OFFLOAD = "trainer and engines never share devices, so that nothing is offloaded"
+_NO_OFFLOAD = "--colocate offloads both sides in turns, and without it nothing is offloaded"
 _SCRIPT = "it belongs to a script that prepares files, not to training: remove it"
 _FSDP = "Megatron trains here: remove it"
 _CI = "it belongs to the tests of another system: remove it"
@@ -47,12 +47,6 @@ def _other(flag: str, note: str) -> ForeignFlag:
 
 SYSTEMS: tuple[ForeignFlag, ...] = (
     # Cluster.
-    _switch(
-        "--colocate",
-        "refused",
-        "trainer and engines run at the same time and never share devices: use --actor-num-gpus-per-node and "
-        "--rollout-num-gpus",
-    ),
     _flag("--num-gpus-per-node", "noted", "Ray knows the GPUs of its nodes"),
     _flag("--actor-num-gpus", "refused", "use --actor-num-nodes and --actor-num-gpus-per-node"),
     _flag("--rollout-num-engines", "refused", "use --rollout-num-gpus and --rollout-num-gpus-per-engine"),

@@ -106,10 +106,12 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
 
     cluster = arguments.cluster
     device = choose_device(cluster.device)
+    if device == "cpu" and cluster.colocate:
+        yield "--colocate on a machine without GPUs, where sides share cores anyway: leave it out"
     if device == "cpu" or cluster.ray_address is not None:
         return
     owned = [group for group in server_groups(arguments) if not group.external]
-    generating = sum(group.engines * group.gpus_per_engine for group in owned)
+    generating = 0 if cluster.colocate else sum(group.engines * group.gpus_per_engine for group in owned)
     needed, there = cluster.trainer_world_size + generating, count_gpus()
     if needed > there:
         yield (

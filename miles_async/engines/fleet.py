@@ -100,6 +100,13 @@ class Fleet:
     async def flush_cache(self, engines: Sequence[Incarnation]) -> EngineErrors:
         return await self._each(engines, lambda url: self._server.flush_cache(url, self._step_timeout))
 
+    async def release_memory(self, engines: Sequence[Incarnation]) -> EngineErrors:
+        self._doubt(engines)
+        return await self._each(engines, lambda url: self._server.release_memory(url, self._step_timeout))
+
+    async def retake_memory(self, engines: Sequence[Incarnation]) -> EngineErrors:
+        return await self._each(engines, lambda url: self._server.retake_memory(url, self._step_timeout))
+
     async def connect(
         self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
     ) -> EngineErrors:

@@ -41,6 +41,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     dtype: str  # "float32", "bfloat16", ...; must be the trainer's for log-probs to agree
     tensor_parallel_size: int = 1  # GPUs, or on CPU processes, per engine
+    gpus: tuple[str, ...] = ()  # to use, of a node whose trainer ranks use them too; (): those that Ray gives it
     nodes: int = 1  # over which these are spread evenly; the first one serves
     random_seed: int = 0  # engine i samples with random_seed + i
     start_timeout: float = 600.0  # seconds
@@ -156,6 +157,14 @@ class InferenceServer(Protocol):
 
     async def flush_cache(self, url: str, timeout: float) -> None:
         """Forget all cached prefixes. Raises EngineError while requests use them."""
+        ...
+
+    async def release_memory(self, url: str, timeout: float) -> None:
+        """Free the GPU's memory while the server is paused: weights and cache are lost."""
+        ...
+
+    async def retake_memory(self, url: str, timeout: float) -> None:
+        """Undo :meth:`release_memory`, with any weights: it generates after the next publication."""
         ...
 
     async def join_group(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerHandle, ServerSpec
 from miles_async.engines.server_process import ServerProcess
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, ProcessLostError
@@ -24,6 +26,14 @@ _STOP_SECONDS = 10.0
 _POLL_SECONDS = 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginePlace:
+    """Where an engine shall be."""
+
+    node_ids: tuple[str, ...] = ()  # if empty or gone, Ray chooses
+    gpus: tuple[str, ...] = ()  # of the one node, which trainer ranks hold; (): some that nobody has
+
+
 class RayServers:
     """A ``LaunchServer``: each server in its own Ray actor, which holds the server's GPUs."""
 
@@ -33,21 +43,20 @@ class RayServers:
         spec: ServerSpec,
         labels: Mapping[str, str] = NO_LABELS,
         interpreter: str | None = None,
-        node_ids: Sequence[Sequence[str]] = (),
+        places: Sequence[EnginePlace] = (),
     ) -> None:
         """``labels``: of the nodes that may have engines. ``interpreter``: command that Ray starts the actors'
-        processes with; None: that of this process. ``node_ids``: the nodes of the first engines, if they are decided
-        already.
+        processes with; None: that of this process. ``places``: of the first engines, if they are decided already.
         """
         self._kind = kind
         self._spec = spec
         self._nodes = _EngineNodes(labels, spec.start_timeout)
         self._interpreter = interpreter
-        self._node_ids = node_ids
+        self._places = places
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
-        node_ids = self._node_ids[engine_index] if engine_index < len(self._node_ids) else ()
-        return _RayServer(self._kind, self._spec, self._nodes, self._interpreter, node_ids, engine_index, incarnation)
+        place = self._places[engine_index] if engine_index < len(self._places) else EnginePlace()
+        return _RayServer(self._kind, self._spec, self._nodes, self._interpreter, place, engine_index, incarnation)
 
 
 class _EngineNodes:
@@ -130,18 +139,20 @@ class _RayServer:
         spec: ServerSpec,
         nodes: _EngineNodes,
         interpreter: str | None,
-        node_ids: Sequence[str],
+        place: EnginePlace,
         engine_index: int,
         incarnation: int,
     ) -> None:
-        self._spec = spec
-        self._arguments = (kind, spec, engine_index, incarnation)
+        self._spec = msgspec.structs.replace(spec, gpus=place.gpus)
+        self._arguments = (kind, self._spec, engine_index, incarnation)
+        self._place = place
         self._engine_index = engine_index
         self._nodes = nodes
         self._process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
         self._name = f"{spec.group}-{engine_index}"
-        self._gpus = spec.tensor_parallel_size // spec.nodes if spec.device == "cuda" else 0  # on each node
-        self._reservation = Reservation({"GPU": self._gpus}, spec.nodes, nodes.labels, node_ids) if self._gpus else None
+        owns = spec.device == "cuda" and not place.gpus
+        self._gpus = spec.tensor_parallel_size // spec.nodes if owns else 0  # on each node
+        self._reservation = Reservation({"GPU": self._gpus}, spec.nodes, nodes.labels, place.node_ids) if owns else None
         self._parts: list[_RemoteServer] = []  # by node
 
     async def start(self) -> str:
@@ -190,6 +201,8 @@ class _RayServer:
                     f"{describe_nodes()} (--rollout-num-gpus, --rollout-num-gpus-per-engine)"
                 )
             return [self._reservation.on(node) for node in range(count)]
+        if self._place.gpus:
+            return [NodeAffinitySchedulingStrategy(self._place.node_ids[0], soft=False)]
         nodes = await self._nodes.choose(self._engine_index, count)
         return [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes]
 

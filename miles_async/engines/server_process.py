@@ -85,6 +85,8 @@ class ServerProcess:
         command = self._kind.command(self._spec, host, port, rendezvous, self._seed, self._node)
         self._temporary = await asyncio.to_thread(OwnedDirectory, temporary_parent(), mode=0o700)
         environment = {**self._kind.environment(self._spec), **network.variables()}
+        if self._spec.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
         environment["TMPDIR"] = str(self._temporary.path)
         environment |= {name: secret.reveal() for name, secret in self._spec.secrets.items()}
         environment |= keys.environment() if keys is not None else {}

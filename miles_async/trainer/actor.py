@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import ray
 
-from miles_async.api import TrainBackend
+from miles_async.api import LeavesDevice, TrainBackend
+from miles_async.errors import ConfigurationError
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.call_once import CallId, CallOnce
 from miles_async.seams import WeightSender
@@ -146,6 +147,17 @@ class TrainerActor:
             prepare_seconds=time.perf_counter() - started,
         )
 
+    def seat(self) -> tuple[str, str]:
+        """Id of this node, and the GPU that Ray gave this process."""
+        [gpu] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return ray.get_runtime_context().get_node_id(), gpu
+
+    def offload(self) -> None:
+        self._leaving.offload()
+
+    def onload(self) -> None:
+        self._leaving.onload()
+
     def save(self, directory: Path) -> None:
         self._ready.save(directory)
 
@@ -161,6 +173,15 @@ class TrainerActor:
         assert self._sender is not None, "only sending ranks have a sender"
         implementation: Callable[..., Answer] = getattr(self._sender, method.__name__)
         return implementation(*arguments)
+
+    @property
+    def _leaving(self) -> LeavesDevice:
+        if not isinstance(self._ready, LeavesDevice):
+            raise ConfigurationError(
+                f"--colocate: expected a training backend (--train-backend) with offload() and onload(), found "
+                f"{type(self._ready).__name__}: leave --colocate out"
+            )
+        return self._ready
 
     @property
     def _ready(self) -> TrainBackend:

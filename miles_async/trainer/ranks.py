@@ -96,18 +96,32 @@ class TrainerRanks:
         Raises ConfigurationError, TrainerError, ProcessLostError or StalledError, with nothing left running.
         """
         try:
-            await self._placement.reserve(self._start_timeout)
-            actor_class = ray.remote(concurrency_groups=dict.fromkeys(THREADS, 1))(TrainerActor)
-            self._actors = [self._create(actor_class, rank) for rank in range(self._world_size)]
-            self._links = [
-                ActorLink(f"trainer rank {rank}", actor.ping.remote) for rank, actor in enumerate(self._actors)
-            ]
+            if not self._actors:
+                await self._place()
             [(address, port)] = await self._call(TrainerActor.listen, [()], self._start_timeout)
             ready = address, port, self._backend, self._sender, self._senders, self._threads
             self._ranks = await self._call(TrainerActor.initialize, [ready] * self._world_size, self._start_timeout)
         except BaseException:
             await quietly(self.stop())
             raise
+
+    async def seats(self) -> Sequence[tuple[str, str]]:
+        """Start the processes of all ranks, and nothing in them yet. Returns node and GPU of each.
+
+        Raises as :meth:`start`, which comes next.
+        """
+        try:
+            await self._place()
+            return await self._call(TrainerActor.seat, [()] * self._world_size, self._start_timeout)
+        except BaseException:
+            await quietly(self.stop())
+            raise
+
+    async def _place(self) -> None:
+        await self._placement.reserve(self._start_timeout)
+        actor_class = ray.remote(concurrency_groups=dict.fromkeys(THREADS, 1))(TrainerActor)
+        self._actors = [self._create(actor_class, rank) for rank in range(self._world_size)]
+        self._links = [ActorLink(f"trainer rank {rank}", actor.ping.remote) for rank, actor in enumerate(self._actors)]
 
     @property
     def data_parallel_size(self) -> int:
@@ -152,6 +166,13 @@ class TrainerRanks:
         except (RayError, ProcessLostError) as error:
             self._kill()
             raise _cause({rank: error}) from None
+
+    async def offload(self) -> None:
+        """Give up the GPUs' memory until :meth:`onload`; nothing else is called meanwhile."""
+        await self._on_all(TrainerActor.offload)
+
+    async def onload(self) -> None:
+        await self._on_all(TrainerActor.onload)
 
     async def save(self, directory: Path) -> None:
         await self._on_all(TrainerActor.save, directory)

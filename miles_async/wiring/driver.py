@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -66,6 +66,7 @@ from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
 from miles_async.wiring.dumped_batches import DumpedBatches
 from miles_async.wiring.fork_servers import RunForkServers, fork_servers
+from miles_async.wiring.gpus import RunGpus, gpus_of, shared_places
 from miles_async.wiring.placement import RunPlacement, place_run
 from miles_async.wiring.report import RunReport
 from miles_async.wiring.rollout_process import build_rollout
@@ -191,25 +192,25 @@ class Run:
                 placement = await place_run(arguments, self._device)
                 sides = arguments.debug.sides
                 progress.phase(_STARTING[sides])
-                rollout = None if sides == "trainer" else self._rollout(servers, marks, placement)
                 trainer = (
                     None
                     if sides == "rollout"
                     else trainer_ranks(arguments, *place, environment, servers.ranks, marks, placement.trainer)
                 )
+                if arguments.cluster.colocate and trainer is not None:
+                    placement = replace(placement, engines=shared_places(arguments, await trainer.seats()))
+                rollout = None if sides == "trainer" else self._rollout(servers, marks, placement)
+                gpus = gpus_of(rollout, trainer, shared=arguments.cluster.colocate)
                 async with AsyncExitStack() as stopping:
                     if rollout is not None:
                         await stopping.enter_async_context(afterwards(partial(rollout.stop, STOP_SECONDS)))
                     if trainer is not None:
                         await stopping.enter_async_context(afterwards(trainer.stop))
-                    async with asyncio.TaskGroup() as scope:
-                        for side in (rollout, trainer):
-                            if side is not None:
-                                scope.create_task(side.start())
+                    await gpus.start(*(side.start for side in (rollout, trainer) if side is not None))
                     all_is_up()
                     commands = _commands(rollout.manager) if rollout is not None else {}
                     async with ControlServer(self._sockets / "control", commands):
-                        await self._control(progress, rollout, trainer)
+                        await self._control(progress, rollout, trainer, gpus)
 
     def _rollout(self, servers: RunForkServers, marks: Mapping[str, Path], placement: RunPlacement) -> RolloutProcess:
         arguments = self._arguments
@@ -228,7 +229,9 @@ class Run:
             servers.interpreter(f"ray::{RolloutActor.__name__}"),
         )
 
-    async def _control(self, progress: Progress, rollout: RolloutProcess | None, trainer: TrainerRanks | None) -> None:
+    async def _control(
+        self, progress: Progress, rollout: RolloutProcess | None, trainer: TrainerRanks | None, gpus: RunGpus
+    ) -> None:
         """Run the loop of the sides that there are."""
         arguments = self._arguments
         self.report.started()
@@ -244,15 +247,16 @@ class Run:
                 await rollouts_alone(rollout.manager, rollout.fleet, recorder, arguments.rollout.num_rollout)
             else:
                 progress.phase("the first publication")
-                await self._both(rollout, trainer, recorder)
+                await self._both(rollout, trainer, recorder, gpus)
             if trainer is not None and arguments.checkpoint.save_hf is not None:
+                await gpus.for_training(None)
                 await trainer.save_hf(arguments.checkpoint.save_hf)
         finally:
             if rollout is not None:
                 await self.report.hear_last_of(rollout.manager)
             await asyncio.to_thread(tracker.finish)
 
-    async def _both(self, rollout: RolloutProcess, trainer: TrainerRanks, recorder: RunRecorder) -> None:
+    async def _both(self, rollout: RolloutProcess, trainer: TrainerRanks, recorder: RunRecorder, gpus: RunGpus) -> None:
         arguments, manager = self._arguments, rollout.manager
         if arguments.weights.verify_weights != "off":
             trainer.canary_tokens = await manager.canary()
@@ -263,6 +267,7 @@ class Run:
             publisher=publisher,
             checkpoints=RunCheckpoints(trainer, manager, arguments.checkpoint, self._identity()),
             recorder=recorder,
+            gpus=gpus,
             rollout_arguments=arguments.rollout,
             staleness=arguments.staleness,
             weights=arguments.weights,

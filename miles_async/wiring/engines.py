@@ -179,8 +179,8 @@ class _StackMaker:
                 files=self._files(spec),
             )
             labels = self._arguments.cluster.rollout_labels
-            node_ids = self._placement.engines.get(group.name, ())
-            launch = RayServers(KIND, spec, labels, self._forked.interpreter, node_ids)
+            places = self._placement.engines.get(group.name, ())
+            launch = RayServers(KIND, spec, labels, self._forked.interpreter, places)
             self._seed += SEEDS_PER_GROUP
         return EngineGroup(
             name=group.name,

@@ -11,6 +11,7 @@ import structlog
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.server_groups import server_groups
+from miles_async.engines.placement import EnginePlace
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.clock import now
 from miles_async.runtime.node_choice import GpuNeed, NodeChoice, choose_nodes
@@ -24,10 +25,10 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlacement:
-    """Ids of nodes that were chosen. Empty on CPU, where Ray spreads what shares cores anyway."""
+    """What was chosen. Empty on CPU, where Ray spreads what shares cores anyway."""
 
-    trainer: tuple[str, ...] = ()
-    engines: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)  # group → of each of its engines
+    trainer: tuple[str, ...] = ()  # ids of nodes
+    engines: Mapping[str, tuple[EnginePlace, ...]] = field(default_factory=dict)  # group → of each of its engines
 
 
 async def place_run(arguments: Arguments, device: Device) -> RunPlacement:
@@ -49,15 +50,17 @@ async def place_run(arguments: Arguments, device: Device) -> RunPlacement:
     places = iter(choice.engines)
     return RunPlacement(
         trainer=choice.trainer,
-        engines={name: tuple(next(places) for _ in needs) for name, needs in groups.items()},
+        engines={name: tuple(EnginePlace(node_ids=next(places)) for _ in needs) for name, needs in groups.items()},
     )
 
 
 def gpu_needs(arguments: Arguments) -> tuple[GpuNeed, Mapping[str, list[GpuNeed]]]:
-    """What the trainer needs, and the engines of each group that this run starts."""
+    """What the trainer needs, and the engines of each group that this run starts on GPUs of their own."""
     cluster, sides = arguments.cluster, arguments.debug.sides
     nodes = cluster.actor_num_nodes if sides != "rollout" else 0
     trainer = GpuNeed(nodes=nodes, gpus=cluster.actor_num_gpus_per_node, labels=cluster.actor_labels)
+    if cluster.colocate:
+        return trainer, {}
     groups = {
         group.name: [
             GpuNeed(

@@ -64,6 +64,7 @@ class FakeEngine:
         self._running: dict[str, _Running] = {}
         self._waiting = 0  # requests that came during a pause
         self._paused: str | None = None
+        self._released: list[str] = []  # kinds of memory
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._updating = False
@@ -86,6 +87,8 @@ class FakeEngine:
                 web.post("/pause_generation", self._pause),
                 web.post("/continue_generation", self._continue),
                 web.post("/flush_cache", self._flush_cache),
+                web.post("/release_memory_occupation", self._release_memory),
+                web.post("/resume_memory_occupation", self._retake_memory),
                 web.post("/abort_request", self._abort),
                 web.post("/update_weight_version", self._update_weight_version),
                 web.post("/init_weights_update_group", self._init_group),
@@ -200,6 +203,7 @@ class FakeEngine:
                 await self._resumed.wait()
             if running.aborted:
                 return
+            assert not self._released, "it generates without memory"
             position = len(running.output)
             running.output.append(position % 50 + 3)
             if running.spans and running.spans[-1]["version"] == self.weight_version:
@@ -253,6 +257,17 @@ class FakeEngine:
         self._paused = None
         self._resumed.set()
         return web.json_response({"status": "ok"})
+
+    async def _release_memory(self, request: web.Request) -> web.Response:
+        assert self._paused == "retract" or not self._running, "SGLang's scheduler dies of that"
+        self._released += (await request.json())["tags"]
+        self._cache.clear()
+        return web.Response()
+
+    async def _retake_memory(self, request: web.Request) -> web.Response:
+        for tag in (await request.json())["tags"]:
+            self._released.remove(tag)
+        return web.Response()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         if self._running and self._paused != "retract":

@@ -133,6 +133,7 @@ class FakeFleet:
         self.shares: list[TensorShare] = []  # of which digests were asked for
         self.versions: dict[str, int] = {}
         self.paused: set[str] = set()
+        self.released: set[str] = set()  # without memory
         self.bucketwise: frozenset[str] = frozenset()
         self.sent: list[tuple[str, ...]] = []  # process groups whose senders were through
         self.sessions: set[str] = set()  # engines between begin and end of an update
@@ -179,6 +180,14 @@ class FakeFleet:
     async def pause(self, engines: Sequence[Incarnation], mode: str) -> Mapping[Incarnation, Exception | None]:
         self.paused |= ids(engines)
         return self._result(f"pause {mode}", engines)
+
+    async def release_memory(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
+        self.released |= ids(engines)
+        return self._result("release", engines)
+
+    async def retake_memory(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
+        self.released -= ids(engines)
+        return self._result("retake", engines)
 
     async def flush_cache(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
         return self._result("flush", engines)

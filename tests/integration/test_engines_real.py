@@ -220,6 +220,15 @@ async def test_a_version_that_changes_on_the_way_makes_two_spans(engine: Engine)
     assert meta["weight_version"] == "2"
 
 
+async def test_a_paused_engine_gives_its_memory_up_and_takes_it_back(engine: Engine) -> None:
+    """On CPU it keeps it; this shows the order of calls and their form."""
+    await engine.api.pause(engine.url, "retract", DEADLINE)
+    await engine.api.release_memory(engine.url, DEADLINE)
+    await engine.api.retake_memory(engine.url, DEADLINE)
+    await engine.api.resume(engine.url, DEADLINE)
+    assert len((await engine.generate(4))["output_ids"]) == 4
+
+
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_pause_modes(engine: Engine, mode: str) -> None:  # covers: M11
     await engine.name_version("1")

@@ -64,12 +64,12 @@ async def test_ranks_and_engines_are_where_it_was_decided(node_ids: list[str], m
         "cuda",
     )
     assert node_ids[0] in placement.trainer  # where no engine may be
-    [engines_node] = {node for place in placement.engines["engine"] for node in place}
+    [engines_node] = {node for place in placement.engines["engine"] for node in place.node_ids}
     assert {*placement.trainer, engines_node} == {*node_ids}
 
     monkeypatch.setattr("miles_async.engines.placement.EngineActor", Where)
     spec = ServerSpec(model_path="m", device="cuda", dtype="float32", tensor_parallel_size=2)
-    launch = RayServers(KIND, spec, {"pool": "x"}, node_ids=placement.engines["engine"])
+    launch = RayServers(KIND, spec, {"pool": "x"}, places=placement.engines["engine"])
     servers = [launch(index, 0) for index in range(2)]
     assert [await server.start() for server in servers] == [engines_node] * 2  # before the trainer has its nodes
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from miles_async.backends.megatron import hf_config
 from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.types import TrainShard
+
+if TYPE_CHECKING:
+    from miles_async.backends.megatron.offload import HostStorages
 
 # Files of the source checkpoint that an export copies byte by byte: all that inference needs besides weights and
 # config. The bridge would save transformers' rewritten versions (and a tokenizer even if there was none).
@@ -99,6 +103,7 @@ class MegatronBackend:
             layout=self._model.pack_layout,
             device=self.device,
         )
+        self._on_host: HostStorages | None = None
 
     @property
     def data_parallel_rank(self) -> int:
@@ -146,6 +151,24 @@ class MegatronBackend:
         for name, tensor in self._model.bridge.export_hf_weights(self._model.modules, show_progress=False):
             if not (self._model.tied and name == "lm_head.weight"):
                 yield name, tensor.detach()
+
+    def offload(self) -> None:
+        """Move everything from the device to the host, until :meth:`onload`."""
+        from miles_async.backends.megatron.offload import HostStorages, gradients, model_tensors, optimizer_tensors
+
+        modules = [*self._model.modules, *(self._runner.reference or ())]
+        kept = [*model_tensors(modules), *optimizer_tensors(self._optimizer)]
+        self._on_host = HostStorages(
+            (tensor for tensor in kept if tensor.device.type == self.device.type), scratch=gradients(modules)
+        )
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Undo :meth:`offload`."""
+        assert self._on_host is not None, "offload() comes first"
+        self._on_host.restore()
+        self._on_host = None
 
     def save(self, directory: Path) -> None:
         from miles_async.backends.megatron import checkpoint

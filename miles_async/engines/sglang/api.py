@@ -36,6 +36,8 @@ UNKNOWN_TOKENS_IN_FLIGHT = 1 << 31
 number, or verify more tokens than they were started with (``--speculative-adaptive``).
 """
 
+MEMORY_TAGS = ["kv_cache", "weights", "cuda_graph"]
+
 # Servers close connections that were idle for some seconds, maybe just as the next call goes out, which would look like
 # an engine that died.
 _HEADERS = {"Content-Type": "application/json", "Connection": "close"}
@@ -153,6 +155,13 @@ class SGLangServer:
 
     async def resume(self, url: str, timeout: float) -> None:
         await self._post(url, "/continue_generation", {}, timeout)
+
+    async def release_memory(self, url: str, timeout: float) -> None:
+        """Needs a server that was started with --enable-memory-saver, and without requests."""
+        await self._post(url, "/release_memory_occupation", {"tags": MEMORY_TAGS}, timeout)
+
+    async def retake_memory(self, url: str, timeout: float) -> None:
+        await self._post(url, "/resume_memory_occupation", {"tags": MEMORY_TAGS}, timeout)
 
     async def flush_cache(self, url: str, timeout: float) -> None:
         await self._post(url, "/flush_cache", {}, timeout)

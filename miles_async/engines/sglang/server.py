@@ -63,6 +63,8 @@ def server_command(
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]
     if spec.weight_version is not None:
         command.append(f"--weight-version={spec.weight_version}")
+    if spec.gpus:
+        command.append("--enable-memory-saver")
     if spec.device == "cpu":
         command += _CPU_FLAGS
         command += memory_flags(

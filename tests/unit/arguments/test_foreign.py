@@ -120,7 +120,7 @@ class TestTranslation:
         assert "give --advantage-estimator grpo" in refusal("--advantage-estimator", "gspo")
 
     def test_all_problems_are_reported_together(self):
-        assert "3 problems" in refusal("--colocate", "--frobnicate", "--fp8-format", "e4m3")
+        assert "3 problems" in refusal("--fsdp-cpu-offload", "--frobnicate", "--fp8-format", "e4m3")
 
 
 DENSE = {

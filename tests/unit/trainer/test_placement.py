@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from miles_async.engines.kind import EngineKind, ServerSpec
-from miles_async.engines.placement import RayServers, _EngineNodes
+from miles_async.engines.placement import EnginePlace, RayServers, _EngineNodes
 from miles_async.errors import EngineStartError, TrainerError
 from miles_async.trainer.placement import Placement, RankResources
 
@@ -91,8 +91,8 @@ async def test_an_engine_gets_its_gpus_where_that_was_decided_or_where_ray_has_t
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], chosen: str | None, selector: dict[str, str]
 ) -> None:
     asked["granted"] = ["b" * 56]
-    node_ids = [[chosen * 56]] * 4 if chosen else []
-    for options in await _started(monkeypatch, "cuda", {"pool": "x"}, node_ids):
+    places = [EnginePlace(node_ids=(chosen * 56,))] * 4 if chosen else []
+    for options in await _started(monkeypatch, "cuda", {"pool": "x"}, places):
         assert options == {"num_cpus": 0, "num_gpus": 2, "scheduling_strategy": 0}
     assert asked["bundles"] == [{"GPU": 2}]
     assert asked["bundle_label_selector"] == [selector]
@@ -134,7 +134,7 @@ async def _started(
     monkeypatch: pytest.MonkeyPatch,
     device: Any,
     labels: dict[str, str],
-    node_ids: list[list[str]] | None = None,
+    places: Sequence[EnginePlace] = (),
     start_timeout: float = 600.0,
 ) -> list[dict[str, Any]]:
     """Options of the actors of four engines."""
@@ -159,7 +159,7 @@ async def _started(
         model_path="m", device=device, dtype="float32", tensor_parallel_size=2, start_timeout=start_timeout
     )
     kind = EngineKind(name="none", command=None, environment=None, is_up=None, calls=None)
-    launch = RayServers(kind, spec, labels, node_ids=node_ids or [])
+    launch = RayServers(kind, spec, labels, places=places)
     for index in range(4):
         await launch(index, 0).start()
     return started

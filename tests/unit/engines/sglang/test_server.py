@@ -85,3 +85,9 @@ def test_absent_packages_can_be_mentioned_and_not_used() -> None:
             raise AssertionError
     """)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_engines_that_share_gpus_can_release_their_memory() -> None:
+    shared = ServerSpec(model_path="m", device="cuda", dtype="bfloat16", gpus=("3", "1"))
+    assert "--enable-memory-saver" in server_command(shared, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+    assert "--enable-memory-saver" not in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)

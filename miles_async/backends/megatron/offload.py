@@ -1,0 +1,67 @@
+"""A rank's memory given up to engines on the same GPU, and taken back (``--colocate``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from torch.nn import Module
+
+
+class HostStorages:
+    """The contents of tensors on the host, while their own memory is freed. The tensors, and all views of them, stay
+    the same objects.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, scratch: Iterable[Tensor] = ()) -> None:
+        """Copy the contents and free the memory. ``scratch``: tensors whose contents nobody needs."""
+        self._kept = _storages(tensors)
+        self._scratch = {place: storage for place, storage in _storages(scratch).items() if place not in self._kept}
+        self._copies: dict[int, torch.UntypedStorage] = {}
+        self._sizes: dict[int, int] = {}
+        for place, storage in self._kept.items():
+            self._copies[place] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
+        for place, storage in (self._kept | self._scratch).items():
+            self._sizes[place] = storage.nbytes()
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory again and copy the contents back."""
+        for place, storage in (self._kept | self._scratch).items():
+            storage.resize_(self._sizes[place])
+            if place in self._copies:
+                storage.copy_(self._copies[place])
+
+
+def model_tensors(modules: Sequence[Module]) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    for module in modules:
+        yield from module.parameters()
+        for part in module.modules():
+            yield from (buffer for buffer in part._buffers.values() if buffer is not None)
+
+
+def gradients(modules: Sequence[Module]) -> Iterator[Tensor]:
+    """The buffers that Megatron accumulates gradients in: zeroed when the next optimizer step begins."""
+    for module in modules:
+        yield from (parameter.main_grad for parameter in module.parameters() if hasattr(parameter, "main_grad"))
+
+
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Masters in fp32 and moments."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """By address. Several tensors may be views of one."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}

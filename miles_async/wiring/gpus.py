@@ -1,0 +1,128 @@
+"""Who has the GPUs: trainer and engines each their own, or both the same ones in turns (``--colocate``).
+
+In turns::
+
+    engines   ── generate ──┐ released              ┌── take weights, generate ──┐ released
+    trainer        on host  └── train, stage, save ─┘ on host                    └── train ...
+
+The trainer's weights are staged in files, so it leaves before engines come back to take them, and the two never need
+room at the same time. What engines held is lost with their memory: the publication brings all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Protocol
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.server_groups import DEFAULT_GROUP
+from miles_async.controller import NoTurns
+from miles_async.engines.placement import EnginePlace
+from miles_async.errors import EngineError
+from miles_async.rollout.actor import RolloutProcess
+from miles_async.runtime.tasks import gathered
+from miles_async.seams import EngineErrors, EngineFleet
+from miles_async.trainer.ranks import TrainerRanks
+from miles_async.types import Incarnation
+
+Start = Callable[[], Coroutine[object, object, None]]
+
+
+class LeavesGpus(Protocol):
+    """The trainer's ranks, as seen from here."""
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+
+class OwnGpus(NoTurns):
+    """Each side has GPUs of its own, so nobody waits for anybody."""
+
+    async def start(self, *sides: Start) -> None:
+        """Start them at once."""
+        await gathered(*(start() for start in sides))
+
+
+class SharedGpus:
+    """Both sides have the same GPUs, one at a time; implements ``controller.Gpus``. The trainer has the first turn."""
+
+    def __init__(self, fleet: EngineFleet, trainer: LeavesGpus) -> None:
+        self._fleet = fleet
+        self._trainer = trainer
+        self._engines_have_them = True
+        self._trainer_is_through = asyncio.Event()
+
+    async def start(self, *sides: Start) -> None:
+        """Engines first: they size their memory by what is free."""
+        engines, trainer = sides
+        await engines()
+        await self._release()
+        await trainer()
+
+    async def for_training(self, evaluation: Awaitable[None] | None) -> None:
+        self._trainer_is_through.clear()
+        if evaluation is not None:
+            await evaluation
+        if self._engines_have_them:
+            await self._release()
+            await self._trainer.onload()
+
+    def training_is_over(self) -> None:
+        self._trainer_is_through.set()
+
+    async def for_generating(self) -> None:
+        await self._trainer_is_through.wait()
+        if self._engines_have_them:
+            return
+        await self._trainer.offload()
+        self._engines_have_them = True
+        errors = await self._fleet.retake_memory(await self._engines())
+        for engine, error in errors.items():
+            if error is not None:
+                await self._fleet.fence([engine], f"GPU memory: {error}")
+
+    async def _release(self) -> None:
+        """Raises EngineError: as long as an engine keeps its memory, the trainer has no room."""
+        engines = await self._engines()
+        await self._check(await self._fleet.pause(engines, "retract"))
+        await self._check(await self._fleet.release_memory(engines))
+        self._engines_have_them = False
+
+    async def _check(self, errors: EngineErrors) -> None:
+        """Raise the first error of an engine that still runs: one that was lost has no memory either."""
+        if not any(errors.values()):
+            return
+        for engine in await self._engines():
+            if error := errors.get(engine):
+                raise EngineError(f"--colocate: {engine} does not release its GPU: {error}") from error
+
+    async def _engines(self) -> Sequence[Incarnation]:
+        members = await self._fleet.members()
+        return (*members.serving, *members.joining)
+
+
+RunGpus = OwnGpus | SharedGpus
+
+
+def gpus_of(rollout: RolloutProcess | None, trainer: TrainerRanks | None, *, shared: bool) -> RunGpus:
+    """``shared``: with ``--colocate``, when there are both sides."""
+    return SharedGpus(rollout.fleet, trainer) if shared and rollout is not None and trainer is not None else OwnGpus()
+
+
+def shared_places(arguments: Arguments, seats: Sequence[tuple[str, str]]) -> dict[str, tuple[EnginePlace, ...]]:
+    """The engines' places on the GPUs of the trainer's ranks, consecutive ranks' for each. ``seats``: node and GPU of
+    each rank, all of one node.
+
+    Each sees the first rank's GPU, too, where the weights come from by ``--weight-transport ipc``; SGLang's ranks take
+    the first ones that they see.
+    """
+    size = arguments.cluster.rollout_num_gpus_per_engine
+    gpus = [gpu for _, gpu in seats]
+    own = [gpus[first : first + size] for first in range(0, arguments.cluster.rollout_num_gpus, size)]
+    return {
+        DEFAULT_GROUP: tuple(
+            EnginePlace(node_ids=(seats[0][0],), gpus=tuple(dict.fromkeys([*some, gpus[0]]))) for some in own
+        )
+    }
