@@ -251,9 +251,11 @@ async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
     b.rollout.evaluate = slow
     async with asyncio.TaskGroup() as scope:
         scope.create_task(b.controller.run())
+        async with asyncio.timeout(10):  # training goes on during the evaluation of version 0
+            while "commit 2" not in b.events:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
         for _ in range(300):
             await asyncio.sleep(0)
-        assert "commit 2" in b.events, "training goes on during the evaluation of version 0"
         assert "commit 3" not in b.events, "until the next evaluation wants the same engines"
         assert apart.versions["engine-0"] == 0
         for gate in gates:
