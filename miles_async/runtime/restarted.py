@@ -24,7 +24,8 @@ class RunRestart(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str | None  # from which the next one started; None: from where the run had begun
 
     def __str__(self) -> str:
-        return f"restarted from {self.checkpoint or 'the beginning'} after: {self.reason} (its files: {self.run_dir})"
+        place = self.checkpoint or "where it had begun"
+        return f"restarted from {place} after: {self.reason} (its files: {self.run_dir})"
 
 
 def restarts_variable(restarts: Sequence[RunRestart]) -> dict[str, str]:

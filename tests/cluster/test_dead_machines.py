@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.runtime.restarted import read_restarts
 from tests.cluster.machines import machines, needs_machines
 from tests.cluster.runs import apart, assert_each_trained_once, assert_one_error, cluster_run, machine_with_ranks
 
@@ -46,15 +47,32 @@ def test_the_only_one_with_engines_comes_back_and_the_run_goes_on(tmp_path: Path
         assert_each_trained_once(run, 8)
 
 
-def test_one_with_ranks_ends_the_run_with_one_error(tmp_path: Path) -> None:
-    with machines(tmp_path, 3) as cluster:
+def test_one_with_ranks_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """First without a restart. Then with one, which waits for a machine to come back, since none is left."""
+    steps, checkpoints = 8, tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    flags = (*apart(steps), "--save", str(checkpoints), "--save-interval", "2")
+    with machines(tmp_path, 3, shared=[checkpoints]) as cluster:
         cluster.start_ray({0: ENGINES, 1: RANKS, 2: RANKS})
-        with cluster_run(cluster, *apart(40)) as run:
+        with cluster_run(cluster, *flags) as run:
             run.wait_for_steps(3, START_SECONDS)
-            machine_with_ranks(cluster, run).kill()
+            first = machine_with_ranks(cluster, run)
+            first.kill()
             assert run.wait(ENDING_SECONDS) == 1, run.output
             run.assert_nothing_left()
         assert_one_error(run, "trainer rank ")
+        with cluster_run(cluster, *flags, "--load", str(checkpoints), "--max-run-restarts", "1") as run:
+            run.wait_for_output(f"/{steps}  reward ", START_SECONDS)
+            machine_with_ranks(cluster, run).kill()
+            run.wait_for_output("restart 1, of 1 per hour", ENDING_SECONDS)
+            cluster.bring_back(first, RANKS)
+            assert run.wait(RUN_SECONDS) == 0, run.output
+            run.assert_nothing_left()
+        assert len(read_restarts(run.run_dir)) == 1
+        assert run.summary["ending"] == "finished"
+        assert run.summary["balanced"]
+        assert run.summary["age_max"] <= 2
+        assert run.steps[-1]["step"] == steps - 1
 
 
 @pytest.mark.parametrize("head", [0, 1], ids=["with Ray's head", "without Ray's head"])

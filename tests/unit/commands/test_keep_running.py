@@ -155,6 +155,7 @@ def test_a_run_lost_before_its_first_checkpoint_begins_again(tmp_path: Path) -> 
     (foreign / "position.json").write_text('{"run": "another"}')
     assert lives.run(2) == 0
     assert lives.words == [[], [], ["--load", lives.checkpoint(20)]]
+    assert str(read_restarts(lives.run_dir)[0]).startswith("restarted from where it had begun after: ")
 
 
 def test_a_run_that_never_had_the_directory_is_not_judged_by_what_is_there(tmp_path: Path) -> None:
