@@ -122,3 +122,11 @@ def test_a_kind_without_imports_and_servers_on_cuda_are_not_forked(spec: ServerS
     with_imports = replace(FILES, imports=("http.server",))
     on_cuda = msgspec.structs.replace(spec, device="cuda")
     assert fork_server_of(with_imports, on_cuda, tmp_path / "socket", {}) is None
+
+
+async def test_a_server_sees_the_gpus_that_it_is_given(spec: ServerSpec) -> None:
+    (Path(spec.model_path) / "made").touch()
+    server = ServerProcess(FILES, msgspec.structs.replace(spec, gpus=("3", "1")), 0, 0)
+    await server.start()
+    assert psutil.Process(await server.pid()).environ()["CUDA_VISIBLE_DEVICES"] == "3,1"
+    await server.stop()

@@ -98,6 +98,13 @@ async def test_an_engine_gets_its_gpus_where_that_was_decided_or_where_ray_has_t
     assert asked["bundle_label_selector"] == [selector]
 
 
+async def test_an_engine_on_the_trainers_gpus_reserves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [EnginePlace(node_ids=("b" * 56,), gpus=("3", "1"))] * 4
+    for options in await _started(monkeypatch, "cuda", {}, places):
+        assert options["num_gpus"] == 0
+        assert options["scheduling_strategy"].node_id == "b" * 56
+
+
 async def test_an_engine_without_gpus_to_be_had_says_what_there_is(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
