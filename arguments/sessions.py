@@ -34,7 +34,7 @@ class SessionsArguments:
         300.0, "seconds without a request or heartbeat after which a session expires", metavar="SECONDS"
     )
     session_server_workers: int = flag(
-        1, "processes of the session server; one takes some 2,000 short turns per second of its core"
+        1, "processes of the session server; one takes 1,500 to 2,000 short turns per second of its core"
     )
     max_turns: int = flag(16, "turns of the model in one trajectory")
     max_tokens_per_turn: int | None = flag(
