@@ -223,8 +223,8 @@ def test_exit_code_tells_how_a_run_ended(
         (["--actor-num-nodes", "2"], "--actor-num-nodes 2 without --ray-address"),
         (["--lr-warmup-iters", "5000"], "--lr-warmup-iters 5000 is not less than the run's"),
         (
-            ["--tensor-model-parallel-size", "4", "--actor-num-gpus-per-node", "4"],
-            "does not divide num_key_value_heads 2",
+            ["--tensor-model-parallel-size", "8", "--actor-num-gpus-per-node", "8"],
+            "does not divide the model's num_attention_heads 4",
         ),
         (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
     ],
