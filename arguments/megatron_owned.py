@@ -40,7 +40,7 @@ PREFIXES: Mapping[str, str] = {
     "external_cuda_graph": _PACKED,
     "enable_cuda_graph": _PACKED,
     "account_for_": "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
-    "virtual_pipeline_": _ABSENT,
+    "virtual_pipeline_": "use --num-virtual-stages-per-pipeline-rank",
     "hierarchical_context_": _ABSENT,
     "pipeline_model_parallel_layout": _ABSENT,
 }

@@ -33,6 +33,12 @@ class ModelArguments:
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "layers of the last pipeline stage, if it is to have others than the rest: it computes the logits, too"
     )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "layers of each virtual pipeline stage: a rank gets several of them, which keeps ranks busier"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "virtual pipeline stages per rank, in place of --num-layers-per-virtual-pipeline-stage"
+    )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a mixture-of-experts model")
     expert_tensor_parallel_size: int | None = flag(
         None, "ranks that share each expert's matrices (default: --tensor-model-parallel-size)"
@@ -96,3 +102,31 @@ class ModelArguments:
             )
         shares = [left // middle] * middle if middle else []
         return [*([first] if first is not None else []), *shares, *([last] if last is not None else [])]
+
+    def virtual_stages(self, layers: int) -> int:
+        """Virtual pipeline stages on every rank, 1 if there are none. Raises ConfigurationError naming the flags.
+
+        >>> ModelArguments(pipeline_model_parallel_size=4, num_layers_per_virtual_pipeline_stage=2).virtual_stages(32)
+        4
+        """
+        size, count = self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank
+        if size is None and count is None:
+            return 1
+        given = (
+            f"--num-layers-per-virtual-pipeline-stage {size}"
+            if size is not None
+            else f"--num-virtual-stages-per-pipeline-rank {count}"
+        )
+        if size is not None and count is not None:
+            raise ConfigurationError(f"{given} with --num-virtual-stages-per-pipeline-rank: give one of them")
+        if self.pipeline_model_parallel_size == 1:
+            raise ConfigurationError(f"{given} without --pipeline-model-parallel-size: there is one stage only")
+        shares = self.stage_layers(layers)
+        if any(share % (size or count or 1) for share in shares):
+            raise ConfigurationError(f"{given} does not divide the layers of a pipeline rank: {sorted(set(shares))}")
+        if size is not None and len(set(shares)) > 1:
+            raise ConfigurationError(
+                f"{given} with pipeline ranks of {sorted(set(shares))} layers: give "
+                "--num-virtual-stages-per-pipeline-rank"
+            )
+        return count if count is not None else shares[0] // (size or 1)

@@ -19,6 +19,8 @@ AT_LEAST: dict[str, int] = {
     "context_parallel_size": 1,
     "decoder_first_pipeline_num_layers": 1,
     "decoder_last_pipeline_num_layers": 1,
+    "num_layers_per_virtual_pipeline_stage": 1,
+    "num_virtual_stages_per_pipeline_rank": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "recompute_num_layers": 1,

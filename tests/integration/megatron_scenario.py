@@ -39,6 +39,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    virtual: int | None = None  # pipeline stages per rank
     first_stage_layers: int | None = None
     expert: int = 1
     expert_tensor: int | None = None
@@ -82,6 +83,7 @@ def make_backend(
             pipeline_model_parallel_size=layout.pipeline,
             context_parallel_size=layout.context,
             decoder_first_pipeline_num_layers=layout.first_stage_layers,
+            num_virtual_stages_per_pipeline_rank=layout.virtual,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,
             sequence_parallel=layout.sequence_parallel,

@@ -98,6 +98,8 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins(
         ("megatron.core.jit", "jit_fuser = torch.compile"),
         # cpu_compat.uneven_gather
         ("megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list, input_"),
+        # bridge_fixes, of virtual pipeline stages
+        ("megatron.bridge.models.conversion.model_bridge", "TODO(yuya): Fix for VPP, the vp stage needs"),
         # checkpoint_writer
         ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("spawn")'),
         ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("fork")'),
@@ -291,7 +293,7 @@ WITHOUT: dict[str, Callable[[MakeBackend, Path], Any]] = {
 
 def source_of(module: str) -> str:
     """Without importing it."""
-    root = importlib.util.find_spec("megatron.core")
+    root = importlib.util.find_spec(".".join(module.split(".")[:2]))
     assert root is not None
     assert root.origin is not None
     path = Path(root.origin).parent.joinpath(*module.split(".")[2:]).with_suffix(".py")

@@ -40,13 +40,18 @@ LAYOUTS = {
     "tp4": Layout(world_size=4, tensor=4),
     "pp2": Layout(world_size=2, pipeline=2, micro_batches=2),
     "pp2-unequal": Layout(world_size=2, pipeline=2, first_stage_layers=2, micro_batches=2),
+    "pp2-virtual2": Layout(world_size=2, pipeline=2, virtual=2, micro_batches=3),
+    "tp2-pp2-virtual2": Layout(world_size=4, tensor=2, pipeline=2, virtual=2, micro_batches=2),
+    "dp2-pp2-virtual2": Layout(world_size=4, pipeline=2, virtual=2),
     "cp2": Layout(world_size=2, context=2, micro_batches=2),
     "tp2-cp2": Layout(world_size=4, tensor=2, context=2),
     "pp2-cp2": Layout(world_size=4, pipeline=2, context=2, micro_batches=2),
+    "pp2-virtual2-cp2": Layout(world_size=4, pipeline=2, virtual=2, context=2, micro_batches=2),
     "dp2-cp2": Layout(world_size=4, context=2),
     "cp4": Layout(world_size=4, context=4),
     "cp2-ep2": Layout(world_size=4, context=2, expert=2),
     "ep2": Layout(world_size=2, expert=2, micro_batches=2),
+    "ep2-etp2": Layout(world_size=4, expert=2, expert_tensor=2),
     "tp2-ep2": Layout(world_size=2, tensor=2, expert=2, expert_tensor=1),
     "tp2-ep2-etp2": Layout(world_size=4, tensor=2, expert=2, expert_tensor=2, micro_batches=2),
 }
@@ -54,6 +59,9 @@ DENSE = tuple(name for name in FAMILIES if name not in MIXTURES)
 DEEPER = {  # name → (family, layers)
     "qwen3-three-layers": ("qwen3", 3),
     "deepseek-v3-three-layers": ("deepseek-v3", 3),
+    "qwen3-four-layers": ("qwen3", 4),
+    "qwen3-tied-four-layers": ("qwen3-tied", 4),
+    "deepseek-v3-four-layers": ("deepseek-v3", 4),
 }
 MODELS = {
     "one-rank": FAMILIES,
@@ -64,13 +72,18 @@ MODELS = {
     "tp4": ("qwen2", "qwen3-tied"),  # more ranks than heads of keys and values
     "pp2": FAMILIES,
     "pp2-unequal": ("qwen3-three-layers", "deepseek-v3-three-layers"),
+    "pp2-virtual2": ("qwen3-four-layers", "qwen3-tied-four-layers", "deepseek-v3-four-layers"),
+    "tp2-pp2-virtual2": ("qwen3-tied-four-layers", "deepseek-v3-four-layers"),
+    "dp2-pp2-virtual2": ("qwen3-four-layers",),
     "cp2": FAMILIES,
     "tp2-cp2": ("qwen3-tied", "qwen3-moe", "deepseek-v3"),
     "pp2-cp2": ("qwen3-tied", "deepseek-v3"),
+    "pp2-virtual2-cp2": ("qwen3-tied-four-layers",),
     "dp2-cp2": ("qwen3", "qwen3-moe"),
     "cp4": ("qwen3",),
     "cp2-ep2": ("qwen3-moe", "deepseek-v3"),
     "ep2": MIXTURES,
+    "ep2-etp2": ("qwen3-moe", "deepseek-v3"),
     "tp2-ep2": MIXTURES,
     "tp2-ep2-etp2": MIXTURES,
 }

@@ -41,14 +41,24 @@ LAYOUTS = {
     "tp2": Layout(2, tensor=2),
     "pp2": Layout(2, pipeline=2),
     "ep2": Layout(2, expert=2),
+    "cp2": Layout(2, context=2),
+    "pp2-virtual2": Layout(2, pipeline=2, virtual=2, micro_batches=2),
     "one": Layout(1),
     "dp2-tp2": Layout(4, tensor=2),
     "tp2-ep2-etp2": Layout(4, tensor=2, expert=2, expert_tensor=2),
 }
 SAVED: list[Case] = [(layout, model) for layout in ("dp2", "tp2", "pp2") for model in ("qwen3-tied", "qwen3-moe")]
 SAVED.append(("ep2", "qwen3-moe"))
+LOADED_BY_TWO = [
+    *((source, target, model) for source, model in SAVED for target, of in SAVED if of == model and source != target),
+    ("dp2", "cp2", "qwen3-tied"),
+    ("cp2", "tp2", "qwen3-tied"),
+    ("pp2", "pp2-virtual2", "qwen3-tied"),
+    ("pp2-virtual2", "dp2", "qwen3-tied"),
+]
+SAVED += [("cp2", "qwen3-tied"), ("pp2-virtual2", "qwen3-tied")]
 LOADED: dict[int, list[tuple[str, str, str]]] = {  # ranks → layout of the save, layout, model
-    2: [(source, target, model) for source, model in SAVED for target, of in SAVED if of == model and source != target],
+    2: LOADED_BY_TWO,
     1: [(source, "one", model) for source, model in SAVED],
     4: [
         ("pp2", "dp2-tp2", "qwen3-tied"),
@@ -188,7 +198,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """Observations of each rank in each case, or a traceback."""
     root = tmp_path_factory.mktemp("resharding")
     for model in ("qwen3-tied", "qwen3-moe"):
-        save_tiny(model, root / model)
+        save_tiny(model, root / model, num_hidden_layers=4)  # for two virtual stages on each of two ranks
     ranks = [run_ranks(2, _two_ranks, root, timeout=300)]
     ranks += [run_ranks(1, _one_rank, root, timeout=200), run_ranks(4, _loads, root, timeout=200)]
     return {case: [rank[case] for rank in of_world] for of_world in ranks for case in of_world[0]}
@@ -213,7 +223,8 @@ def test_a_checkpoint_goes_on_in_another_layout(seen: dict[Any, list[Any]], case
 def test_another_layout_seeds_the_generators_again(seen: dict[Any, list[Any]]) -> None:
     expected = torch.rand(3, generator=torch.Generator().manual_seed(SEED + SAVED_AT)).tolist()
     for case in CASES:
-        same_grid = case[:2] in (("dp2", "ep2"), ("ep2", "dp2"))  # the experts' ranks are data-parallel ranks
+        # The experts' ranks are data-parallel ranks, virtual stages are on the same ranks.
+        same_grid = case[:2] in (("dp2", "ep2"), ("ep2", "dp2"), ("pp2", "pp2-virtual2"))
         for rank in seen[case]:
             assert (rank.draws == expected) is not same_grid, case
 

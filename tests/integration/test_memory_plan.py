@@ -145,6 +145,19 @@ def test_stages_and_ranks_add_up_to_the_model(models: dict[str, Path]) -> None:
     assert sum(stage.expert_parameters * len(stage.stages) for stage in stages) * 4 == whole[0].expert_parameters
 
 
+def test_virtual_stages_hold_the_same_parameters_and_more_activations(models: dict[str, Path]) -> None:
+    whole = measure(request(models["dense"], 2, pipeline_model_parallel_size=2))
+    virtual = measure(
+        request(models["dense"], 2, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    )
+    assert [stage.parameters for stage in virtual] == [stage.parameters for stage in whole]
+    assert [stage.under_way for stage in whole] == [2, 1]
+    # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", figure 4: of smaller stages.
+    assert [stage.under_way for stage in virtual] == [5, 3]
+    for part, stage in zip(virtual, whole, strict=True):
+        assert 0.4 * stage.kept < part.kept < 0.7 * stage.kept
+
+
 def test_what_megatron_cannot_build_is_an_error(models: dict[str, Path]) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.json"):
         measure(request(models["dense"], 3, tensor_model_parallel_size=3))

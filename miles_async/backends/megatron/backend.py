@@ -92,10 +92,10 @@ class MegatronBackend:
         reference = None
         minimised = objective()
         if "ref_logprobs" in minimised.needs:
-            reference = load_model(ref_hf_checkpoint or directory, model, platform, trainable=False).modules
+            reference = load_model(ref_hf_checkpoint or directory, model, platform, trainable=False)
         self._runner = StepRunner(
-            modules=self._model.modules,
-            reference=reference,
+            model=self._model.pipeline(self.device),
+            reference=None if reference is None else reference.pipeline(self.device),
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             objective=minimised,
@@ -131,14 +131,13 @@ class MegatronBackend:
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, on every rank; at the rollout temperature unless given."""
         from miles_async.backends.megatron.distributed import from_last_stage
-        from miles_async.backends.megatron.forward import score
         from miles_async.backends.megatron.packing import pack_sequences
 
         packed = pack_sequences(sequences, self._runner.layout, self.device)
         scorer = self._runner.scorer
         if temperature is not None:
             scorer = dataclasses.replace(scorer, temperature=temperature)
-        scores = score(self._model.modules, [packed], scorer)
+        scores = self._runner.model.score([packed], scorer)
         flat = from_last_stage(scores[0].tolist() if scores else [])
         ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
@@ -156,7 +155,8 @@ class MegatronBackend:
         """Move everything from the device to the host, until :meth:`onload`."""
         from miles_async.backends.megatron.offload import HostStorages, gradients, model_tensors, optimizer_tensors
 
-        modules = [*self._model.modules, *(self._runner.reference or ())]
+        reference = self._runner.reference
+        modules = [*self._model.modules, *(() if reference is None else reference.modules)]
         kept = [*model_tensors(modules), *optimizer_tensors(self._optimizer)]
         self._on_host = HostStorages(
             (tensor for tensor in kept if tensor.device.type == self.device.type), scratch=gradients(modules)

@@ -5,6 +5,7 @@
 - The number of an expert is looked for at the end of TEGroupedMLP's parameter names (``linear_fc1.weight3``) only.
   SequentialMLP's (``local_experts.3.linear_fc1.weight``) are numbered and sorted wrongly over expert-parallel
   ranks, and some families have no mapping for them at all. The bridge gets to see TEGroupedMLP's names instead.
+- Of a tied model's virtual pipeline stages, the output layer is looked for in a rank's first one. It is in the last.
 
 ``tests/integration/test_megatron_compat.py`` fails when upstream no longer needs one of them.
 """
@@ -33,6 +34,7 @@ def apply() -> bool:
         _applied = True
         _scatter_contiguous_splits()
         _name_experts_as_grouped()
+        _tie_last_virtual_stage()
     return True
 
 
@@ -68,3 +70,16 @@ def _name_experts_as_grouped() -> None:
     model_bridge.MegatronModelBridge._unwrap_name = _unwrap_name
     for module in (model_bridge, param_mapping):
         module.get_module_and_param_from_name = get_module_and_param_from_name
+
+
+def _tie_last_virtual_stage() -> None:
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+    from megatron.core import parallel_state
+
+    broadcast = MegatronModelBridge._broadcast_shared_embeddings
+
+    def _broadcast_shared_embeddings(self: Any, models: Any) -> None:
+        last = parallel_state.is_pipeline_last_stage() and isinstance(models, list)
+        broadcast(self, models[-1:] if last else models)
+
+    MegatronModelBridge._broadcast_shared_embeddings = _broadcast_shared_embeddings

@@ -104,7 +104,8 @@ def load(
         if rng.unique_key in load_sharded_metadata(str(directory)):
             wanted["rng"] = rng
         state = dist_checkpointing.load(wanted, str(directory))
-        _inner(modules).load_state_dict(state["model"])
+        for index, module in _inner(modules).items():
+            module.load_state_dict(state["model"][index])
         _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
         scheduler.num_steps = state["schedule_step"]
         scheduler.step(0)  # the flags' rate at this step
@@ -142,8 +143,10 @@ def _reason(error: BaseException) -> str:
 
 # ------------------------------------------------------------------------------------- model and optimizer
 def _parameters(modules: list[Module], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, object]:
-    """Sharded state of the model and its optimizer on this rank; ``optimizer`` has one entry per part."""
-    model = _inner(modules).sharded_state_dict()
+    """Sharded state of the model and its optimizer on this rank, with one entry per virtual pipeline stage and one per
+    part of the optimizer.
+    """
+    model = {index: module.sharded_state_dict() for index, module in _inner(modules).items()}
     states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
     if len(_parts(optimizer)) == 1:
         states = {0: states}
@@ -169,9 +172,9 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _inner(modules: list[Module]) -> Module:
-    assert len(modules) == 1, "virtual pipeline stages are not supported"
-    return modules[0].module  # inside of DistributedDataParallel
+def _inner(modules: list[Module]) -> dict[str, Module]:
+    """The modules inside of DistributedDataParallel, by virtual pipeline stage."""
+    return {f"{index}": module.module for index, module in enumerate(modules)}  # type: ignore[misc]
 
 
 # ------------------------------------------------------------------------------------------ random generators

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import megatron.core.tensor_parallel.random as megatron_random
@@ -60,10 +60,11 @@ def _alike(request: StageRequest, platform: Platform, config: PretrainedConfig) 
     """Runs of pipeline stages with the same kinds of layers."""
     provider = _provider(request, platform, config)
     remaining, layers = iter(moe_layers(provider)), request.model.stage_layers(provider.num_layers)
-    count = len(layers)
-    kinds = [
-        (stage == 0, stage == count - 1, tuple(itertools.islice(remaining, layers[stage]))) for stage in range(count)
-    ]
+    count, virtual = len(layers), request.model.virtual_stages(provider.num_layers)
+    kinds: list[list[bool]] = [[stage == 0, stage == count - 1] for stage in range(count)]
+    for _ in range(virtual):  # each takes a part of every rank's layers, in the order of ranks
+        for kind, share in zip(kinds, layers, strict=True):
+            kind += itertools.islice(remaining, share // virtual)
     for _, stages in itertools.groupby(range(count), key=kinds.__getitem__):
         numbers = list(stages)
         yield range(numbers[0], numbers[-1] + 1)
@@ -91,36 +92,63 @@ def _provider(request: StageRequest, platform: Platform, config: PretrainedConfi
 
 
 def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig, stages: range) -> StageMemory:
-    model, count = request.model, _num_stages(request)
-    rank = request.world_size // count * stages.start
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.world_size)
+    model, count = request.model, request.model.pipeline_model_parallel_size
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=request.world_size // count * stages.start, world_size=request.world_size
+    )
     try:
         provider = _provider(request, platform, config)
+        virtual = model.virtual_stages(provider.num_layers)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=model.tensor_model_parallel_size,
             pipeline_model_parallel_size=count,
+            virtual_pipeline_model_parallel_size=provider.virtual_pipeline_model_parallel_size,
             expert_model_parallel_size=model.expert_model_parallel_size,
             expert_tensor_parallel_size=model.expert_tensor_size,
             create_gloo_process_groups=False,  # the fake backend has no gloo side
         )
-        last = stages.stop == count
-        with _without_values(), FakeTensorMode(allow_non_fake_inputs=True):
-            module = provider.provide(pre_process=stages.start == 0, post_process=last)
-            dtypes.enforce(module, provider.params_dtype)
-            if last:
-                return_hidden_states(module)
-            kept, peak = _forward_backward(module, provider, request, last=last)
-            sizes = [(".experts." in name, parameter.numel()) for name, parameter in module.named_parameters()]
+        parts = [_measure_part(provider, request, stages, part if virtual > 1 else None) for part in range(virtual)]
+        # Forward passes before the first backward pass, by Megatron's schedules: 1F1B, or interleaved.
+        later = count - 1 - stages.start
         return StageMemory(
             stages=stages,
-            parameters=sum(size for expert, size in sizes if not expert),
-            expert_parameters=sum(size for expert, size in sizes if expert),
-            kept=kept,
-            peak=peak,
+            parameters=sum(part.parameters for part in parts),
+            expert_parameters=sum(part.expert_parameters for part in parts),
+            kept=max(part.kept for part in parts),
+            peak=max(part.peak for part in parts),
+            under_way=1 + later if virtual == 1 else 1 + 2 * later + (virtual - 1) * count,
         )
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+class _Part(NamedTuple):
+    """A pipeline stage, or a virtual one; fields as in StageMemory."""
+
+    parameters: int
+    expert_parameters: int
+    kept: int
+    peak: int
+
+
+def _measure_part(provider: GPTModelProvider, request: StageRequest, stages: range, virtual_stage: int | None) -> _Part:
+    count, virtual = request.model.pipeline_model_parallel_size, request.model.virtual_stages(provider.num_layers)
+    first = stages.start == 0 and virtual_stage in (None, 0)
+    last = stages.stop == count and virtual_stage in (None, virtual - 1)
+    with _without_values(), FakeTensorMode(allow_non_fake_inputs=True):
+        module = provider.provide(pre_process=first, post_process=last, vp_stage=virtual_stage)
+        dtypes.enforce(module, provider.params_dtype)
+        if last:
+            return_hidden_states(module)
+        kept, peak = _forward_backward(module, provider, request, last=last)
+        sizes = [(".experts." in name, parameter.numel()) for name, parameter in module.named_parameters()]
+    return _Part(
+        parameters=sum(size for expert, size in sizes if not expert),
+        expert_parameters=sum(size for expert, size in sizes if expert),
+        kept=kept,
+        peak=peak,
+    )
 
 
 def _forward_backward(
@@ -167,7 +195,3 @@ def _without_values() -> Iterator[None]:
         mock.patch.object(SequentialMLP, "forward", by_one_expert),
     ):
         yield
-
-
-def _num_stages(request: StageRequest) -> int:
-    return request.model.pipeline_model_parallel_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,56 +26,73 @@ OfOutput = Callable[[ModelOutput], Any]
 """Function of a micro-batch's output on the last pipeline stage."""
 
 
-def score(modules: Sequence[Module], packs: Sequence[PackedSequences], scorer: Scorer) -> list[Tensor]:
-    """Log-probs float32 [N] per micro-batch, on the last pipeline stage; empty on the others. Collective."""
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """This rank's part of a model: one module, or one per virtual pipeline stage."""
 
-    def of_output(packed: PackedSequences, output: ModelOutput) -> Tensor:
-        return scorer(output, packed).logprobs
+    modules: Sequence[Module]
+    filler: PackedSequences  # a micro-batch without tokens
 
-    with torch.no_grad(), _evaluating(modules):
-        return _run(modules, packs, [partial(of_output, packed) for packed in packs], forward_only=True)
+    def score(self, packs: Sequence[PackedSequences], scorer: Scorer) -> list[Tensor]:
+        """Log-probs float32 [N] per micro-batch, on the last pipeline stage; empty on the others. Collective."""
+
+        def of_output(packed: PackedSequences, output: ModelOutput) -> Tensor:
+            return scorer(output, packed).logprobs
+
+        with torch.no_grad(), _evaluating(self.modules):
+            return self._run(packs, [partial(of_output, packed) for packed in packs], forward_only=True)
+
+    def accumulate_gradients(self, packs: Sequence[PackedBatch], loss: LossFunction) -> list[Mapping[str, Tensor]]:
+        """Forward and backward of one optimizer step; leaves gradients reduced over ranks, and divided by the count
+        that the losses give, over all micro-batches and ranks.
+
+        Returns the metric sums per micro-batch on the last pipeline stage, nothing on the others. Collective.
+        """
+
+        def of_output(packed: PackedBatch, output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+            sums = loss(packed, output)
+            # Context-parallel ranks have the same loss, each with the gradient of its own positions: count it once.
+            count = sums.count if parallel_state.get_context_parallel_rank() == 0 else torch.zeros_like(sums.count)
+            return sums.loss, count.int(), sums.metrics
+
+        losses = [partial(of_output, packed) for packed in packs]
+        return self._run([packed.sequences for packed in packs], losses, forward_only=False)
+
+    def _run(
+        self, packs: Sequence[PackedSequences], last_stage: Sequence[OfOutput], *, forward_only: bool
+    ) -> list[Any]:
+        """The results of ``last_stage``, one per micro-batch, where that stage is."""
+        micro_batches = list(zip(packs, last_stage, strict=True))
+        if len(self.modules) > 1:  # the interleaved schedule works on as many micro-batches at a time as stages
+            missing = -len(packs) % parallel_state.get_pipeline_model_parallel_world_size()
+            micro_batches += [(self.filler, _no_loss)] * missing
+        iterators = [iter(micro_batches) for _ in self.modules]
+        results = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(self.modules),
+            num_microbatches=len(micro_batches),
+            seq_length=max(packed.tokens.shape[1] for packed, _ in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return list(results[: len(packs)])
 
 
-def accumulate_gradients(
-    modules: Sequence[Module], packs: Sequence[PackedBatch], loss: LossFunction
-) -> list[Mapping[str, Tensor]]:
-    """Forward and backward of one optimizer step; leaves gradients reduced over ranks, and divided by the count that
-    the losses give, over all micro-batches and ranks.
-
-    Returns the metric sums per micro-batch on the last pipeline stage, nothing on the others. Collective.
-    """
-
-    def of_output(packed: PackedBatch, output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        sums = loss(packed, output)
-        # Context-parallel ranks have the same loss, each with the gradient of its own positions: it is counted once.
-        count = sums.count if parallel_state.get_context_parallel_rank() == 0 else torch.zeros_like(sums.count)
-        return sums.loss, count.int(), sums.metrics
-
-    losses = [partial(of_output, packed) for packed in packs]
-    return _run(modules, [packed.sequences for packed in packs], losses, forward_only=False)
+def _forward_step(
+    micro_batches: Iterator[tuple[PackedSequences, OfOutput]], module: Module
+) -> tuple[Tensor, Callable[..., Any]]:
+    packed, of_output = next(micro_batches)
+    output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
+    # With forward_only the schedule passes non_loss_data=True and stores what comes back.
+    return output, lambda hidden, **_: of_output(output_of(module, hidden))
 
 
-def _run(
-    modules: Sequence[Module], packs: Sequence[PackedSequences], last_stage: Sequence[OfOutput], *, forward_only: bool
-) -> list[Any]:
-    def forward_step(
-        micro_batches: Iterator[tuple[PackedSequences, OfOutput]], module: Module
-    ) -> tuple[Tensor, Callable[..., Any]]:
-        packed, of_output = next(micro_batches)
-        output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
-        # With forward_only the schedule passes non_loss_data=True and stores what comes back.
-        return output, lambda hidden, **_: of_output(output_of(module, hidden))
-
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(zip(packs, last_stage, strict=True)),
-        model=list(modules),
-        num_microbatches=len(packs),
-        seq_length=max(packed.tokens.shape[1] for packed in packs),
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+def _no_loss(output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    """The loss of a filler: 0, with a gradient of 0 for the stages before."""
+    nothing = torch.zeros((), dtype=torch.int, device=output.hidden.device)
+    return output.hidden[:0].sum(), nothing, {}
 
 
 @contextlib.contextmanager

@@ -75,6 +75,7 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
     layers = config.get("num_hidden_layers")
     if layers is not None:
         model.stage_layers(layers)
+        model.virtual_stages(layers)
     _check_expert_layout(config, model, world_size)
 
 
@@ -94,6 +95,12 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
     if size % expert_tensor:
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {expert_tensor} does not divide moe_intermediate_size {size}"
+        )
+    if expert == 1 and expert_tensor != model.tensor_model_parallel_size:  # measured: loss and export are right
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {expert_tensor} other than --tensor-model-parallel-size "
+            f"{model.tensor_model_parallel_size} with --expert-model-parallel-size 1: gradients would be wrong "
+            "(megatron-core 0.16); make them equal, or split experts over ranks as well"
         )
     if world_size % (expert_tensor * expert * model.pipeline_model_parallel_size):
         raise ConfigurationError(

@@ -38,13 +38,17 @@ class StageRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """One rank of a pipeline stage: elements of parameters, bytes of activations."""
+    """One rank of a pipeline stage: elements of parameters, bytes of activations.
+
+    With virtual pipeline stages, the parameters of all that a rank has, and the activations of the largest.
+    """
 
     stages: range  # pipeline stages that are alike
     parameters: int  # but for the experts'
     expert_parameters: int
     kept: int  # bytes from a micro-batch's forward pass that its backward pass needs
     peak: int  # bytes at most at one time in both passes, kept ones included; no parameters, no gradients
+    under_way: int  # micro-batches whose activations are kept at one time; of virtual stages, each counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +87,7 @@ def rank_bytes(
     """Sum up one rank. ``bucket``: bytes of ``--update-weight-buffer-size``.
 
     Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
-    bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16);
-    1F1B keeps the activations of as many micro-batches as stages follow.
+    bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).
     """
     per_weight = 2 if model.bf16 else 4
     per_shard = 12 if model.bf16 else 8
@@ -94,14 +97,13 @@ def rank_bytes(
     )
     parameters = stage.parameters + stage.expert_parameters
     weights = per_weight * parameters
-    under_way = model.pipeline_model_parallel_size - stage.stages.start
     return RankBytes(
         stages=stage.stages,
         weights=weights,
         gradients=4 * parameters,
         optimizer=per_shard * (-(-stage.parameters // replicas) + -(-stage.expert_parameters // expert_replicas)),
         reference=weights if reference else 0,
-        activations=stage.peak + (under_way - 1) * stage.kept,
+        activations=stage.peak + (stage.under_way - 1) * stage.kept,
         staging=bucket,
     )
 

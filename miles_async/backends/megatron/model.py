@@ -19,8 +19,9 @@ from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config, overrides
+from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.model_output import return_hidden_states
-from miles_async.backends.megatron.packing import PackLayout
+from miles_async.backends.megatron.packing import PackLayout, pack_sequences
 from miles_async.backends.megatron.platform import Platform
 from miles_async.types import JsonObject
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A megatron model (one module per virtual pipeline stage, here always one) and the bridge that built it."""
+    """A megatron model, one module or one per virtual pipeline stage, and the bridge that built it."""
 
     modules: list[Module]
     bridge: AutoBridge
@@ -45,6 +46,10 @@ class LoadedModel:
             context_size=parallel_state.get_context_parallel_world_size(),
             context_rank=parallel_state.get_context_parallel_rank(),
         )
+
+    def pipeline(self, device: torch.device) -> Pipeline:
+        """The part of the model on this rank, as it is run."""
+        return Pipeline(self.modules, pack_sequences([], self.pack_layout, device))
 
     @property
     def tied(self) -> bool:
@@ -92,7 +97,8 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
         config_of_model = get_model_config(modules[0])
         config_of_model.finalize_model_grads_func = finalize_model_grads
         if ddp.overlap_grad_reduce:  # only the last micro-batch's gradients are reduced
-            config_of_model.no_sync_func = modules[0].no_sync
+            pauses = [module.no_sync for module in modules]
+            config_of_model.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
     for module in modules:
         module.train(trainable).requires_grad_(trainable)
     return LoadedModel(modules, bridge)
@@ -164,6 +170,11 @@ def make_provider(
     provider.tensor_model_parallel_size = model.tensor_model_parallel_size
     provider.context_parallel_size = model.context_parallel_size
     provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size
+    virtual_stages = model.virtual_stages(provider.num_layers)
+    if virtual_stages > 1:
+        provider.virtual_pipeline_model_parallel_size = virtual_stages
+        # Two stages of a rank may talk to the same other rank at one time; batched, their tensors would be mixed up.
+        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
     provider.num_layers_in_first_pipeline_stage = model.decoder_first_pipeline_num_layers
     provider.num_layers_in_last_pipeline_stage = model.decoder_last_pipeline_num_layers
     provider.expert_model_parallel_size = model.expert_model_parallel_size

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from miles_async.algorithms.mismatch import mismatch_sums
 from miles_async.algorithms.objective import LossSums, Objective
 from miles_async.api import Need
 from miles_async.backends.megatron.distributed import reduce_metrics
-from miles_async.backends.megatron.forward import accumulate_gradients, score
+from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.metrics import accumulate, step_metrics
 from miles_async.backends.megatron.model_output import ModelOutput
 from miles_async.backends.megatron.packing import PackedBatch, PackLayout, pack_batch
@@ -37,7 +37,6 @@ from miles_async.types import TrainShard
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from torch.nn import Module
 
 Packs = list[PackedBatch]
 
@@ -46,8 +45,8 @@ Packs = list[PackedBatch]
 class StepRunner:
     """Parts that one rank trains with; built once by the backend, stateless."""
 
-    modules: Sequence[Module]
-    reference: Sequence[Module] | None  # frozen model; there if the objective needs its log-probs
+    model: Pipeline
+    reference: Pipeline | None  # frozen model; there if the objective needs its log-probs
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     objective: Objective
@@ -100,12 +99,12 @@ class StepRunner:
         # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet.
         early = objective.token_advantages is not None and "old_logprobs" in objective.token_advantages.needs
         first = 0 if early else 1
-        return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.modules)
+        return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.model)
 
-    def _with_scores(self, steps: list[Packs], name: Need, modules: Sequence[Module]) -> list[Packs]:
+    def _with_scores(self, steps: list[Packs], name: Need, model: Pipeline) -> list[Packs]:
         if not steps:
             return steps
-        scores = score(modules, [packed.sequences for packs in steps for packed in packs], self.scorer)
+        scores = model.score([packed.sequences for packs in steps for packed in packs], self.scorer)
         if not scores:  # not the last pipeline stage: no loss here
             return steps
         remaining = iter(scores)
@@ -125,11 +124,11 @@ class StepRunner:
         def loss(packed: PackedBatch, output: ModelOutput) -> LossSums:
             return self._loss(packed, output, index, target_version)
 
-        for module in self.modules:
-            module.zero_grad_buffer()
+        for module in self.model.modules:
+            module.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
-        for of_micro_batch in accumulate_gradients(self.modules, packs, loss):
+        for of_micro_batch in self.model.accumulate_gradients(packs, loss):
             accumulate(sums, of_micro_batch)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())

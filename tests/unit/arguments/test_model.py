@@ -51,3 +51,47 @@ def test_what_does_not_add_up_is_refused(
     )
     with pytest.raises(ConfigurationError, match=message):
         model.stage_layers(layers)
+
+
+@pytest.mark.parametrize(
+    ("stages", "size", "count", "layers", "expected"),
+    [(1, None, None, 7, 1), (2, 2, None, 8, 2), (4, 1, None, 32, 8), (2, None, 4, 8, 4), (2, 4, None, 8, 1)],
+)
+def test_virtual_stages_of_a_rank(stages: int, size: int | None, count: int | None, layers: int, expected: int) -> None:
+    model = ModelArguments(
+        pipeline_model_parallel_size=stages,
+        num_layers_per_virtual_pipeline_stage=size,
+        num_virtual_stages_per_pipeline_rank=count,
+    )
+    assert model.virtual_stages(layers) == expected
+
+
+def test_virtual_stages_of_unequal_ranks() -> None:
+    model = ModelArguments(
+        pipeline_model_parallel_size=3, decoder_last_pipeline_num_layers=2, num_virtual_stages_per_pipeline_rank=2
+    )
+    assert model.virtual_stages(10) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"num_layers_per_virtual_pipeline_stage": 3}, "stage 3 does not divide the layers of a pipeline rank"),
+        ({"num_virtual_stages_per_pipeline_rank": 3}, "rank 3 does not divide the layers of a pipeline rank"),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            "give one of them",
+        ),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 2, "pipeline_model_parallel_size": 1},
+            "without --pipeline-model-parallel-size",
+        ),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 2, "decoder_last_pipeline_num_layers": 2},
+            "give --num-virtual-stages-per-pipeline-rank",
+        ),
+    ],
+)
+def test_virtual_stages_that_cannot_be_are_refused(flags: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ModelArguments(**({"pipeline_model_parallel_size": 2} | flags)).virtual_stages(8)

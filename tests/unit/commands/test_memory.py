@@ -26,7 +26,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
 }
 # 1 GiB of bf16 weights, 2 of gradients, 6 of optimizer, 3 of activations.
-STAGES = [StageMemory(stages=range(1), parameters=GIB // 2, expert_parameters=0, kept=GIB, peak=3 * GIB)]
+STAGES = [StageMemory(stages=range(1), parameters=GIB // 2, expert_parameters=0, kept=GIB, peak=3 * GIB, under_way=1)]
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_ranks_that_do_not_fit_are_refused(arguments: Arguments) -> None:
 
 
 def test_engines_without_room_for_a_sample_are_refused(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = StageMemory(stages=range(1), parameters=1000, expert_parameters=0, kept=0, peak=0)
+    small = StageMemory(stages=range(1), parameters=1000, expert_parameters=0, kept=0, peak=0, under_way=1)
     monkeypatch.setattr(memory, "measure", lambda request: [small])
     tight = replace(arguments, weights=replace(arguments.weights, update_weight_buffer_size=1))
     memory.memory_report(with_memory(tight, 0.0013))  # 1,000 KiB of cache for 1,025 tokens are too little, 1,100 enough

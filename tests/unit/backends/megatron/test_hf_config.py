@@ -81,6 +81,7 @@ def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) 
     [
         ({"tensor_model_parallel_size": 2}, 3, "3 trainer ranks"),
         ({"context_parallel_size": 2}, 3, "--context-parallel-size 2"),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2, "does not divide"),
         ({"pipeline_model_parallel_size": 4}, 4, "num_hidden_layers 2"),
         ({"tensor_model_parallel_size": 0}, 1, "--tensor-model-parallel-size 0"),
     ],
@@ -101,6 +102,7 @@ MIXTURE = MOE | {"moe_intermediate_size": 6}
         (MIXTURE, {"expert_model_parallel_size": 3}, 3, "--expert-model-parallel-size 3 does not divide 4 experts"),
         (MIXTURE, {"expert_tensor_parallel_size": 4}, 4, "does not divide moe_intermediate_size 6"),
         (MIXTURE, {"expert_model_parallel_size": 2}, 3, "3 trainer ranks"),
+        (MIXTURE, {"expert_tensor_parallel_size": 2}, 2, "2 other than --tensor-model-parallel-size 1 with"),
         (MIXTURE, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, 2, "--no-sequence-parallel"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from miles_async.arguments.model import ModelArguments
 from miles_async.backends.megatron.memory import StageMemory, model_parameters, rank_bytes
 
-STAGE = StageMemory(stages=range(1, 3), parameters=1000, expert_parameters=8000, kept=70, peak=100)
+STAGE = StageMemory(stages=range(1, 3), parameters=1000, expert_parameters=8000, kept=70, peak=100, under_way=3)
 MODEL = ModelArguments(
     bf16=True,
     tensor_model_parallel_size=2,
@@ -23,7 +23,7 @@ def test_parts_of_a_rank() -> None:
     assert found.weights == found.reference == 2 * 9000
     assert found.gradients == 4 * 9000
     assert found.optimizer == 12 * (1000 // 8 + 8000 // 4)
-    assert found.activations == 100 + 2 * 70  # stages 1, 2 and 3 have a micro-batch each
+    assert found.activations == 100 + 2 * 70  # three micro-batches are under way
     assert found.staging == 5
     assert found.total == 18000 * 2 + 36000 + 12 * 2125 + 240 + 5
 
@@ -34,11 +34,11 @@ def test_fp32_keeps_no_second_copy_of_the_weights() -> None:
 
 
 def test_shards_that_do_not_divide_are_rounded_up() -> None:
-    stage = StageMemory(stages=range(1), parameters=10, expert_parameters=0, kept=0, peak=0)
+    stage = StageMemory(stages=range(1), parameters=10, expert_parameters=0, kept=0, peak=0, under_way=1)
     assert rank_bytes(stage, ModelArguments(), 3, reference=False, bucket=0).optimizer == 8 * 4
 
 
 @pytest.mark.parametrize(("stages", "total"), [(range(1, 3), 2 * (1000 * 2 + 8000 * 4)), (range(1), 34000)])
 def test_parameters_of_the_whole_model(stages: range, total: int) -> None:
-    stage = StageMemory(stages=stages, parameters=1000, expert_parameters=8000, kept=0, peak=0)
+    stage = StageMemory(stages=stages, parameters=1000, expert_parameters=8000, kept=0, peak=0, under_way=1)
     assert model_parameters([stage], MODEL) == total
