@@ -9,7 +9,7 @@ from typing import Literal
 from miles_async.arguments.foreign.record import ForeignFlag, Takes, Verdict
 
 _NO_FP8 = "training in 8 or 4 bits is not implemented (log-probs and exported weights were never compared): use --bf16"
-_LOG_PROBS = "engines drop nothing out, so that log-probs of the trainer would not be those of the policy"
+_LOG_PROBS = "engines have no dropout, and the trainer's log-probs are to be theirs"
 _LOSS = "the policy gradient alone moves the weights"
 
 
@@ -45,6 +45,7 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     _flag("--transformer-impl", "noted", "its layers are used where it is installed", only=("transformer_engine",)),
     _flag("--attention-dropout", "noted", _LOG_PROBS, only=("0",)),
     _flag("--hidden-dropout", "noted", _LOG_PROBS, only=("0",)),
+    _flag("--max-position-embeddings", "noted", "positions are rotary, and config.json says how many there are"),
     _flag("--seq-length", "noted", "samples are packed: --max-tokens-per-gpu is the size of a micro-batch"),
     # Mixtures of experts.
     _switch("--moe-router-pre-softmax", "noted", "the router is that of the model's family, by Megatron-Bridge"),
@@ -56,7 +57,7 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     _flag(
         "--moe-token-dispatcher-type",
         "noted",
-        "micro-batches differ in length, and alltoall is the dispatcher that was tested with them: use alltoall",
+        "micro-batches differ in length, and alltoall is the dispatcher that was tested with them",
         only=("alltoall",),
     ),
     _switch("--moe-enable-deepep", "refused", "tokens reach experts by alltoall, DeepEP was never run here: remove it"),
@@ -67,12 +68,8 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     _switch("--accumulate-allreduce-grads-in-fp32", "noted", "gradients always are accumulated and reduced in fp32"),
     _flag("--optimizer", "noted", "AdamW is the optimizer", only=("adam",)),
     _sets("--no-rope-fusion", "apply_rope_fusion", "false"),
-    _sets("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", "false"),
     _sets("--no-bias-swiglu-fusion", "bias_activation_fusion", "false"),
     _sets("--no-bias-gelu-fusion", "bias_activation_fusion", "false"),
-    _sets("--no-bias-dropout-fusion", "bias_dropout_fusion", "false"),
-    _sets("--no-masked-softmax-fusion", "masked_softmax_fusion", "false"),
-    _sets("--no-persist-layer-norm", "persist_layer_norm", "false"),
     # 8 and 4 bits.
     _flag("--fp8-format", "refused", _NO_FP8),
     _flag("--fp8-recipe", "refused", _NO_FP8),

@@ -19,14 +19,14 @@ Said = tuple[object, str] | None
 """(value that the flag has to have, the words of config.json); None if it doesn't tell."""
 
 
-def _shape(flag: str, said: Callable[[JsonObject], Said], takes: Takes = "one") -> ForeignFlag:
+def _shape(flag: str, said: Callable[[JsonObject], Said], takes: Takes = "one", must_be: str = "") -> ForeignFlag:
     def fact(_: Arguments, config: JsonObject) -> Fact | None:
         found = said(config) if config else None
         return found and Fact(found[0], f"config.json of --hf-checkpoint says {found[1]}")
 
     return ForeignFlag(
         flag=flag, origin="Megatron-LM", verdict="checked", takes=takes, fact=fact,
-        note="the model is built by config.json of `--hf-checkpoint`, which must agree",
+        note=f"must be {must_be or 'what follows from config.json'}, by which the model is built",
     )  # fmt: skip
 
 
@@ -42,6 +42,10 @@ def _field(*names: str, default: object = None) -> Callable[[JsonObject], Said]:
         return None if default is None else (default, f"nothing of {names[0]}, which means {default}")
 
     return said
+
+
+def _named(flag: str, *names: str, default: object = None) -> ForeignFlag:
+    return _shape(flag, _field(*names, default=default), must_be=f"{names[0]} of config.json")
 
 
 def _family(*families: str, field: str | None = None) -> Callable[[JsonObject], Said]:
@@ -116,44 +120,43 @@ def _layer_kinds(config: JsonObject) -> Said:
 
 
 SHAPES: tuple[ForeignFlag, ...] = (
-    _shape("--num-layers", _field("num_hidden_layers")),
-    _shape("--hidden-size", _field("hidden_size")),
-    _shape("--ffn-hidden-size", _field("intermediate_size")),
-    _shape("--num-attention-heads", _field("num_attention_heads")),
+    _named("--num-layers", "num_hidden_layers"),
+    _named("--hidden-size", "hidden_size"),
+    _named("--ffn-hidden-size", "intermediate_size"),
+    _named("--num-attention-heads", "num_attention_heads"),
     _shape("--group-query-attention", _grouped_queries, "nothing"),
-    _shape("--num-query-groups", _field("num_key_value_heads")),
+    _named("--num-query-groups", "num_key_value_heads"),
     _shape("--kv-channels", _head_size),
-    _shape("--vocab-size", _field("vocab_size")),
-    _shape("--max-position-embeddings", _field("max_position_embeddings")),
+    _named("--vocab-size", "vocab_size"),
     _shape("--swiglu", _activation, "nothing"),
     _shape("--normalization", _norm),
-    _shape("--norm-epsilon", _field("rms_norm_eps", "layer_norm_eps")),
+    _named("--norm-epsilon", "rms_norm_eps", "layer_norm_eps"),
     _shape("--qk-layernorm", _family(*QUERY_KEY_NORMS, field="use_qk_norm"), "nothing"),
     _shape("--post-self-attn-layernorm", _family(*SANDWICH_NORMS), "nothing"),
     _shape("--post-mlp-layernorm", _family(*SANDWICH_NORMS), "nothing"),
     _shape("--add-qkv-bias", _family(*BIASED_PROJECTIONS, field="attention_bias"), "nothing"),
     _shape("--disable-bias-linear", _no_biases, "nothing"),
     _shape("--untie-embeddings-and-output-weights", _untied, "nothing"),
-    _shape("--rotary-base", _field("rope_theta", "rope_parameters.rope_theta")),
-    _shape("--rotary-percent", _field("partial_rotary_factor", "rope_parameters.partial_rotary_factor", default=1.0)),
+    _named("--rotary-base", "rope_theta", "rope_parameters.rope_theta"),
+    _named("--rotary-percent", "partial_rotary_factor", "rope_parameters.partial_rotary_factor", default=1.0),
     _shape("--rotary-interleaved", _family(*INTERLEAVED_ROTATIONS), "nothing"),
-    _shape("--rotary-scaling-factor", _field("rope_scaling.factor", "rope_parameters.factor")),
-    _shape("--mscale", _field("rope_scaling.mscale", "rope_parameters.mscale")),
-    _shape("--mscale-all-dim", _field("rope_scaling.mscale_all_dim", "rope_parameters.mscale_all_dim")),
+    _named("--rotary-scaling-factor", "rope_scaling.factor", "rope_parameters.factor"),
+    _named("--mscale", "rope_scaling.mscale", "rope_parameters.mscale"),
+    _named("--mscale-all-dim", "rope_scaling.mscale_all_dim", "rope_parameters.mscale_all_dim"),
     _shape("--multi-latent-attention", _latent, "nothing"),
-    _shape("--q-lora-rank", _field("q_lora_rank")),
-    _shape("--kv-lora-rank", _field("kv_lora_rank")),
-    _shape("--qk-head-dim", _field("qk_nope_head_dim")),
-    _shape("--qk-pos-emb-head-dim", _field("qk_rope_head_dim")),
-    _shape("--v-head-dim", _field("v_head_dim")),
-    _shape("--num-experts", _field(*EXPERT_COUNTS)),
-    _shape("--moe-ffn-hidden-size", _field("moe_intermediate_size")),
+    _named("--q-lora-rank", "q_lora_rank"),
+    _named("--kv-lora-rank", "kv_lora_rank"),
+    _named("--qk-head-dim", "qk_nope_head_dim"),
+    _named("--qk-pos-emb-head-dim", "qk_rope_head_dim"),
+    _named("--v-head-dim", "v_head_dim"),
+    _named("--num-experts", *EXPERT_COUNTS),
+    _named("--moe-ffn-hidden-size", "moe_intermediate_size"),
     _shape("--moe-shared-expert-intermediate-size", _shared_experts),
     _shape("--moe-layer-freq", _layer_kinds),
-    _shape("--moe-router-topk", _field("num_experts_per_tok", "num_experts_per_token")),
-    _shape("--moe-router-topk-scaling-factor", _field("routed_scaling_factor", default=1.0)),
-    _shape("--moe-router-num-groups", _field("n_group")),
-    _shape("--moe-router-group-topk", _field("topk_group")),
+    _named("--moe-router-topk", "num_experts_per_tok", "num_experts_per_token"),
+    _named("--moe-router-topk-scaling-factor", "routed_scaling_factor", default=1.0),
+    _named("--moe-router-num-groups", "n_group"),
+    _named("--moe-router-group-topk", "topk_group"),
     _shape("--moe-router-score-function", _score_function),
     _shape("--moe-router-enable-expert-bias", _family(*SIGMOID_ROUTERS), "nothing"),
 )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
+from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.prompt_limit import prompt_limit
 from miles_async.arguments.server_groups import of_role, server_groups
@@ -101,13 +102,15 @@ def place_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def device_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield a problem if more GPUs are needed than this machine has, where Ray is started on it."""
+    """Yield what needs a GPU on a CPU, and whether more GPUs are needed than this machine has, if Ray starts on it."""
     from miles_async.runtime.device import choose_device, count_gpus
 
     cluster = arguments.cluster
     device = choose_device(cluster.device)
     if device == "cpu" and cluster.colocate:
         yield "--colocate on a machine without GPUs, where sides share cores anyway: leave it out"
+    if device == "cpu" and (fused := set(arguments.model.recompute_modules) & set(TRANSFORMER_ENGINE_MODULES)):
+        yield f"--recompute-modules {' '.join(sorted(fused))}: needs Transformer Engine, which a CPU run has not"
     if device == "cpu" or cluster.ray_address is not None:
         return
     owned = [group for group in server_groups(arguments) if not group.external]

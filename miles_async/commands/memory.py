@@ -64,7 +64,8 @@ def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequenc
             f"--gpu-memory-gb is {memory:g}: weights {_gib(fullest.weights)}, gradients {_gib(fullest.gradients)}, "
             f"optimizer {_gib(fullest.optimizer)}, reference {_gib(fullest.reference)}, activations "
             f"{_gib(fullest.activations)}; raise --tensor-model-parallel-size, --pipeline-model-parallel-size or "
-            "--actor-num-nodes, lower --max-tokens-per-gpu, or give --recompute-granularity full"
+            "--actor-num-nodes, lower --max-tokens-per-gpu, or give --recompute-granularity full, or "
+            "--optimizer-cpu-offload --use-precision-aware-optimizer"
         )
     longest = _longest_sample(arguments)
     for engine in engines:

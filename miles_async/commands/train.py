@@ -50,6 +50,8 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
         return keep_running(words, arguments.checkpoint, run_dir, staging)
     with early_imports(arguments) as imports:  # while this process checks and imports by itself
         _check(arguments)
+        for note in run_notes(arguments):
+            show(f"note: {note}\n")
         if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
             show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
         from miles_async.wiring.driver import run  # here, since it brings Ray with it

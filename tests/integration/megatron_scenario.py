@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ class Layout:
     expert_tensor: int | None = None
     sequence_parallel: bool = True
     micro_batches: int = 1
+    model: Mapping[str, Any] = field(default_factory=dict)  # further fields of ModelArguments
 
 
 @dataclass
@@ -88,7 +89,7 @@ def make_backend(
             expert_tensor_parallel_size=layout.expert_tensor,
             sequence_parallel=layout.sequence_parallel,
             bf16=bf16,
-            recompute_granularity=recompute,
+            **{"recompute_granularity": recompute, **layout.model},
         ),
         # Chunks of which every micro-batch has several.
         optimizer=OptimizerArguments(**({"lr": LR, "logprob_chunk": 7} | optimizer)),

@@ -29,6 +29,11 @@ from tests.integration.toy_batches import ToySample, to_batch, to_shards, toy_sa
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 BUCKET = 16 * 2**20
+ONE_RANK = Layout()
+SETTINGS = (
+    *("--tp-comm-overlap-rs", "false", "--fp16-lm-cross-entropy", "--moe-permute-fusion"),
+    *("--gradient-reduce-div-fusion", "false", "--decoupled-lr", "1e-4", "--use-precision-aware-optimizer"),
+)
 TOKENIZER = {"tokenizer.json": '{"made": "for this test"}', "tokenizer_config.json": "{}"}
 
 
@@ -54,8 +59,10 @@ def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 def _single_rank(
     rank: int, world_size: int, store: dist.Store, model: Path, large: Path, scratch: Path
 ) -> dict[str, Any]:
-    def backend(name: str, directory: Path = model, **optimizer: Any) -> Any:
-        return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, Layout(), **optimizer)
+    from megatron.core.utils import get_model_config
+
+    def backend(name: str, directory: Path = model, layout: Layout = ONE_RANK, **optimizer: Any) -> Any:
+        return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, layout, **optimizer)
 
     seen: dict[str, Any] = {}
     exporting = backend("large", large)
@@ -117,6 +124,19 @@ def _single_rank(
     seen["twice the advantage per token"] = trained.train(_with_advantages(shard, lambda b: 2 * token_advantages(b)))
 
     seen["capped logits"] = _error(_with_output_layer_of_its_own)
+    trained.close()
+    trained = backend("settings", layout=Layout(model={"megatron_extra": SETTINGS}))
+    model_config, (module,) = get_model_config(trained._model.modules[0]), trained._model.modules
+    optimizer = trained._optimizer.config
+    seen["settings"] = {
+        "tp_comm_overlap_rs": model_config.tp_comm_overlap_rs,
+        "fp16_lm_cross_entropy": model_config.fp16_lm_cross_entropy,
+        "moe_permute_fusion": model_config.moe_permute_fusion,
+        "gradient_reduce_div_fusion": module.ddp_config.gradient_reduce_div_fusion,
+        "decoupled_lr": optimizer.decoupled_lr,
+        "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
+    }
+
     (scratch / "occupied").mkdir()
     (scratch / "occupied" / "file").touch()
     seen["save to occupied"] = _error(lambda: trained.save(scratch / "occupied"))
@@ -164,6 +184,17 @@ def test_learning_rate_warms_up_from_the_first_step_and_decays_to_the_minimum(se
     warm_up = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
     decay = [1e-3 - 0.9e-3 * step / 6 for step in range(1, 7)]
     assert seen["lr"] == pytest.approx([*warm_up, *decay, 1e-4])
+
+
+def test_settings_of_megatron_reach_its_configs(seen: dict[str, Any]) -> None:
+    assert seen["settings"] == {
+        "tp_comm_overlap_rs": False,
+        "fp16_lm_cross_entropy": True,
+        "gradient_reduce_div_fusion": False,
+        "decoupled_lr": 1e-4,
+        "moe_permute_fusion": False,  # what a CPU has not, whatever is asked for
+        "use_precision_aware_optimizer": False,
+    }
 
 
 def test_logprobs_at_another_temperature(seen: dict[str, Any]) -> None:

@@ -35,6 +35,14 @@ LAYOUTS = {
     "one-rank": Layout(),
     "one-rank-3-micro-batches": Layout(micro_batches=3),
     "dp2": Layout(world_size=2),
+    "dp2-overlap": Layout(
+        world_size=2,
+        micro_batches=3,
+        model={"megatron_extra": ("--overlap-grad-reduce", "--bucket-size", "512")},  # several buckets
+    ),
+    "one-rank-recompute-block": Layout(
+        model={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    ),
     "tp2-sequence-parallel": Layout(world_size=2, tensor=2),
     "tp2": Layout(world_size=2, tensor=2, sequence_parallel=False, micro_batches=2),
     "tp4": Layout(world_size=4, tensor=4),
@@ -67,6 +75,8 @@ MODELS = {
     "one-rank": FAMILIES,
     "one-rank-3-micro-batches": ("qwen3", "qwen3-moe"),
     "dp2": ("qwen3", "qwen3-tied", "qwen3-moe"),
+    "dp2-overlap": ("qwen3", "qwen3-tied", "qwen3-moe"),
+    "one-rank-recompute-block": ("qwen3", "qwen3-moe"),
     "tp2-sequence-parallel": FAMILIES,
     "tp2": DENSE,  # megatron trains experts under tensor parallelism only with sequence parallelism
     "tp4": ("qwen2", "qwen3-tied"),  # more ranks than heads of keys and values

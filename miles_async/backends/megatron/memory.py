@@ -17,9 +17,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
 from miles_async.errors import ConfigurationError
 
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MEASURE_SECONDS = 600.0  # a deadline, not an estimate: most models take less than ten
 
 
@@ -58,7 +60,7 @@ class RankBytes:
     stages: range
     weights: int
     gradients: int  # fp32 buffers of DistributedDataParallel
-    optimizer: int  # this rank's shard: Adam's moments, and the fp32 weights of a bf16 model
+    optimizer: int  # this rank's shard on the GPU: Adam's moments, and the fp32 weights of a bf16 model
     reference: int  # weights of a frozen model
     activations: int  # of all micro-batches that are under way at once
     staging: int  # one bucket of exported weights
@@ -90,7 +92,7 @@ def rank_bytes(
     bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).
     """
     per_weight = 2 if model.bf16 else 4
-    per_shard = 12 if model.bf16 else 8
+    per_shard = state_bytes(model)
     replicas = world_size // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
     expert_replicas = world_size // (
         model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
@@ -101,11 +103,27 @@ def rank_bytes(
         stages=stage.stages,
         weights=weights,
         gradients=4 * parameters,
-        optimizer=per_shard * (-(-stage.parameters // replicas) + -(-stage.expert_parameters // expert_replicas)),
+        optimizer=round(
+            per_shard * (-(-stage.parameters // replicas) + -(-stage.expert_parameters // expert_replicas))
+        ),
         reference=weights if reference else 0,
         activations=stage.peak + (stage.under_way - 1) * stage.kept,
         staging=bucket,
     )
+
+
+def state_bytes(model: ModelArguments) -> float:
+    """Bytes of optimizer state on the GPU per parameter of a rank's shard.
+
+    Adam's two moments go to the CPU as far as ``--optimizer-cpu-offload`` says; the fp32 copy of bf16 weights goes with
+    them only under ``--use-precision-aware-optimizer`` (HybridDeviceOptimizer of megatron-core 0.16).
+    """
+    chosen = megatron_settings(model.megatron_extra).optimizer
+    moments = sum(DTYPE_BYTES[str(chosen.get(name, "fp32"))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    copy = 4 if model.bf16 else 0
+    fraction = float(str(chosen.get("optimizer_offload_fraction", 1.0))) if chosen.get("optimizer_cpu_offload") else 0.0
+    stays = 1 - fraction if chosen.get("use_precision_aware_optimizer") else 1.0
+    return copy * stays + moments * (1 - fraction)
 
 
 def model_parameters(stages: Sequence[StageMemory], model: ModelArguments) -> int:

@@ -92,6 +92,7 @@ class TestTranslation:
     def test_the_last_mention_counts(self):
         words = ["--moe-token-dispatcher-type", "alltoall", "--moe-token-dispatcher-type"]
         assert len(parse(*words, "alltoall").notes) == 1
+        assert len(parse("--moe-token-dispatcher-type", "flex", "--moe-token-dispatcher-type", "alltoall").notes) == 1
         assert "expected alltoall" in refusal(*words, "flex")
         assert refusal(*words, "flex", "--moe-token-dispatcher-type", "flex").count("flex") == 1
 

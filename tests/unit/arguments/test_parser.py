@@ -213,6 +213,7 @@ class TestConfigFile:
             ("device = 'gpu'", "expected one of auto, cpu, cuda"),
             ("rollout-stop = 3", "expected a list of texts"),
             ("lr = 1.0\n[optimizer]\nlr = 2.0", "given twice"),
+            ("[engines]\nmegatron-bucket-size = 1", "[engines] megatron-bucket-size: unknown key"),
             ("sglang-x = {a = 1}", "expected true, a text, a number or a list"),
             ("lr = ", "cannot read"),
         ],
@@ -232,6 +233,7 @@ class TestConfigFile:
             "--hf-checkpoint", 'models/with "quotes" \\ and é', "--lr", "1e-5", "--max-weight-staleness", "2",
             "--rollout-stop", "\n", "\x7f", "--no-progress", "--wandb-group", "none", "--ray-address", "auto",
             "--sglang-cuda-graph-bs", "1", "2", "--sglang-disable-radix-cache", "--router-log-level=warn",
+            "--megatron-bucket-size", "4096", "--megatron-moe-permute-fusion", "false", "--megatron-nccl-ub",
         )  # fmt: skip
         file = tmp_path / "printed.toml"
         file.write_text(to_toml(arguments))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
-from miles_async.arguments import Arguments
+from miles_async.arguments import Arguments, EvaluationArguments
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, IN_HALF_OPEN_UNIT_INTERVAL
 from miles_async.arguments.specification import flag_specifications
@@ -432,6 +432,17 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
 )
 def test_settings_that_can_work_pass(valid: dict[str, Any], change: dict[str, Any]):
     validate(assemble(valid | change, {}))
+
+
+def test_evaluation_is_greedy_unless_samples_are_to_differ():
+    assert EvaluationArguments().temperature(0.7) == 0.0
+    assert EvaluationArguments(n_samples_per_eval_prompt=4).temperature(0.7) == 0.7
+    assert EvaluationArguments(n_samples_per_eval_prompt=4, eval_temperature=0.2).temperature(0.7) == 0.2
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(None, 256), (4, 64), (512, 1)])
+def test_steps_per_rollout_share_its_samples(steps: int | None, samples: int):
+    assert assemble({"num_steps_per_rollout": steps}, {}).global_batch_size == samples
 
 
 def test_model_directory_without_its_files(valid: dict[str, Any]):

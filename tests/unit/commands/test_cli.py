@@ -224,7 +224,19 @@ def test_exit_code_tells_how_a_run_ended(
         (["--lr-warmup-iters", "5000"], "--lr-warmup-iters 5000 is not less than the run's"),
         (
             ["--tensor-model-parallel-size", "8", "--actor-num-gpus-per-node", "8"],
-            "does not divide the model's num_attention_heads 4",
+            "--tensor-model-parallel-size 8 does not divide",
+        ),
+        (
+            [
+                "--device",
+                "cpu",
+                "--recompute-granularity",
+                "selective",
+                "--recompute-modules",
+                "layernorm",
+                "core_attn",
+            ],
+            "--recompute-modules layernorm: needs Transformer Engine",
         ),
         (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
     ],

@@ -33,6 +33,22 @@ def test_fp32_keeps_no_second_copy_of_the_weights() -> None:
     assert (found.weights, found.optimizer, found.reference) == (4 * 9000, 8 * 9000, 0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "bf16", "bytes_per_parameter"),
+    [
+        ("", True, 12),
+        ("--optimizer-cpu-offload", True, 4),
+        ("--optimizer-cpu-offload", False, 0),
+        ("--optimizer-cpu-offload --use-precision-aware-optimizer", True, 0),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", True, 4 + 4),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", True, 4 + 2 + 1),
+    ],
+)
+def test_state_that_leaves_the_gpu_or_is_smaller(settings: str, bf16: bool, bytes_per_parameter: float) -> None:
+    model = ModelArguments(bf16=bf16, megatron_extra=tuple(settings.split()))
+    assert rank_bytes(STAGE, model, 1, reference=False, bucket=0).optimizer == bytes_per_parameter * 9000
+
+
 def test_shards_that_do_not_divide_are_rounded_up() -> None:
     stage = StageMemory(stages=range(1), parameters=10, expert_parameters=0, kept=0, peak=0, under_way=1)
     assert rank_bytes(stage, ModelArguments(), 3, reference=False, bucket=0).optimizer == 8 * 4
