@@ -431,7 +431,26 @@ class TrainBackend(Protocol):
 
 @runtime_checkable
 class LeavesDevice(Protocol):
-    """A training backend that engines may share GPUs with (``--colocate``)."""
+    """A training backend that engines may share GPUs with (``--colocate``).
+
+    >>> class OneTensor:
+    ...     weight = torch.tensor([0.5])
+    ...
+    ...     def offload(self):
+    ...         self.kept = self.weight.cpu().clone()
+    ...         self.weight.untyped_storage().resize_(0)  # views of it stay what they are
+    ...
+    ...     def onload(self):
+    ...         self.weight.untyped_storage().resize_(self.kept.nbytes)
+    ...         self.weight.copy_(self.kept)
+    >>> backend = OneTensor()
+    >>> backend.offload()
+    >>> backend.weight.untyped_storage().nbytes()
+    0
+    >>> backend.onload()
+    >>> backend.weight
+    tensor([0.5000])
+    """
 
     def offload(self) -> None:
         """Free the device's memory until :meth:`onload`, keeping its contents. Nothing else is called meanwhile."""

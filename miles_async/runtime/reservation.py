@@ -33,18 +33,17 @@ class Reservation:
 
     async def reserve(self, seconds: float) -> bool:
         """Wait for the resources. False, with nothing reserved, if the cluster hasn't got them within the deadline."""
-        from ray.util import placement_group, placement_group_table
+        from ray.util import placement_group_table
 
         try:
             async with asyncio.timeout(seconds):
-                self._group = placement_group(
-                    self._bundles,
-                    strategy="STRICT_SPREAD",
-                    bundle_label_selector=await asyncio.to_thread(self._selectors),
-                )
+                there = await asyncio.to_thread(self._nodes_are_there)
+                self._group = self._ask(there)
                 # Not `ready()`: that runs a task, for which Ray starts a worker.
                 while not await asyncio.to_thread(self._group.wait, _POLL_SECONDS):
-                    pass
+                    if there and not await asyncio.to_thread(self._nodes_are_there):
+                        self.release()  # Ray takes half a minute to see that a machine has died
+                        there, self._group = False, self._ask(False)
                 table = await asyncio.to_thread(placement_group_table, self._group)
                 addresses = {node.node_id: node.address for node in await asyncio.to_thread(alive_nodes)}
         except TimeoutError:
@@ -68,7 +67,12 @@ class Reservation:
             remove_placement_group(self._group)
             self._group = None
 
-    def _selectors(self) -> list[dict[str, str]]:
-        if self._node_ids and {*self._node_ids} <= {node.node_id for node in alive_nodes()}:
-            return [{_NODE_ID: node_id} for node_id in self._node_ids]
-        return [self._labels] * len(self._bundles)
+    def _nodes_are_there(self) -> bool:
+        return bool(self._node_ids) and {*self._node_ids} <= {node.node_id for node in alive_nodes()}
+
+    def _ask(self, these_nodes: bool) -> PlacementGroup:
+        from ray.util import placement_group
+
+        chosen = [{_NODE_ID: node_id} for node_id in self._node_ids] if these_nodes else None
+        selectors = chosen or [self._labels] * len(self._bundles)
+        return placement_group(self._bundles, strategy="STRICT_SPREAD", bundle_label_selector=selectors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,17 +25,24 @@ KIND = EngineKind(name="none", command=None, environment=None, is_up=None, calls
 
 
 @pytest.fixture(scope="module")
-def node_ids() -> Iterator[list[str]]:
-    """Ids of the nodes. The last two are labelled pool=x."""
+def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
-    ids = [
-        cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=1 << 27, labels=labels).node_id
-        for labels in ({}, {"pool": "x"}, {"pool": "x"})
-    ]
+    for labels in ({}, {"pool": "x"}, {"pool": "x"}):
+        add_node(cluster, labels)
     ray.init(address=cluster.address, log_to_driver=False)
-    yield ids
+    yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+def add_node(cluster: Cluster, labels: dict[str, str]) -> Any:
+    return cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=1 << 27, labels=labels)
+
+
+@pytest.fixture
+def node_ids(cluster: Cluster) -> list[str]:
+    """Ids of the nodes. The last two are labelled pool=x."""
+    return [node.node_id for node in cluster.list_all_nodes()]
 
 
 def arguments(**cluster: Any) -> Arguments:
@@ -108,3 +116,18 @@ async def test_gpus_that_become_free_are_waited_for(node_ids: list[str]) -> None
     for each in some:
         each.release()
     assert (await place_run(wanted, "cuda")).trainer
+
+
+async def test_a_node_that_dies_while_it_is_waited_for_is_not_waited_for(cluster: Cluster) -> None:
+    # covers: C10
+    dying = add_node(cluster, {})
+    in_use = Reservation({"GPU": 4}, 1, {}, [dying.node_id])
+    assert await in_use.reserve(10.0)
+    waiting = Reservation({"GPU": 4}, 1, {}, [dying.node_id])
+    reserved = asyncio.ensure_future(waiting.reserve(40.0))
+    await asyncio.sleep(2.0)
+    assert not reserved.done()
+    await asyncio.to_thread(cluster.remove_node, dying)
+    assert await reserved
+    for each in (in_use, waiting):
+        each.release()

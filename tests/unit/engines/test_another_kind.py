@@ -161,6 +161,12 @@ class EchoServer:
     async def flush_cache(self, url: str, timeout: float) -> None:
         await self._note(url, timeout, call="flush")
 
+    async def release_memory(self, url: str, timeout: float) -> None:
+        await self._note(url, timeout, call="release")
+
+    async def retake_memory(self, url: str, timeout: float) -> None:
+        await self._note(url, timeout, call="retake")
+
     async def begin_update(self, url: str, timeout: float) -> None:
         await self._note(url, timeout, call="begin")
 

@@ -222,9 +222,9 @@ async def test_turns_that_are_kept_are_told_by_routing_key_whichever_worker_has_
 
 
 async def test_idle_sessions_expire_at_every_worker() -> None:
-    async with service_of(Workers(timeout=0.2), workers=2) as (service, _):
+    async with service_of(Workers(timeout=1.0), workers=2) as (service, _):
         opened = [await service.open(settings(f"{n}-0")) for n in range(2)]
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.0)  # half of the time after which it is forgotten, too
         assert [(await service.collect(session)).ending for session in opened] == ["expired", "expired"]
 
 
