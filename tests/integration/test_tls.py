@@ -61,7 +61,11 @@ def test_a_run_trains_with_agents_over_tls_and_its_doors_speak_nothing_else(tmp_
     tls = Authority.make(tmp_path / "authority").issue("127.0.0.1")
     agent = f"python {Path(__file__).with_name('one_turn_agent.py')}"
     flags = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--num-rollout", "2")
-    agents = ("--agent-command", agent, "--session-server-workers", "2")
+    agents = (
+        *("--agent-command", agent, "--session-server-workers", "2"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),  # each sample is a process of its own
+        *("--eval-prompt-data", "none", "--eval-interval", "none"),
+    )
     files = ("--tls-certificate", tls.certificate, "--tls-key", tls.key, "--tls-ca", str(tls.ca))
     with real_run(tmp_path / "run", *flags, *agents, *files) as run:
         assert run.wait(300) == 0, run.output
