@@ -37,7 +37,7 @@ SIMPLE_KINDS = {"bool", "int", "float", "str"}
 
 @dataclass(frozen=True, slots=True)
 class FieldType:
-    """What a field may be, as far as a command line can say it."""
+    """The values that a field may have, as far as a command line can express them."""
 
     kinds: tuple[str, ...] = ()  # names of types of one value
     choices: tuple[str, ...] = ()
@@ -214,7 +214,7 @@ def _type_of(node: ast.expr) -> FieldType | None:
 
 
 def _union(parts: Sequence[ast.expr]) -> FieldType | None:
-    """Of parts that a command line can say: at least one besides None."""
+    """Combine the parts that a command line can express: at least one besides None."""
     readable = [part for part in map(_type_of, parts) if part is not None]
     whole = FieldType(single=False)
     for part in readable:

@@ -15,7 +15,7 @@ RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
-"""What megatron-core 0.16 recomputes by itself."""
+"""Modules that megatron-core 0.16 recomputes by itself."""
 
 TRANSFORMER_ENGINE_MODULES = ("moe_act", "layernorm", "mla_up_proj")
 """Those that it recomputes with a part of Transformer Engine."""

@@ -84,7 +84,7 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
 
 
 def check_recomputation(arguments: Arguments) -> Iterator[str]:
-    """What is recomputed fits the granularity."""
+    """The flags of recomputation fit --recompute-granularity."""
     model = arguments.model
     full = {
         f"--recompute-method {model.recompute_method}": model.recompute_method is not None,

@@ -4,31 +4,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
-from miles_async.arguments.foreign.record import ForeignFlag, Takes, Verdict
+from miles_async.arguments.foreign.record import ForeignFlag
 
 _NO_FP8 = "training in 8 or 4 bits is not implemented (log-probs and exported weights were never compared): use --bf16"
 _LOG_PROBS = "engines have no dropout, and the trainer's log-probs are to be theirs"
 _LOSS = "the policy gradient alone moves the weights"
 
 
-def _flag(
-    flag: str,
-    verdict: Verdict,
-    note: str,
-    *,
-    takes: Takes = "one",
-    only: tuple[str, ...] = (),
-    ours: tuple[str, ...] = (),
-) -> ForeignFlag:
-    return ForeignFlag(
-        flag=flag, origin="Megatron-LM", verdict=verdict, note=note, takes=takes, only=only, ours=ours
-    )  # fmt: skip
-
-
-def _switch(flag: str, verdict: Verdict, note: str) -> ForeignFlag:
-    return _flag(flag, verdict, note, takes="nothing")
+_flag = partial(ForeignFlag, origin="Megatron-LM")
+_switch = partial(_flag, takes="nothing")
 
 
 def _sets(flag: str, field: str, value: Literal["true", "false"]) -> ForeignFlag:

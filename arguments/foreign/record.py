@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from miles_async.arguments import Arguments
@@ -20,7 +20,7 @@ Takes = Literal["nothing", "one", "many"]
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What the value of a flag has to be, and what says so."""
+    """The value that a flag has to have, and the file or flag that says so."""
 
     value: object
     source: str  # "config.json of --hf-checkpoint says num_hidden_layers 36"
@@ -30,14 +30,15 @@ FindFact = Callable[[Arguments, JsonObject], Fact | None]
 """(arguments, config.json of the model) → fact; None if they don't tell."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ForeignFlag:
     """A flag that is not ours and is understood all the same."""
 
     flag: str
-    origin: Origin
     verdict: Verdict
     note: str  # works, checked: what it sets; noted: why it changes nothing; refused: why, and what to do
+    _: KW_ONLY
+    origin: Origin
     takes: Takes = "one"
     only: tuple[str, ...] = ()  # accepted values; any other is refused with the note. (): all are
     ours: tuple[str, ...] = ()  # works: our words in its place, followed by its values unless ``only`` has them

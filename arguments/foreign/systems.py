@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from miles_async.arguments import Arguments
-from miles_async.arguments.foreign.record import Fact, ForeignFlag, ForeignValue, Origin, Takes, Verdict
+from miles_async.arguments.foreign.record import Fact, ForeignFlag, ForeignValue
 from miles_async.arguments.model_files import read_json
 from miles_async.types import JsonObject
 
@@ -14,21 +16,8 @@ _CI = "it belongs to the tests of another system: remove it"
 _NO_ZERO_SPREAD = "check_reward_nonzero_std"
 
 
-def _flag(
-    flag: str,
-    verdict: Verdict,
-    note: str,
-    *,
-    takes: Takes = "one",
-    only: tuple[str, ...] = (),
-    ours: tuple[str, ...] = (),
-    origin: Origin = "slime, miles",
-) -> ForeignFlag:
-    return ForeignFlag(flag=flag, origin=origin, verdict=verdict, note=note, takes=takes, only=only, ours=ours)
-
-
-def _switch(flag: str, verdict: Verdict, note: str) -> ForeignFlag:
-    return _flag(flag, verdict, note, takes="nothing")
+_flag = partial(ForeignFlag, origin="slime, miles")
+_switch = partial(_flag, takes="nothing")
 
 
 def _end_tokens(arguments: Arguments, config: JsonObject) -> Fact | None:
@@ -70,7 +59,7 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
     # Model and checkpoints.
     _flag("--megatron-to-hf-mode", "noted", "Megatron-Bridge converts weights, both ways", only=("bridge",)),
     _flag("--custom-config-path", "refused", "hooks find their settings by themselves, in a file or the environment"),
-    _flag("--dump-details", "refused", "use --save-debug-rollout-data, or --record for every decision"),
+    _flag("--dump-details", "refused", "use --save-debug-rollout-data for batches, --record for every decision"),
     # Prompts and rollouts.
     _flag(
         "--apply-chat-template-kwargs",

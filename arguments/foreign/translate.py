@@ -15,7 +15,7 @@ Given = tuple[str, ...]
 
 @dataclass(kw_only=True, slots=True)
 class Translation:
-    """What is left of a command line. Of a flag that is repeated the last mention counts, as everywhere."""
+    """A command line after translation. If a flag is repeated, its last mention counts, as everywhere."""
 
     words: list[str] = field(default_factory=list)  # for our parser
     notes: dict[str, str] = field(default_factory=dict)  # flag → why it changes nothing, or what is done instead

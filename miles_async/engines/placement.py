@@ -28,7 +28,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlace:
-    """Where an engine shall be."""
+    """The place of an engine."""
 
     node_ids: tuple[str, ...] = ()  # if empty or gone, Ray chooses
     gpus: tuple[str, ...] = ()  # of the one node, which trainer ranks hold; (): some that nobody has

@@ -58,23 +58,11 @@ class ForkedEngines:
 class RunEngines:
     """The engines of a run and the services beside them, as the manager's ``Engines``."""
 
-    def __init__(
-        self,
-        arguments: Arguments,
-        run_dir: Path,
-        device: Device,
-        keys: EngineKeys,
-        forked: ForkedEngines,
-        marks: Mapping[str, Path],
-        placement: RunPlacement,
-    ) -> None:
-        """Start nothing yet. ``marks``: of the directories that engines share. Raises ConfigurationError for a file of
-        groups that cannot be used.
-        """
-        groups = server_groups(arguments)
-        make = _StackMaker(arguments, run_dir, device, keys, forked, marks, placement)
+    def __init__(self, make: StackMaker) -> None:
+        """Start nothing yet. Raises ConfigurationError for a file of groups that cannot be used."""
+        groups, engines = server_groups(make.arguments), make.arguments.engines
         evaluation = of_role(groups, "evaluation")
-        self.train = make(EngineStack, "router", of_role(groups, "train"), arguments.engines.sglang_router_port)
+        self.train = make(EngineStack, "router", of_role(groups, "train"), engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
         self._stacks = [self.train, *([self.evaluation] if self.evaluation else [])]
         self._stacks += [
@@ -123,65 +111,56 @@ class RunEngines:
         raise ConfigurationError(f"there is no group {group}; there are {', '.join(names)}")
 
 
-class _StackMaker:
-    """Stacks with what is the same for all of a run."""
+@dataclass(kw_only=True, slots=True)
+class StackMaker:
+    """Makes stacks with what is the same for all of a run."""
 
-    def __init__(
-        self,
-        arguments: Arguments,
-        run_dir: Path,
-        device: Device,
-        keys: EngineKeys,
-        forked: ForkedEngines,
-        marks: Mapping[str, Path],
-        placement: RunPlacement,
-    ) -> None:
-        self._arguments = arguments
-        self._marks = marks
-        self._keys = keys
-        self._forked = forked
-        self._placement = placement
-        self._log_dir = run_dir / "logs"
-        self._device = device
-        self._seed = arguments.data.rollout_seed  # of the next group's first engine
+    arguments: Arguments
+    run_dir: Path
+    device: Device
+    keys: EngineKeys
+    forked: ForkedEngines
+    marks: Mapping[str, Path]  # of the directories that engines share
+    placement: RunPlacement
+    _groups: int = 0  # that sample with seeds of their own, so far
 
     def __call__(
         self, kind: type[EngineStack], name: str, groups: Sequence[ServerGroup], port: int | None = None
     ) -> EngineStack:
-        arguments = self._arguments
+        arguments = self.arguments
         return kind(
             [self._group(group) for group in groups],
             arguments.engines,
             arguments.weights,
-            log_dir=self._log_dir,
+            log_dir=self.run_dir / "logs",
             network=Network.of_run(arguments.cluster),
             parse_versions=parse_spans,
             calls=KIND.calls,
             name=name,
             port=port,
-            keys=self._keys,
+            keys=self.keys,
         )
 
     def _group(self, group: ServerGroup) -> EngineGroup:
         launch: LaunchServer
         if group.external:
-            start_timeout = self._arguments.engines.engine_start_timeout
-            network = Network.of_run(self._arguments.cluster)
-            launch = ExternalServers(group.external, start_timeout, KIND.calls, self._keys, network)
+            start_timeout = self.arguments.engines.engine_start_timeout
+            network = Network.of_run(self.arguments.cluster)
+            launch = ExternalServers(group.external, start_timeout, KIND.calls, self.keys, network)
         else:
-            spec = server_spec(self._arguments, group, self._log_dir, self._device)
+            spec = server_spec(self.arguments, group, self.run_dir / "logs", self.device)
             spec = msgspec.structs.replace(
                 spec,
-                random_seed=self._seed,
-                keys=self._keys,
-                secrets=secret_environment(self._arguments.cluster.forward_env),
-                fork_server=self._forked.servers,
+                random_seed=self.arguments.data.rollout_seed + self._groups * SEEDS_PER_GROUP,
+                keys=self.keys,
+                secrets=secret_environment(self.arguments.cluster.forward_env),
+                fork_server=self.forked.servers,
                 files=self._files(spec),
             )
-            labels = self._arguments.cluster.rollout_labels
-            places = self._placement.engines.get(group.name, ())
-            launch = RayServers(KIND, spec, labels, self._forked.interpreter, places)
-            self._seed += SEEDS_PER_GROUP
+            labels = self.arguments.cluster.rollout_labels
+            places = self.placement.engines.get(group.name, ())
+            launch = RayServers(KIND, spec, labels, self.forked.interpreter, places)
+            self._groups += 1
         return EngineGroup(
             name=group.name,
             engines=group.num_engines,
@@ -195,7 +174,7 @@ class _StackMaker:
         model = Path(spec.model_path)
         return NodeFiles(
             present={"--hf-checkpoint (or model in --server-groups)": model} if model.is_absolute() else {},
-            shared=self._marks,
+            shared=self.marks,
             otherwise="use --weight-transport object_store",
         )
 

@@ -25,7 +25,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlacement:
-    """What was chosen. Empty on CPU, where Ray spreads what shares cores anyway."""
+    """The chosen places. Empty on CPU, where Ray spreads what shares cores anyway."""
 
     trainer: tuple[str, ...] = ()  # ids of nodes
     engines: Mapping[str, tuple[EnginePlace, ...]] = field(default_factory=dict)  # group → of each of its engines

@@ -44,7 +44,7 @@ from miles_async.staleness.pool import Pool
 from miles_async.train_data.work import quadratic_work
 from miles_async.wiring.canary import run_canary
 from miles_async.wiring.decisions import make_batches, make_pool
-from miles_async.wiring.engines import ForkedEngines, RunEngines
+from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker
 from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services
 from miles_async.wiring.hook_keys import hook_keys
 from miles_async.wiring.placement import RunPlacement
@@ -84,7 +84,17 @@ async def build_rollout(
         log.warning("length of prompts", note=note)
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
-    engines = RunEngines(arguments, run_dir, device, keys.engines, forked, marks, placement)
+    engines = RunEngines(
+        StackMaker(
+            arguments=arguments,
+            run_dir=run_dir,
+            device=device,
+            keys=keys.engines,
+            forked=forked,
+            marks=marks,
+            placement=placement,
+        )
+    )
     beginnings = _beginnings(arguments, engines.train)
     episodes = Episodes(arguments, engines.train.client, template, run_dir, services, beginnings.note, keys.sessions)
     if episodes.service is not None:

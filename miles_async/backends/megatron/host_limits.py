@@ -16,7 +16,7 @@ FUSIONS = (
     "cross_entropy_loss_fusion",
     "persist_layer_norm",
 )
-"""Of the model provider: always off without Transformer Engine."""
+"""Fields of the model provider that are always off without Transformer Engine."""
 
 OFFLOADING = (
     "optimizer_cpu_offload",
@@ -32,7 +32,7 @@ OFFLOADING = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
-"""Of the optimizer: a CPU has nothing to offload to, and torch's AdamW keeps its state in fp32."""
+"""Fields of the optimizer: a CPU has nothing to offload to, and torch's AdamW keeps its state in fp32."""
 
 IGNORED_ON_CPU: Collection[str] = {*FUSIONS, *OFFLOADING, "attention_backend", "cp_comm_type"}
 

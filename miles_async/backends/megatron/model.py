@@ -39,7 +39,7 @@ class LoadedModel:
 
     @property
     def pack_layout(self) -> PackLayout:
-        """What this rank asks of packed sequences."""
+        """The form in which this rank needs packed sequences."""
         config = get_model_config(self.modules[0])
         return PackLayout(
             share=config.tensor_model_parallel_size if config.sequence_parallel else 1,

@@ -39,7 +39,7 @@ class PackedSequences:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLayout:
-    """What ranks ask of a packed sequence."""
+    """The form in which ranks need a packed sequence."""
 
     share: int = 1  # ranks that split each context-parallel rank's positions: those of sequence parallelism
     context_size: int = 1  # context-parallel ranks

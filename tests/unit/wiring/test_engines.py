@@ -11,7 +11,7 @@ import pytest
 from miles_async.arguments import Arguments, ClusterArguments, WeightsArguments
 from miles_async.arguments.server_groups import ServerGroup
 from miles_async.runtime.keys import EngineKeys, Secret
-from miles_async.wiring.engines import ForkedEngines, _StackMaker, server_spec
+from miles_async.wiring.engines import ForkedEngines, StackMaker, server_spec
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.trainer_process import SHARED_WITH_ENGINES, shared_directories
 
@@ -31,14 +31,30 @@ def test_only_engines_that_we_start_receive_a_publication_by_one_call(
 ) -> None:
     # covers: C8
     keys = EngineKeys(api=Secret("a"), admin=Secret("b"))
-    maker = _StackMaker(Arguments(), tmp_path, "cpu", keys, ForkedEngines(), {}, RunPlacement())
+    maker = StackMaker(
+        arguments=Arguments(),
+        run_dir=tmp_path,
+        device="cpu",
+        keys=keys,
+        forked=ForkedEngines(),
+        marks={},
+        placement=RunPlacement(),
+    )
     assert maker._group(ServerGroup(name="group", role="train", external=external)).streams is streams
 
 
 def test_engines_check_their_model_and_what_they_share_with_the_ranks(tmp_path: Path) -> None:
     # covers: C10
     keys, marks = EngineKeys(api=Secret("a"), admin=Secret("b")), {"--weight-staging-dir": tmp_path / "mark"}
-    maker = _StackMaker(Arguments(), tmp_path, "cpu", keys, ForkedEngines(), marks, RunPlacement())
+    maker = StackMaker(
+        arguments=Arguments(),
+        run_dir=tmp_path,
+        device="cpu",
+        keys=keys,
+        forked=ForkedEngines(),
+        marks=marks,
+        placement=RunPlacement(),
+    )
     for model, present in ((str(tmp_path), [tmp_path]), ("Qwen/Qwen3-0.6B", [])):
         launch: Any = maker._group(ServerGroup(name="group", role="train", model=model)).launch
         assert list(launch._spec.files.present.values()) == present
