@@ -14,6 +14,7 @@ from miles_async.engines.external import ExternalServers
 from miles_async.engines.kind import LaunchServer
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
+from tests.integration.real_run import shared_memory
 
 PassOn = Callable[[], Awaitable[web.Response]]
 Fault = Callable[["FaultyEngine", PassOn], Awaitable[web.Response]]
@@ -80,6 +81,7 @@ class FaultyEngine:
             main = psutil.Process(await server.pid())
             [scheduler] = [child for child in main.children() if "scheduler" in child.name()]
             self.processes += [main, scheduler]
+            assert not shared_memory(main)  # nobody would remove it after a kill -9 of its owner, too
         if not self.keeps_address:
             await self._close_proxy()
             await self._open_proxy()

@@ -129,27 +129,11 @@ def real_run(
         run.end()
 
 
-def shared_memory() -> set[str]:
-    """Names of SGLang's shared memory on this machine."""
-    return {path.name for path in Path("/dev/shm").glob("sglang_*")}
-
-
-def shared_memory_left() -> set[str]:
-    """Of SGLang's, on this machine, what no living process has mapped: other runs may be under way."""
-    left = shared_memory()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # the process has ended meanwhile
-            text = maps.read_text()
-            left = {name for name in left if name not in text}
-    return left
-
-
-def assert_no_more_shared_memory_left(before: set[str]) -> None:
-    """Than ``before``, a moment after the end of whoever had it."""
-    deadline = time.monotonic() + LEAVING_SECONDS
-    while (left := shared_memory_left() - before) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left
+def shared_memory(process: psutil.Process) -> set[str]:
+    """What it and its descendants have mapped of /dev/shm, and would leave there if they were killed."""
+    maps = [Path(f"/proc/{each.pid}/maps").read_text() for each in (process, *process.children(recursive=True))]
+    lines = [line for text in maps for line in text.splitlines() if " /dev/shm/" in line]
+    return {line.split()[5] for line in lines if not line.endswith(" (deleted)")}
 
 
 def traceback_in(output: str) -> bool:
