@@ -34,7 +34,7 @@ CASES = [
     *[("gemma", 1), ("qwen3-moe", 2)],  # what is held in another form; experts
     *[
         pytest.param(family, ranks, marks=pytest.mark.long)
-        for family, ranks in [("llama", 1), ("qwen2", 1), ("qwen3-tied", 2), ("glm4-moe", 1)]
+        for family, ranks in [("llama", 1), ("qwen2", 1), ("qwen3-tied", 2), ("glm4", 2), ("glm4-moe", 1)]
     ],
 ]
 IN_OTHER_FORM = {"gemma": 5}  # two norms of each of two layers, and the last one

@@ -65,6 +65,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", _MIXTURE | {"num_experts": 12, "norm_topk_prob": True}),
     # By default token 0 is padding, whose embedding transformers does not train.
     "gemma": ("Gemma", _DENSE | {"tie_word_embeddings": True, "num_key_value_heads": 4, "pad_token_id": None}),
+    "glm4": (
+        "Glm4",
+        _DENSE | {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 2e4, "pad_token_id": None},
+    ),
     "glm4-moe": ("Glm4Moe", _SIGMOID_ROUTED | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1}),
     "deepseek-v3": (
         "DeepseekV3",

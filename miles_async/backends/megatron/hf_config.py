@@ -16,7 +16,7 @@ from miles_async.types import JsonObject
 
 # ``model_type`` of the families that tests/integration/test_megatron_layouts.py compares with transformers: log-probs,
 # export and training.
-VERIFIED = ("llama", "qwen2", "qwen3", "gemma", "qwen3_moe", "glm4_moe", "deepseek_v3")
+VERIFIED = ("llama", "qwen2", "qwen3", "gemma", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 # The constants of megatron-core's llama3 rope scaling (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -148,15 +148,15 @@ def _problems(config: JsonObject) -> Iterator[str]:
     kind = config.get("model_type", "")
     if kind not in VERIFIED:
         yield (
-            f"model_type {kind!r} is not among those whose logits were compared with transformers: "
-            f"{', '.join(VERIFIED)}"
+            f"model_type {kind!r} is not among the families that are verified against transformers; use a model of "
+            f"one of them: {', '.join(VERIFIED)}"
         )
     yield from _rope_problems(config, kind)
     yield from _expert_problems(config, kind)
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     if windowed or "sliding_attention" in (config.get("layer_types") or ()):
         yield "sliding_window: attention would span the whole sequence"
-    if config.get("attention_bias") and kind != "glm4_moe":
+    if config.get("attention_bias") and kind not in ("glm4", "glm4_moe"):
         yield "attention_bias true: biases would be dropped"
     if config.get("mlp_bias"):
         yield "mlp_bias true: biases would be dropped"
@@ -194,7 +194,7 @@ def _rope_problems(config: JsonObject, kind: str) -> Iterator[str]:
                 yield f"rope scaling llama3 with {name} {scaling[name]}: only {expected} is implemented"
     elif rope_kind != "default" and not (rope_kind == "yarn" and _is_latent(config)):
         yield f"rope scaling {rope_kind!r}: positions would be rotated wrongly"
-    if _rotary_share(config) != 1.0 and kind != "glm4_moe":
+    if _rotary_share(config) != 1.0 and kind not in ("glm4", "glm4_moe"):
         yield "partial_rotary_factor: not verified"
     if _is_latent(config) and not config.get("rope_interleave", True):
         yield "rope_interleave false: positions would be rotated wrongly"

@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from miles_async.backends.megatron.glm4_bridge import Glm4Provider
 from miles_async.backends.megatron.host_attention import SdpaAttention
+
+POST_NORMED = (Glm4Provider,)
+"""Configs of families with a norm after attention and MLP."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -33,6 +39,22 @@ class RMSNorm(torch.nn.RMSNorm):
             return super().forward(x)
         # In fp32, as Transformer Engine and transformers do: 1 + w has few bits left for w in bfloat16.
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """RowParallelLinear with a norm of its output: GLM-4 and Gemma 2 and 3 have one after attention and MLP."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns (output, bias)."""
+        output, bias = super().forward(x)
+        return self.post_layernorm(output), bias
+
+
+AutoMapping.register_module_type(NormedRowParallelLinear.__name__, "row")
 
 
 class WholeLinear(torch.nn.Linear):
@@ -76,6 +98,8 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         parts = layer.self_attention.submodules
         parts.core_attention = SdpaAttention
+        if isinstance(config, POST_NORMED):
+            parts.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
         if config.qk_layernorm:
             parts.q_layernorm = RMSNorm
         if config.multi_latent_attention:

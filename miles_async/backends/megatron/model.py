@@ -18,7 +18,14 @@ from megatron.core.utils import get_model_config
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron import adam_state, coverage, dtypes, hf_config, overrides
+from miles_async.backends.megatron import (
+    adam_state,
+    coverage,
+    dtypes,
+    glm4_bridge,  # noqa: F401  # registers itself
+    hf_config,
+    overrides,
+)
 from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.model_output import return_hidden_states
 from miles_async.backends.megatron.packing import PackLayout, pack_sequences
@@ -189,6 +196,8 @@ def make_provider(
         setattr(provider, name, value)
     for name, enabled in platform.fusions.items():  # after the user's: what is missing cannot be chosen
         setattr(provider, name, enabled)
+    if provider.rotary_interleaved:  # the fused rotation of packed sequences (megatron-core 0.16) takes no notice of it
+        provider.apply_rope_fusion = False
     # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = True  # packed micro-batches differ in length
