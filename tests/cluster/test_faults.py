@@ -16,7 +16,7 @@ from tests.cluster.machines import Machine, Machines, machines, needs_machines
 from tests.cluster.runs import RUN_DIR, apart, assert_each_trained_once, assert_one_error, cluster_run
 from tests.integration.real_run import traceback_in
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(840), needs_machines]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(840), needs_machines, pytest.mark.long]
 
 START_SECONDS = 400.0
 RUN_SECONDS = 300.0
@@ -41,7 +41,6 @@ def test_ranks_out_of_reach_for_20_seconds_cost_that_time_and_no_step(tmp_path: 
         assert_each_trained_once(run, 8)
 
 
-@pytest.mark.long
 def test_ranks_out_of_reach_for_good_end_the_run_and_leave_nothing_when_the_link_is_back(tmp_path: Path) -> None:
     with machines(tmp_path, 2) as cluster:
         cluster.start_ray({0: ENGINES, 1: RANKS})
@@ -53,7 +52,6 @@ def test_ranks_out_of_reach_for_good_end_the_run_and_leave_nothing_when_the_link
         assert_one_error(run, "trainer rank ")
 
 
-@pytest.mark.long
 def test_engines_out_of_reach_for_120_seconds_hold_up_no_step_and_leave_nothing(tmp_path: Path) -> None:
     with machines(tmp_path, 3) as cluster:
         cluster.start_ray({0: RANKS, 1: ENGINES, 2: ENGINES})
@@ -65,7 +63,6 @@ def test_engines_out_of_reach_for_120_seconds_hold_up_no_step_and_leave_nothing(
         assert_each_trained_once(run, 12)
 
 
-@pytest.mark.long
 def test_a_slow_link_that_loses_packets_is_only_slow(tmp_path: Path) -> None:
     with machines(tmp_path, 2) as cluster:
         try:
@@ -79,7 +76,6 @@ def test_a_slow_link_that_loses_packets_is_only_slow(tmp_path: Path) -> None:
         assert_each_trained_once(run, 4)
 
 
-@pytest.mark.long
 def test_clocks_ten_minutes_off_make_no_difference(tmp_path: Path) -> None:
     with machines(tmp_path, 3, clocks_ahead={1: 600.0, 2: -600.0}) as cluster:
         asked = cluster[1].command("python", "-c", "import time; print(time.time())")
@@ -91,7 +87,6 @@ def test_clocks_ten_minutes_off_make_no_difference(tmp_path: Path) -> None:
         assert_each_trained_once(run, 4)
 
 
-@pytest.mark.long
 def test_a_full_disk_for_staged_weights_is_named(tmp_path: Path) -> None:
     with machines(tmp_path, 2) as cluster:
         cluster.start_ray({0: ENGINES, 1: RANKS})
@@ -106,7 +101,6 @@ def test_a_full_disk_for_staged_weights_is_named(tmp_path: Path) -> None:
         assert "--weight-staging-dir" in last_line
 
 
-@pytest.mark.long
 def test_a_disk_of_the_run_directory_that_becomes_full_ends_the_run(tmp_path: Path) -> None:
     with machines(tmp_path, 2) as cluster:
         driver = cluster[0]

@@ -98,6 +98,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         ray.shutdown()
 
 
+@pytest.mark.long
 async def test_all_ranks_get_weights_and_end_together(running: Running, tmp_path: Path) -> None:
     # covers: C8, C10
     record = running.stack.registry.engines["engine-0"]

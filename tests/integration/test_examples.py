@@ -9,7 +9,7 @@ import pytest
 from tests.integration.example_runs import assert_agent_agrees, assert_turns_were_trained
 from tests.integration.real_run import RealRun, real_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(420), pytest.mark.long]
 
 STEPS = 3
 

@@ -114,7 +114,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    ["dense", "mixture", *(pytest.param(case, marks=pytest.mark.long) for case in ("dense-recomputed", "dense-tp2"))],
+)
 def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path]) -> None:
     family, world_size, recompute = CASES[case]
     layout = Layout(world_size=world_size, tensor=world_size)

@@ -209,7 +209,11 @@ BY_FILES = ("refuses to receive", "hangs as it receives", "answers 200 and recei
 
 
 @pytest.mark.parametrize(
-    ("transport", "fault"), [*(("distributed", fault) for fault in FAULTS), *(("disk", fault) for fault in BY_FILES)]
+    ("transport", "fault"),
+    [
+        *(("distributed", fault) for fault in FAULTS),
+        *(pytest.param("disk", fault, marks=pytest.mark.long) for fault in BY_FILES),
+    ],
 )
 async def test_an_engine_that_fails_is_fenced_and_repaired(cluster: Cluster, transport: str, fault: str) -> None:
     # covers: A3, C8, R4
@@ -300,7 +304,7 @@ IN_THE_MIDDLE: dict[str, Callable[[FaultyEngine], None]] = {
 
 
 @pytest.mark.parametrize("fault", IN_THE_MIDDLE)
-@pytest.mark.parametrize("senders", [1, 2])
+@pytest.mark.parametrize("senders", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_and_repaired(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, fault: str, senders: int
 ) -> None:

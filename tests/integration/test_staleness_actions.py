@@ -69,6 +69,7 @@ def test_without_a_bound_they_are_trained_however_old(tmp_path: Path) -> None:
         assert _age(row) >= 2
 
 
+@pytest.mark.long
 def test_wait_holds_publications_back_until_they_are_trained(tmp_path: Path) -> None:
     run, rows = _finished(tmp_path, "Late", "--max-weight-staleness", "1", "--stale-group-action", "wait")
     assert run.summary["age_max"] == 1
