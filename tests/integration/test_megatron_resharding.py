@@ -101,15 +101,29 @@ def _save(rank: int, world_size: int, store: dist.Store, case: Case, root: Path)
     return seen
 
 
-def _load(
-    rank: int, world_size: int, store: dist.Store, case: tuple[str, str, str], root: Path, **flags: Any
-) -> tuple[Resumed, list[dict[str, Any]]]:
-    source, target, model = case
-    backend = make_backend(rank, world_size, store, root / model, LAYOUTS[target], **flags)
-    backend.load(root / f"{source}-{model}" / "checkpoint")
+def _load(backend: MegatronBackend, saved: Path) -> Resumed:
+    backend.load(saved / "checkpoint")
     draws = torch.rand(3).tolist()
-    differs = export_differences(backend, root / f"{source}-{model}" / "hf")
-    seen = Resumed(differs, _train(backend, range(SAVED_AT, SAVED_AT + 2)), backend.logprobs(SEQUENCES), draws)
+    differs = export_differences(backend, saved / "hf")
+    return Resumed(differs, _train(backend, range(SAVED_AT, SAVED_AT + 2)), backend.logprobs(SEQUENCES), draws)
+
+
+def _load_each(
+    rank: int, world_size: int, store: dist.Store, case: Case, sources: list[str], root: Path
+) -> dict[str, Resumed]:
+    """Load the checkpoints of all ``sources`` into one backend, one after another: the first finds it untrained, the
+    others find what the one before has left.
+    """
+    target, model = case
+    backend = make_backend(rank, world_size, store, root / model, LAYOUTS[target])
+    seen = {source: _load(backend, root / f"{source}-{model}") for source in sources}
+    backend.close()
+    return seen
+
+
+def _other_flags(rank: int, world_size: int, store: dist.Store, root: Path) -> tuple[Resumed, list[dict[str, Any]]]:
+    backend = make_backend(rank, world_size, store, root / "qwen3-tied", LAYOUTS["dp2"], **OTHER_FLAGS)
+    seen = _load(backend, root / "dp2-qwen3-tied")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in backend._optimizer.param_groups]
     backend.close()
     return seen, groups
@@ -171,7 +185,7 @@ def _two_ranks(rank: int, world_size: int, store: dist.Store, root: Path) -> dic
         if case[0] == "fails":
             return FAILURES[case[1]](rank, world_size, store, root)
         if case == ("flags", "other"):
-            return _load(rank, world_size, store, ("dp2", "dp2", "qwen3-tied"), root, **OTHER_FLAGS)
+            return _other_flags(rank, world_size, store, root)
         return _save(rank, world_size, store, case, root)
 
     cases = [*SAVED, ("flags", "other"), *(("fails", name) for name in FAILURES)]
@@ -188,8 +202,18 @@ def _loads(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[An
     from miles_async.backends.megatron.platform import Platform
 
     Platform.named("cpu").prepare(0)
-    cases: Any = LOADED[world_size]
-    return each_case(cases, store, lambda store, case: _load(rank, world_size, store, case, root)[0])  # type: ignore[arg-type]
+    sources: dict[Case, list[str]] = {}
+    for source, target, model in LOADED[world_size]:
+        sources.setdefault((target, model), []).append(source)
+    loads: Any = [("load", *case) for case in sources]
+    seen: dict[Any, Any] = each_case(
+        loads, store, lambda store, case: _load_each(rank, world_size, store, case[1:], sources[case[1:]], root)
+    )
+    return {
+        (source, *case): found if isinstance(found := seen["load", *case], str) else found[source]
+        for case, of_case in sources.items()
+        for source in of_case
+    }
 
 
 # -------------------------------------------------------------------------------------------------- tests
@@ -197,8 +221,8 @@ def _loads(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[An
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """Observations of each rank in each case, or a traceback."""
     root = tmp_path_factory.mktemp("resharding")
-    for model in ("qwen3-tied", "qwen3-moe"):
-        save_tiny(model, root / model, num_hidden_layers=4)  # for two virtual stages on each of two ranks
+    save_tiny("qwen3-moe", root / "qwen3-moe", num_hidden_layers=2)
+    save_tiny("qwen3-tied", root / "qwen3-tied", num_hidden_layers=4)  # two virtual stages on each of two ranks
     ranks = [run_ranks(2, _two_ranks, root, timeout=300)]
     ranks += [run_ranks(1, _one_rank, root, timeout=200), run_ranks(4, _loads, root, timeout=200)]
     return {case: [rank[case] for rank in of_world] for of_world in ranks for case in of_world[0]}
