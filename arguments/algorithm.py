@@ -10,8 +10,8 @@ from miles_async.arguments.flag import ModuleAttr, flag
 
 AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce"]
 TokenAdvantagesName = Literal["kl_in_reward"]
-PolicyLossName = Literal["ppo_clip"]
-LossAggregationName = Literal["token_mean", "sequence_mean"]
+PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"]
+LossAggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
 TisMode = Literal["truncate"]
 KlLossType = Literal["k1", "k2", "k3", "low_var_kl"]
 
@@ -32,18 +32,30 @@ class AlgorithmArguments:
         "sample's). kl_in_reward: minus --kl-coef × (log π − log π_ref), summed over the token and those after it",
     )
     kl_coef: float = flag(0.0, "weight of the KL in the reward, with --token-advantages kl_in_reward")
-    policy_loss: PolicyLossName | ModuleAttr = flag("ppo_clip", "loss of a token. ppo_clip: PPO's clipped surrogate")
-    eps_clip: float = flag(0.2, "PPO clip range below 1")
+    policy_loss: PolicyLossName | ModuleAttr = flag(
+        "ppo_clip",
+        "loss of a token. ppo_clip: PPO's clipped surrogate; gspo: that with one ratio per sequence; cispo: REINFORCE, "
+        "weighed by the clipped ratio; sapo: a sigmoid of the ratio; gmpo: the geometric mean of a sequence's clipped "
+        "ratios; dppo_tv, dppo_kl: no gradient for tokens whose probability moved further than --eps-clip by total "
+        "variation, or by KL",
+    )
+    eps_clip: float = flag(0.2, "PPO clip range below 1; of the log-ratio with gmpo, of the divergence with dppo")
     eps_clip_high: float | None = flag(None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher")
     eps_clip_c: float | None = flag(
         3.0,
         "dual clip: the loss of a token with a negative advantage A is at most this × |A|, however large its ratio, "
         "which PPO's clip does not bound there; more than 1; none: no bound",
     )
+    tau_pos: float = flag(1.0, "steepness of sapo's sigmoid for positive advantages")
+    tau_neg: float = flag(1.05, "steepness of sapo's sigmoid for other advantages")
     loss_aggregation: LossAggregationName | ModuleAttr = flag(
         "token_mean",
-        "the loss of an optimizer step is the mean over its tokens that carry loss (token_mean), or over sequences of "
-        "the mean over their tokens (sequence_mean)",
+        "the loss of an optimizer step is the mean over its tokens that carry loss (token_mean), over sequences of "
+        "the mean over their tokens (sequence_mean), or of their sum divided by --loss-length-normalizer "
+        "(sequence_sum, Dr. GRPO's)",
+    )
+    loss_length_normalizer: int | None = flag(
+        None, "tokens that a sequence's sum is divided by, with --loss-aggregation sequence_sum; the longest response"
     )
     use_rollout_logprobs: bool = flag(
         False,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from miles_async.arguments import Arguments, WeightsArguments
+from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
 from miles_async.arguments.colocation import check_colocation
 from miles_async.arguments.debug_checks import check_debug
 from miles_async.arguments.foreign.checks import check_foreign
@@ -171,34 +172,6 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
         )
 
 
-def check_algorithm(arguments: Arguments) -> Iterator[str]:
-    """The advantage has something to compare with, and switches are not given without what they switch."""
-    algorithm, samples = arguments.algorithm, arguments.rollout.n_samples_per_prompt
-    if samples == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
-        yield (
-            f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a group of one has "
-            "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator reinforce"
-        )
-    elif arguments.staleness.min_samples(samples) == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
-        yield (
-            f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
-            f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"
-        )
-    if not algorithm.use_kl_loss and algorithm.kl_loss_coef > 0:
-        yield f"--kl-loss-coef {algorithm.kl_loss_coef} has no effect without --use-kl-loss"
-    if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
-        yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
-    if algorithm.token_advantages is None and algorithm.kl_coef > 0:
-        yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward"
-    if algorithm.tis_mode != "truncate" and not algorithm.use_tis:
-        yield f"--tis-mode {algorithm.tis_mode} has no effect without --use-tis"
-    if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
-        yield f"--kl-loss-type {algorithm.kl_loss_type} has no effect without --use-kl-loss"
-    own = ":" in algorithm.policy_loss or ":" in algorithm.tis_mode  # may compare with the reference model
-    if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.token_advantages or own):
-        yield "--ref-hf-checkpoint has no effect without --use-kl-loss or --token-advantages kl_in_reward"
-
-
 def check_sampling(arguments: Arguments) -> Iterator[str]:
     """Training samples from the distribution whose log-probs engines report (C12)."""
     rollout = arguments.rollout
@@ -239,29 +212,6 @@ def check_staleness(arguments: Arguments) -> Iterator[str]:
         yield (
             f"--debug-publication-lag {weights.debug_publication_lag} makes every sample older than "
             f"--max-weight-staleness {bound}: nothing could ever be trained; raise the bound, or use none"
-        )
-
-
-def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
-    """Asynchronous training knows what sampled its data, or is told that this is intended (C12)."""
-    algorithm, staleness, weights = arguments.algorithm, arguments.staleness, arguments.weights
-    if algorithm.use_tis and algorithm.use_rollout_logprobs:
-        yield (
-            "--use-tis with --use-rollout-logprobs corrects twice: the ratio against the engines' log-probs already "
-            "weighs by π_trainer / π_rollout; use one of them"
-        )
-    reasons = {
-        f"--max-rollout-lead {staleness.lead}": staleness.lead > 1,
-        f"--update-weights-interval {weights.update_weights_interval}": weights.update_weights_interval > 1,
-        f"--debug-publication-lag {weights.debug_publication_lag}": weights.debug_publication_lag > 0,
-    }
-    asynchronous = [flag for flag, holds in reasons.items() if holds]
-    corrected = algorithm.use_tis or algorithm.use_rollout_logprobs
-    if asynchronous and not corrected and not algorithm.allow_uncorrected_off_policy:
-        yield (
-            f"asynchronous training ({', '.join(asynchronous)}) without an off-policy correction learns worse with "
-            "every version of age: add --use-rollout-logprobs or --use-tis (or --on-policy; or, if it is intended, "
-            "--allow-uncorrected-off-policy)"
         )
 
 

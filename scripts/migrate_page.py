@@ -46,7 +46,7 @@ def lines() -> Iterator[str]:
         yield from (f"| `{row.flag}`{_values(row)} | {row.verdict} | {_as_code(row.note)} |" for row in of_origin)
     yield from ("", "## Values", "", "| flag and value | here | |", "|---|---|---|")
     for value in FOREIGN_VALUES.values():
-        here = f"works, as `{value.ours}`" if value.ours else "refused"
+        here = f"works, as `{' '.join(value.ours)}`" if value.ours else "refused"
         yield f"| `{value.flag} {value.value}` | {here} | {_as_code(value.note)} |"
 
 

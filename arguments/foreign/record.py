@@ -51,5 +51,5 @@ class ForeignValue:
 
     flag: str
     value: str
-    ours: str | None  # our value in its place; None: refused
+    ours: tuple[str, ...]  # our words in place of flag and value; (): refused
     note: str

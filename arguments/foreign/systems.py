@@ -135,15 +135,17 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
 
 VALUES: tuple[ForeignValue, ...] = (
     ForeignValue(
-        flag="--rm-type", value="deepscaler", ours="math",
+        flag="--rm-type", value="deepscaler", ours=("--rm-type", "math"),
         note="`math` compares the answer after the last </think>, and of a response without one the whole",
     ),
-    ForeignValue(
-        flag="--advantage-estimator", value="gspo", ours=None,
-        note="its advantages are those of grpo, and its ratio per sequence is none of the losses here: give "
-        "--advantage-estimator grpo, with --policy-loss module:attr for such a loss",
+    *(
+        ForeignValue(
+            flag="--advantage-estimator", value=loss, ours=("--advantage-estimator", "grpo", "--policy-loss", loss),
+            note="its advantages are those of grpo",
+        )
+        for loss in ("gspo", "cispo")
     ),
     ForeignValue(
-        flag="--train-backend", value="fsdp", ours=None, note="it trains with FSDP: Megatron trains here, remove it"
+        flag="--train-backend", value="fsdp", ours=(), note="it trains with FSDP: Megatron trains here, remove it"
     ),
 )  # fmt: skip

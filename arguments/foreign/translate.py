@@ -52,18 +52,14 @@ def _mentions(words: Sequence[str]) -> Iterator[tuple[str, Given]]:
 
 
 def _ours(flag: str, values: Given, done: Translation) -> Iterator[str]:
-    if flag:
-        yield flag
-    for value in values:
-        row = FOREIGN_VALUES.get((flag, value))
-        if row is None:
-            yield value
-        elif row.ours is None:
-            done.problems[flag] = f"{flag} {value} does not exist here: {row.note}"
-            yield value
-        else:
-            done.notes[flag] = f"{flag} {value} is taken as {row.ours}: {row.note}"
-            yield row.ours
+    row = FOREIGN_VALUES.get((flag, values[0])) if values else None
+    if row is not None and row.ours:
+        done.notes[flag] = f"{flag} {row.value} is taken as {' '.join(row.ours)}: {row.note}"
+        yield from (*row.ours, *values[1:])
+        return
+    if row is not None:
+        done.problems[flag] = f"{flag} {row.value} does not exist here: {row.note}"
+    yield from (*([flag] if flag else []), *values)
 
 
 def _apply(row: ForeignFlag, values: Given, done: Translation) -> None:

@@ -36,6 +36,12 @@ TOKEN_ADVANTAGES = {
 }
 POLICY_LOSSES = {
     "ppo_clip": f"{HERE}.losses.ppo_clip:PpoClip",
+    "gspo": f"{HERE}.losses.gspo:Gspo",
+    "cispo": f"{HERE}.losses.cispo:Cispo",
+    "sapo": f"{HERE}.losses.sapo:Sapo",
+    "gmpo": f"{HERE}.losses.gmpo:Gmpo",
+    "dppo_tv": f"{HERE}.losses.dppo:DppoTv",
+    "dppo_kl": f"{HERE}.losses.dppo:DppoKl",
 }
 CORRECTIONS = {
     "truncate": f"{HERE}.corrections.truncate:Truncate",
@@ -49,6 +55,7 @@ KL_ESTIMATORS = {
 AGGREGATIONS = {
     "token_mean": f"{HERE}.aggregation:token_mean",
     "sequence_mean": f"{HERE}.aggregation:sequence_mean",
+    "sequence_sum": f"{HERE}.aggregation:SequenceSum",
 }
 
 UNAVAILABLE: Mapping[Need, str] = {"values": "a critic, which there is not yet"}
@@ -105,7 +112,10 @@ def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:
 
 def aggregation(arguments: AlgorithmArguments) -> Aggregation:
     """``--loss-aggregation``."""
-    return load_object(_row(AGGREGATIONS, arguments.loss_aggregation), Aggregation, "--loss-aggregation")
+    path, flag = _row(AGGREGATIONS, arguments.loss_aggregation), "--loss-aggregation"
+    if arguments.loss_aggregation == "sequence_sum":  # the only one that a flag is a part of
+        return _made(path, Aggregation, flag, arguments)
+    return load_object(path, Aggregation, flag)
 
 
 def check_own(arguments: AlgorithmArguments) -> None:

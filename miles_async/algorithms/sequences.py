@@ -5,6 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from miles_async.api import TokenBatch
+
+
+def mean_per_sequence(values: Tensor, batch: TokenBatch) -> Tensor:
+    """[N] → [N]: at each token the mean over the tokens of its sequence that carry loss, 0 if none does."""
+    return (sum_of_loss_tokens(values, batch) / loss_tokens(batch).clamp(min=1))[sequence_of_token(batch.offsets)]
+
+
+def sum_of_loss_tokens(values: Tensor, batch: TokenBatch) -> Tensor:
+    """[N] → [S]: per sequence the sum over its tokens that carry loss; differentiable."""
+    return sum_per_sequence(values * batch.loss_mask, batch.offsets)
+
+
+def loss_tokens(batch: TokenBatch) -> Tensor:
+    """[S]: tokens of each sequence that carry loss."""
+    return sum_per_sequence(batch.loss_mask, batch.offsets)
+
 
 def sum_per_sequence(values: Tensor, offsets: Tensor) -> Tensor:
     """[N] → [S]; differentiable. 0 for an empty sequence."""

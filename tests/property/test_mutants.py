@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from miles_async.algorithms.losses import ppo_clip
+from miles_async.algorithms.losses import surrogate as surrogate_source
 from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness import policy, versions
 from miles_async.staleness.admission import Admission
@@ -406,7 +406,7 @@ MUTANTS = (
     ),
     Mutant(
         name="dual clip of positive advantages",
-        function=ppo_clip.dual_clip,
+        function=surrogate_source.dual_clip,
         old="advantages < 0, cap * advantages.abs()",
         new="advantages > 0, -cap * advantages",
         caught_by=surrogate,
@@ -414,7 +414,7 @@ MUTANTS = (
     ),
     Mutant(
         name="dual clip of the ratio, not of the loss",
-        function=ppo_clip.dual_clip,
+        function=surrogate_source.dual_clip,
         old="cap * advantages.abs()",
         new="cap",
         caught_by=surrogate,
@@ -422,7 +422,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a token past the dual clip counts for nothing",
-        function=ppo_clip.dual_clip,
+        function=surrogate_source.dual_clip,
         old="torch.minimum(loss, most)",
         new="torch.where(loss > most, 0.0, loss)",
         caught_by=surrogate,
@@ -430,7 +430,7 @@ MUTANTS = (
     ),
     Mutant(
         name="no dual clip",
-        function=ppo_clip.dual_clip,
+        function=surrogate_source.dual_clip,
         old="torch.minimum(loss, most)",
         new="loss",
         caught_by=surrogate,
@@ -438,7 +438,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the clip is optimistic",
-        function=ppo_clip.clipped_surrogate,
+        function=surrogate_source.clipped_surrogate,
         old="torch.minimum(plain, bounded)",
         new="torch.maximum(plain, bounded)",
         caught_by=surrogate,
@@ -446,7 +446,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the clip ignores clip-higher",
-        function=ppo_clip.clipped_surrogate,
+        function=surrogate_source.clipped_surrogate,
         old="ratio.clamp(low, high)",
         new="ratio.clamp(low, 2 - low)",
         caught_by=surrogate,

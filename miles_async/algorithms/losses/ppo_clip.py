@@ -19,9 +19,9 @@ For a token with advantage A and ratio r = π / π_old::
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from miles_async.algorithms.losses.surrogate import ClipRange, surrogate_loss
 from miles_async.algorithms.ratio import importance_ratio
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
@@ -33,29 +33,7 @@ class PpoClip:
     needs = ("old_logprobs",)
 
     def __init__(self, arguments: AlgorithmArguments) -> None:
-        high = arguments.eps_clip_high
-        self._low, self._high = 1.0 - arguments.eps_clip, 1.0 + (arguments.eps_clip if high is None else high)
-        self._cap = arguments.eps_clip_c
+        self._clip = ClipRange.of(arguments)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, ratio, clipped = clipped_surrogate(logprobs, batch.old_logprobs, batch.advantages, self._low, self._high)
-        metrics = {"clip_fraction": clipped, "ratio_mean": ratio, "ratio_max": ratio}
-        if self._cap is not None:
-            loss, metrics["dual_clip_fraction"] = dual_clip(loss, batch.advantages, self._cap)
-        return loss, metrics
-
-
-def clipped_surrogate(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, ratio, whether the clip took the gradient away), each [N]."""
-    ratio = importance_ratio(logprobs, old)
-    plain = ratio * advantages
-    bounded = ratio.clamp(low, high) * advantages
-    return -torch.minimum(plain, bounded), ratio.detach(), (bounded < plain).float()
-
-
-def dual_clip(loss: Tensor, advantages: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """(loss of at most cap · |A| where A < 0, whether it was more), each [N]; what was more has no gradient."""
-    most = torch.where(advantages < 0, cap * advantages.abs(), torch.inf)
-    return torch.minimum(loss, most), (loss > most).float()
+        return surrogate_loss(importance_ratio(logprobs, batch.old_logprobs), batch.advantages, self._clip)

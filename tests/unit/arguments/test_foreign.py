@@ -111,14 +111,19 @@ class TestTranslation:
         assert parse("--dynamic-sampling-filter-path", path).arguments.rewards.group_filter == ("zero_variance",)
         assert "--group-filter-path" in refusal("--dynamic-sampling-filter-path", "mine.filter")
 
+    def test_an_estimator_of_slime_that_is_a_loss_here(self):
+        parsed = parse("--advantage-estimator", "gspo")
+        assert parsed.arguments.algorithm.advantage_estimator == "grpo"
+        assert parsed.arguments.algorithm.policy_loss == "gspo"
+
     @pytest.mark.parametrize("words", [["--rm-type", "deepscaler"], ["--rm-type=deepscaler"]])
     def test_values_of_other_systems_for_flags_of_ours(self, words: list[str]):
         parsed = parse(*words)
         assert parsed.arguments.rewards.rm_type == "math"
-        assert "--rm-type deepscaler is taken as math" in parsed.notes[0]
+        assert "--rm-type deepscaler is taken as --rm-type math" in parsed.notes[0]
 
     def test_refused_values_say_what_to_do(self):
-        assert "give --advantage-estimator grpo" in refusal("--advantage-estimator", "gspo")
+        assert "--train-backend fsdp does not exist here: it trains with FSDP" in refusal("--train-backend", "fsdp")
 
     def test_all_problems_are_reported_together(self):
         assert "3 problems" in refusal("--fsdp-cpu-offload", "--frobnicate", "--fp8-format", "e4m3")

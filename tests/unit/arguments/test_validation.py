@@ -207,6 +207,25 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case("corrected twice", {"use_tis": True}, "--use-tis with --use-rollout-logprobs corrects twice"),
         case(
+            "clip of a loss without one",
+            {"policy_loss": "sapo", "eps_clip_high": 0.28},
+            "--eps-clip-high 0.28 has no effect with --policy-loss sapo",
+        ),
+        case("dual clip without a clip", {"policy_loss": "cispo", "eps_clip_c": 4.0}, "--eps-clip-c 4.0 has no effect"),
+        case(
+            "slope of a loss without one", {"tau_neg": 2.0}, "--tau-neg 2.0 has no effect with --policy-loss ppo_clip"
+        ),
+        case(
+            "sum over nothing",
+            {"loss_aggregation": "sequence_sum"},
+            "--loss-aggregation sequence_sum divides by --loss-length-normalizer: give it, such as",
+        ),
+        case(
+            "divisor of a mean",
+            {"loss_length_normalizer": 100},
+            "--loss-length-normalizer 100 has no effect with --loss-aggregation token_mean: use sequence_sum",
+        ),
+        case(
             "weight without KL",
             {"kl_loss_coef": 0.1},
             "--kl-loss-coef 0.1 has no effect without --use-kl-loss",
@@ -232,7 +251,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "loss that is not there",
             {"policy_loss": "grpo"},
-            "--policy-loss: expected one of ppo_clip, module:attr, found grpo",
+            "--policy-loss: expected one of ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, module:attr, found",
         ),
         case(
             "hasty watchdog",

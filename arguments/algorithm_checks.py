@@ -1,0 +1,84 @@
+"""Checks of the algorithm's flags together, and with how old the data may be (C12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
+
+CLIPPED: frozenset[PolicyLossName] = frozenset({"ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl"})
+LOSSES_WITH: dict[str, frozenset[PolicyLossName]] = {
+    "eps_clip": CLIPPED,
+    "eps_clip_high": CLIPPED,
+    "eps_clip_c": CLIPPED - {"cispo", "gmpo"},
+    "tau_pos": frozenset({"sapo"}),
+    "tau_neg": frozenset({"sapo"}),
+}
+"""Field → the losses that read it."""
+
+
+def check_algorithm(arguments: Arguments) -> Iterator[str]:
+    """The advantage has something to compare with, and switches are not given without what they switch."""
+    algorithm, samples = arguments.algorithm, arguments.rollout.n_samples_per_prompt
+    if samples == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
+        yield (
+            f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a group of one has "
+            "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator reinforce"
+        )
+    elif arguments.staleness.min_samples(samples) == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
+        yield (
+            f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
+            f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"
+        )
+    for name, losses in LOSSES_WITH.items():
+        value = getattr(algorithm, name)
+        changed = value != getattr(AlgorithmArguments(), name)
+        if changed and ":" not in algorithm.policy_loss and algorithm.policy_loss not in losses:
+            yield f"--{name.replace('_', '-')} {value} has no effect with --policy-loss {algorithm.policy_loss}"
+    if algorithm.loss_aggregation == "sequence_sum" and algorithm.loss_length_normalizer is None:
+        yield (
+            "--loss-aggregation sequence_sum divides by --loss-length-normalizer: give it, such as "
+            f"{arguments.rollout.rollout_max_response_len}, which is --rollout-max-response-len"
+        )
+    if algorithm.loss_aggregation != "sequence_sum" and algorithm.loss_length_normalizer is not None:
+        yield (
+            f"--loss-length-normalizer {algorithm.loss_length_normalizer} has no effect with --loss-aggregation "
+            f"{algorithm.loss_aggregation}: use sequence_sum"
+        )
+    if not algorithm.use_kl_loss and algorithm.kl_loss_coef > 0:
+        yield f"--kl-loss-coef {algorithm.kl_loss_coef} has no effect without --use-kl-loss"
+    if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
+        yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
+    if algorithm.token_advantages is None and algorithm.kl_coef > 0:
+        yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward"
+    if algorithm.tis_mode != "truncate" and not algorithm.use_tis:
+        yield f"--tis-mode {algorithm.tis_mode} has no effect without --use-tis"
+    if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
+        yield f"--kl-loss-type {algorithm.kl_loss_type} has no effect without --use-kl-loss"
+    own = ":" in algorithm.policy_loss or ":" in algorithm.tis_mode  # may compare with the reference model
+    if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.token_advantages or own):
+        yield "--ref-hf-checkpoint has no effect without --use-kl-loss or --token-advantages kl_in_reward"
+
+
+def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
+    """Asynchronous training knows what sampled its data, or is told that this is intended (C12)."""
+    algorithm, staleness, weights = arguments.algorithm, arguments.staleness, arguments.weights
+    if algorithm.use_tis and algorithm.use_rollout_logprobs:
+        yield (
+            "--use-tis with --use-rollout-logprobs corrects twice: the ratio against the engines' log-probs already "
+            "weighs by π_trainer / π_rollout; use one of them"
+        )
+    reasons = {
+        f"--max-rollout-lead {staleness.lead}": staleness.lead > 1,
+        f"--update-weights-interval {weights.update_weights_interval}": weights.update_weights_interval > 1,
+        f"--debug-publication-lag {weights.debug_publication_lag}": weights.debug_publication_lag > 0,
+    }
+    asynchronous = [flag for flag, holds in reasons.items() if holds]
+    corrected = algorithm.use_tis or algorithm.use_rollout_logprobs
+    if asynchronous and not corrected and not algorithm.allow_uncorrected_off_policy:
+        yield (
+            f"asynchronous training ({', '.join(asynchronous)}) without an off-policy correction learns worse with "
+            "every version of age: add --use-rollout-logprobs or --use-tis (or --on-policy; or, if it is intended, "
+            "--allow-uncorrected-off-policy)"
+        )

@@ -1,0 +1,53 @@
+"""The clipped surrogate and the dual clip, as functions of the ratio: PPO's is per token, GSPO's per sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles_async.arguments.algorithm import AlgorithmArguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipRange:
+    """Bounds of the ratio r = π / π_old."""
+
+    low: float  # 1 - eps_clip
+    high: float  # 1 + eps_clip_high
+    cap: float | None  # eps_clip_c: of the dual clip
+
+    @staticmethod
+    def of(arguments: AlgorithmArguments) -> ClipRange:
+        """Read the range from the flags."""
+        below, above = epsilons(arguments)
+        return ClipRange(low=1.0 - below, high=1.0 + above, cap=arguments.eps_clip_c)
+
+
+def epsilons(arguments: AlgorithmArguments) -> tuple[float, float]:
+    """(``--eps-clip``, ``--eps-clip-high``), the second by default the first."""
+    high = arguments.eps_clip_high
+    return arguments.eps_clip, arguments.eps_clip if high is None else high
+
+
+def surrogate_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each token, [N], and its metrics."""
+    loss, clipped = clipped_surrogate(ratio, advantages, clip.low, clip.high)
+    metrics = {"clip_fraction": clipped, "ratio_mean": ratio, "ratio_max": ratio}
+    if clip.cap is not None:
+        loss, metrics["dual_clip_fraction"] = dual_clip(loss, advantages, clip.cap)
+    return loss, metrics
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(loss, whether the clip took the gradient away), each [N]."""
+    plain = ratio * advantages
+    bounded = ratio.clamp(low, high) * advantages
+    return -torch.minimum(plain, bounded), (bounded < plain).float()
+
+
+def dual_clip(loss: Tensor, advantages: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """(loss of at most cap · |A| where A < 0, whether it was more), each [N]; what was more has no gradient."""
+    most = torch.where(advantages < 0, cap * advantages.abs(), torch.inf)
+    return torch.minimum(loss, most), (loss > most).float()

@@ -1,0 +1,114 @@
+"""Flags under which our code is compared with the references, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.objective import Objective, make_objective
+from miles_async.arguments.algorithm import AlgorithmArguments
+from tests.unit.algorithms.references import Flags, loss_of_step
+from tests.unit.algorithms.steps import Edges, Floats, Step, divergences, micro_batch, no_edges, random_step, ratios
+
+SEEDS = range(6)
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One choice of flags."""
+
+    name: str
+    flags: Flags
+    edges: Edges = no_edges
+
+
+CLIP: Flags = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": 3.0}
+EDGES = ratios(0.8, 1.28, 3.0)
+
+
+def binary_kl(p: Floats, q: Floats) -> Floats:
+    return q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+
+
+CASES = (
+    Case("ppo", CLIP, EDGES),
+    Case("ppo without a dual clip, mean of means", CLIP | {"eps_clip_c": None, "loss_aggregation": "sequence_mean"}),
+    Case("Dr. GRPO", {"loss_aggregation": "sequence_sum", "loss_length_normalizer": 17}, ratios(0.8, 1.2)),
+    Case("gspo", CLIP | {"policy_loss": "gspo", "loss_aggregation": "sequence_mean"}, EDGES),
+    Case("gspo, narrow", {"policy_loss": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4, "eps_clip_c": None}),
+    Case("cispo", CLIP | {"policy_loss": "cispo"}, EDGES),
+    Case("cispo without a lower bound", {"policy_loss": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.28}, EDGES),
+    Case("sapo", {"policy_loss": "sapo", "tau_pos": 0.9, "tau_neg": 1.6, "loss_aggregation": "sequence_mean"}),
+    Case(
+        "gmpo",
+        {"policy_loss": "gmpo", "eps_clip": 0.4, "eps_clip_high": 0.5, "loss_aggregation": "sequence_mean"},
+        ratios(0.6703200460356393, 1.6487212707001282),  # exp(-0.4), exp(0.5)
+    ),
+    Case(
+        "dppo_tv",
+        {"policy_loss": "dppo_tv", "eps_clip": 0.05, "eps_clip_high": 0.1},
+        divergences(lambda p, q: abs(p - q), 0.05, 0.1),
+    ),
+    Case("dppo_tv, ratios", {"policy_loss": "dppo_tv", "eps_clip": 0.3, "eps_clip_high": 0.3}, ratios(3.0)),
+    Case(
+        "dppo_kl",
+        {"policy_loss": "dppo_kl", "eps_clip": 0.01, "eps_clip_high": 0.02, "eps_clip_c": None},
+        divergences(binary_kl, 0.01, 0.02),
+    ),
+)
+
+
+def objective_of(case: Case) -> Objective:
+    return make_objective(AlgorithmArguments(**case.flags))
+
+
+def ours(step: Step, objective: Objective, parts: Sequence[Sequence[int]] | None = None) -> tuple[Tensor, list[Tensor]]:
+    """(loss, gradient of each sequence's log-probs) of the step, divided into micro-batches of these sequences."""
+    parts = parts if parts is not None else [range(len(step))]
+    gradients: dict[int, Tensor] = {}
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    leaves = []
+    for part in parts:
+        logprobs, batch = micro_batch([step[index] for index in part])
+        sums = objective(logprobs, batch)
+        total, count = total + sums.loss, count + int(sums.count)
+        leaves.append((part, logprobs))
+    (total / count).backward()
+    for part, logprobs in leaves:
+        assert logprobs.grad is not None
+        pieces = logprobs.grad.split([len(step[index].old) for index in part])
+        gradients |= dict(zip(part, pieces, strict=True))
+    return (total / count).detach(), [gradients[index] for index in range(len(step))]
+
+
+def reference(step: Step, flags: Flags) -> tuple[Tensor, list[Tensor]]:
+    """The same by the references."""
+    loss = loss_of_step(step, flags)
+    found = torch.autograd.grad(loss, [trajectory.logprobs for trajectory in step], allow_unused=True)
+    gradients = [
+        torch.zeros_like(trajectory.old) if gradient is None else gradient
+        for trajectory, gradient in zip(step, found, strict=True)
+    ]
+    return loss.detach(), gradients
+
+
+def differs(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]], tolerance: float) -> str:
+    """What differs by more than ``tolerance``, relative to the value, or to the largest of its kind; "" if nothing."""
+    if not torch.allclose(found[0], expected[0], rtol=tolerance, atol=tolerance * 1e-3):
+        return f"loss {found[0]:.9g}, expected {expected[0]:.9g}"
+    largest = max(float(gradient.abs().max()) for gradient in expected[1])
+    for number, (one, other) in enumerate(zip(found[1], expected[1], strict=True)):
+        if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * min(1e-3, largest)):
+            return f"gradient of sequence {number}: {one.tolist()}, expected {other.tolist()}"
+    return ""
+
+
+def disagreement(case: Case, seed: int) -> str:
+    """What our code and the reference disagree about in one random step; "" if they agree."""
+    step = random_step(seed, case.edges)
+    return differs(ours(step, objective_of(case)), reference(step, case.flags), TOLERANCE)

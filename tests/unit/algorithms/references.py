@@ -1,0 +1,167 @@
+"""Every algorithm a second time: plain loops over sequences and tokens in float64, written from the papers.
+
+Nothing here calls the project's code. A reference returns the loss of a whole optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.unit.algorithms.steps import Step, Trajectory
+
+Flags = dict[str, Any]
+TokenLosses = Callable[[Trajectory, Flags], list[Tensor]]
+"""The loss at each token of a sequence, whether it carries loss or not."""
+
+
+def defaults(flags: Flags) -> Flags:
+    """Values of the flags that a reference reads."""
+    known = {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
+    found = known | flags
+    found["above"] = found["eps_clip"] if found["eps_clip_high"] is None else found["eps_clip_high"]
+    return found
+
+
+def carrying(trajectory: Trajectory) -> list[int]:
+    return [t for t in range(len(trajectory.mask)) if trajectory.mask[t]]
+
+
+def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
+    """No paper bounds it; the project does, at 20, from where on it has no gradient."""
+    difference = logprob - old
+    return difference if difference.item() <= 20 else torch.full_like(difference, 20.0).detach()
+
+
+# ------------------------------------------------------------------------------------------------- policy losses
+def clipped(ratio: Tensor, advantage: Tensor, flags: Flags) -> Tensor:
+    """PPO eq. 7, and eq. 5 of the dual clip."""
+    inside = torch.clamp(ratio, 1 - flags["eps_clip"], 1 + flags["above"])
+    objective = torch.min(ratio * advantage, inside * advantage)
+    if advantage < 0 and flags["eps_clip_c"] is not None:
+        objective = torch.max(objective, flags["eps_clip_c"] * advantage)
+    return -objective
+
+
+def ppo_clip(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    losses = []
+    for t, advantage in enumerate(trajectory.advantages):
+        ratio = torch.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]))
+        losses.append(clipped(ratio, advantage, flags))
+    return losses
+
+
+def gspo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    """Eq. 13 and 14: s_{i,t} = sg[s_i] · π_t / sg[π_t]."""
+    tokens = carrying(trajectory)
+    mean = sum(log_ratio(trajectory.logprobs[t], trajectory.old[t]).item() for t in tokens) / max(1, len(tokens))
+    losses = []
+    for t in range(len(trajectory.old)):
+        probability = trajectory.logprobs[t].exp()
+        ratio = math.exp(mean) * probability / probability.detach()
+        losses.append(clipped(ratio, trajectory.advantages[t], flags))
+    return losses
+
+
+def cispo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    losses = []
+    for t in range(len(trajectory.old)):
+        ratio = math.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]).item())
+        weight = min(max(ratio, 1 - flags["eps_clip"]), 1 + flags["above"])
+        losses.append(-weight * trajectory.advantages[t] * trajectory.logprobs[t])
+    return losses
+
+
+def sapo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    losses = []
+    for t, advantage in enumerate(trajectory.advantages):
+        tau = flags["tau_pos"] if advantage > 0 else flags["tau_neg"]
+        ratio = torch.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]))
+        gate = 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+        losses.append(-gate * advantage)
+    return losses
+
+
+def gmpo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    tokens, product = carrying(trajectory), torch.ones((), dtype=torch.float64)
+    for t in tokens:
+        ratio = torch.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]))
+        if trajectory.advantages[t] >= 0:
+            bounded = torch.min(ratio, torch.tensor(math.exp(flags["above"]), dtype=torch.float64))
+        else:
+            bounded = torch.max(ratio, torch.tensor(math.exp(-flags["eps_clip"]), dtype=torch.float64))
+        product = product * bounded ** (1 / len(tokens))
+    return [-advantage * product for advantage in trajectory.advantages]
+
+
+def _dppo(trajectory: Trajectory, flags: Flags, divergence: Callable[[float, float], float]) -> list[Tensor]:
+    losses = []
+    for t in range(len(trajectory.old)):
+        advantage = trajectory.advantages[t]
+        p, q = math.exp(trajectory.logprobs[t].item()), math.exp(trajectory.old[t].item())
+        distance = divergence(p, q)
+        away = (advantage > 0 and p > q and distance > flags["above"]) or (
+            advantage < 0 and p < q and distance > flags["eps_clip"]
+        )
+        ratio = min(p / q, math.exp(20))
+        weight = ratio if flags["eps_clip_c"] is None else min(ratio, flags["eps_clip_c"])
+        losses.append(-(0.0 if away else weight) * advantage * trajectory.logprobs[t])
+    return losses
+
+
+def dppo_tv(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    return _dppo(trajectory, flags, lambda p, q: abs(p - q))
+
+
+def dppo_kl(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    def divergence(p: float, q: float) -> float:
+        return q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+
+    return _dppo(trajectory, flags, divergence)
+
+
+POLICY_LOSSES: dict[str, TokenLosses] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+}
+
+
+# --------------------------------------------------------------------------------------------------- aggregation
+def token_mean(losses: Sequence[list[Tensor]], flags: Flags) -> Tensor:
+    every = [loss for sequence in losses for loss in sequence]
+    return torch.stack(every).sum() / len(every)
+
+
+def sequence_mean(losses: Sequence[list[Tensor]], flags: Flags) -> Tensor:
+    return torch.stack([torch.stack(sequence).sum() / len(sequence) for sequence in losses]).sum() / len(losses)
+
+
+def sequence_sum(losses: Sequence[list[Tensor]], flags: Flags) -> Tensor:
+    sums = [torch.stack(sequence).sum() / flags["loss_length_normalizer"] for sequence in losses]
+    return torch.stack(sums).sum() / len(losses)
+
+
+AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}
+
+
+# ------------------------------------------------------------------------------------------------------- the whole
+def loss_of_step(step: Step, flags: Flags) -> Tensor:
+    """The loss that ``flags`` describe, differentiable in every sequence's ``logprobs``."""
+    flags = defaults(flags)
+    of_tokens = POLICY_LOSSES[flags.get("policy_loss", "ppo_clip")]
+    losses = []
+    for trajectory in step:
+        if not trajectory.carries_loss:
+            continue
+        tokens = of_tokens(trajectory, flags)
+        losses.append([tokens[t] for t in carrying(trajectory)])
+    return AGGREGATIONS[flags.get("loss_aggregation", "token_mean")](losses, flags)

@@ -1,0 +1,150 @@
+"""Random optimizer steps, as lists of sequences for references and as micro-batches for our code, in float64.
+
+They hold what is rare in a run: sequences of one token, tokens and whole micro-batches without loss, advantages of 0,
+ratios of e^20 (and a hair more) and e^-20, and ratios a hair beside every bound that ``edges`` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from miles_async.api import TokenBatch
+
+TARGET_VERSION = 9
+HAIR = 4e-4  # less than the error that a mutant puts into a formula
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sequence: arrays [T]."""
+
+    logprobs: Tensor  # by the policy that is trained; a leaf with gradient
+    old: Tensor
+    rollout: Tensor
+    reference: Tensor
+    advantages: Tensor
+    mask: Tensor  # bool
+    versions: Tensor  # int64
+
+    @property
+    def carries_loss(self) -> bool:
+        return bool(self.mask.any())
+
+
+Step = list[Trajectory]
+
+Floats = npt.NDArray[np.float64]
+
+Edges = Callable[[Floats, Floats], Floats]
+"""(log π_old [T], factors near 1 [T]) → log-ratios [K, T], at which a formula changes its form where factors are 1."""
+
+
+def no_edges(old: Floats, factors: Floats) -> Floats:
+    return np.zeros((0, len(old)))
+
+
+def ratios(*bounds: float) -> Edges:
+    """Bounds of the ratio."""
+
+    def edges(old: Floats, factors: Floats) -> Floats:
+        return np.log(np.multiply.outer(bounds, factors))
+
+    return edges
+
+
+def divergences(of: Callable[[Floats, Floats], Floats], *bounds: float) -> Edges:
+    """Bounds of a divergence ``of(p, q)`` that grows with the distance of p from q on either side; by bisection."""
+
+    def edges(old: Floats, factors: Floats) -> Floats:
+        q, found = np.exp(old), []
+        for bound in bounds:
+            for end in (1.0 - 1e-12, 1e-12):
+                near, far = q, np.full_like(q, end)
+                for _ in range(60):
+                    middle = (near + far) / 2
+                    inside = of(middle, q) < bound * factors
+                    near, far = np.where(inside, middle, near), np.where(inside, far, middle)
+                found.append(np.log(near) - old)
+        return np.array(found)
+
+    return edges
+
+
+def random_step(seed: int, edges: Edges = no_edges) -> Step:
+    """``edges``: tokens are put a hair beside each."""
+    draw = np.random.default_rng(seed)
+    return [_trajectory(draw, length, edges, number) for number, length in enumerate((1, 5, 9, 1, 14, 6, 3, 11))]
+
+
+def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: int) -> Trajectory:
+    def floats(values: object) -> Tensor:
+        return torch.tensor(np.asarray(values), dtype=torch.float64)
+
+    old = -draw.exponential(1.5, length) - 0.05
+    old = np.where(draw.random(length) < 0.1, old - 21.0, old)  # so that ratios of e^20 can be had
+    old_to_rollout, now_to_old = _log_ratios(draw, old, edges), _log_ratios(draw, old, edges)
+    # One advantage per sequence, as group estimators give; some are 0, and in every third sequence tokens differ.
+    advantages = np.full(length, draw.choice([0.0, *draw.normal(size=4)]))
+    if number % 3 == 2:
+        advantages = advantages + draw.normal(size=length) * draw.integers(0, 2, length)
+    mask = draw.random(length) < 0.8
+    if number == 5:
+        mask[:] = False
+    elif not mask.any():
+        mask[0] = True
+    return Trajectory(
+        logprobs=floats(_below_0(old + now_to_old)).requires_grad_(),
+        old=floats(old),
+        rollout=floats(_below_0(old - old_to_rollout)),
+        reference=floats(old + draw.normal(size=length) * draw.choice([0.1, 4.0])),
+        advantages=floats(advantages),
+        mask=torch.tensor(mask),
+        versions=torch.tensor(draw.integers(0, TARGET_VERSION + 1, length)),
+    )
+
+
+def _below_0(logprobs: Floats) -> Floats:
+    return np.minimum(logprobs, -1e-3)
+
+
+def _log_ratios(draw: np.random.Generator, old: Floats, edges: Edges) -> Floats:
+    """Small ones, one in three at an edge, a few extreme ones."""
+    length = len(old)
+    found = draw.normal(size=length) * draw.choice([0.02, 0.3, 1.0])
+    beside = edges(old, 1.0 + HAIR * draw.choice([-1.0, 1.0], length))
+    if len(beside):
+        chosen = beside[draw.integers(0, len(beside), length), np.arange(length)]
+        found = np.where(draw.random(length) < 1 / 3, chosen, found)
+    return np.where(draw.random(length) < 0.08, draw.choice([-20.0, 20.0, 20.01], length), found)
+
+
+def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor, TokenBatch]:
+    """(log-probs as a new leaf, the batch), the sequences behind one another; tokens without loss hold nonsense."""
+    lengths = [len(trajectory.old) for trajectory in step]
+    versions = [trajectory.versions for trajectory in step]
+
+    def joined(name: str) -> Tensor:
+        parts = [getattr(trajectory, name).detach() for trajectory in step]
+        return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+    mask = joined("mask")
+    batch = TokenBatch(
+        tokens=torch.arange(int(mask.numel())),
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        loss_mask=mask,
+        advantages=joined("advantages") * mask,
+        rewards=torch.zeros(len(step), dtype=dtype),
+        rollout_logprobs=joined("rollout"),
+        weight_versions=torch.cat(versions) if versions else torch.zeros(0, dtype=torch.int64),
+        oldest_versions=torch.cat([v.min().expand(len(v)) for v in versions])
+        if versions
+        else torch.zeros(0, dtype=torch.int64),
+        computed={"old_logprobs": joined("old"), "ref_logprobs": joined("reference")},
+    )
+    return joined("logprobs").requires_grad_(), batch

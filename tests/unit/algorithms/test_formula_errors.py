@@ -1,0 +1,89 @@
+"""A factor of 1.001 anywhere in a formula is noticed by the comparison with its reference.
+
+# covers: C12
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.algorithms.cases import CASES, SEEDS, Case, disagreement
+from tests.unit.algorithms.formula_errors import Errors, instrumented
+
+MODULES = (
+    "aggregation",
+    "ratio",
+    "sequences",
+    "losses.cispo",
+    "losses.dppo",
+    "losses.gmpo",
+    "losses.gspo",
+    "losses.ppo_clip",
+    "losses.sapo",
+    "losses.surrogate",
+)
+
+SIGN, TYPE, METRIC = "only its sign counts", "only its shape, dtype or presence counts", "it is for a metric"
+HARMLESS = {
+    "aggregation": {"batch.loss_mask": TYPE, "tokens": TYPE, "loss_tokens(batch)": TYPE},
+    "sequences": {"values": TYPE},
+    "losses.dppo": {
+        **dict.fromkeys(("advantages", "now", "old"), SIGN),
+        "self._cap": TYPE,
+        "TINY": "far below the rounding of 1 - p",
+    },
+    "losses.gmpo": {"batch.advantages": SIGN},
+    "losses.sapo": {"advantages": SIGN},
+    "losses.surrogate": {
+        **dict.fromkeys(("high", "clip.cap"), TYPE),
+        **dict.fromkeys(("bounded", "plain", "loss", "most"), METRIC),
+        **dict.fromkeys(("(bounded < plain).float()", "(loss > most).float()"), METRIC),
+        "advantages": SIGN,
+    },
+}
+"""Module → expressions that may be wrong by a thousandth somewhere without a consequence → the reason."""
+
+CANCELLED = {
+    "sequences": {"sums.index_add(0, sequence_of_token(offsets), values)": "of the sum and of the number of terms"}
+}
+
+
+@pytest.fixture(scope="module")
+def all_errors() -> Iterator[tuple[dict[str, Errors], dict[tuple[str, int], list[tuple[Case, int]]]]]:
+    """Errors by module, and for each expression the steps on which the factor changes its value."""
+    with contextlib.ExitStack() as stack:
+        errors = {
+            name: stack.enter_context(instrumented(importlib.import_module(f"miles_async.algorithms.{name}")))
+            for name in MODULES
+        }
+        reached = defaultdict(list)
+        for case in CASES:
+            for seed in SEEDS:
+                for of_module in errors.values():
+                    of_module.reached = set()
+                assert disagreement(case, seed) == ""
+                for name, of_module in errors.items():
+                    for number in of_module.reached:
+                        reached[name, number].append((case, seed))
+        yield errors, reached
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_error_of_a_thousandth_is_noticed(
+    name: str, all_errors: tuple[dict[str, Errors], dict[tuple[str, int], list[tuple[Case, int]]]]
+) -> None:
+    errors, reached = all_errors[0][name], all_errors[1]
+    steps = {number: on_steps for (module, number), on_steps in reached.items() if module == name}
+    assert steps, "no case computes anything here"
+    unnoticed = []
+    for number, on_steps in steps.items():
+        with errors.in_expression(number):
+            if not any(disagreement(case, seed) for case, seed in on_steps):
+                unnoticed.append(errors.expressions[number])
+    harmless = HARMLESS.get(name, {}) | CANCELLED.get(name, {})
+    assert [found for found in unnoticed if found.split(": ", 1)[1] not in harmless] == []
