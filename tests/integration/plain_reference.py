@@ -95,4 +95,5 @@ class PlainTrainer:
 def _load(directory: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    # The others leave out what is rare, such as softcapping, without a word.
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").train()

@@ -100,6 +100,12 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins(
         ("megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list, input_"),
         # bridge_fixes, of virtual pipeline stages
         ("megatron.bridge.models.conversion.model_bridge", "TODO(yuya): Fix for VPP, the vp stage needs"),
+        # bridge_fixes, of configs and embeddings
+        ("megatron.bridge.models.mistral.mistral_bridge", "rotary_base=hf_config.rope_theta"),
+        ("megatron.bridge.models.gemma.gemma3_bridge", "hf_config.rope_local_base_freq, hf_config.rope_theta"),
+        ("megatron.bridge.models.gemma.gemma3_provider", "embeddings * (self.config.hidden_size**0.5)"),
+        # provider_fields, of windows
+        ("megatron.bridge.models.gemma.gemma2_bridge", "window_size = (hf_config.sliding_window, 0)"),
         # checkpoint_writer
         ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("spawn")'),
         ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("fork")'),

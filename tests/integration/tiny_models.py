@@ -19,6 +19,8 @@ _DENSE: dict[str, Any] = {
     "rope_theta": 1e4,
     "tie_word_embeddings": False,
 }
+# By default token 0 is padding, whose embedding transformers does not train.
+_GEMMA = _DENSE | {"tie_word_embeddings": True, "num_key_value_heads": 4, "pad_token_id": None}
 # More than ten experts: their numbers sort differently as text.
 _MIXTURE = _DENSE | {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _SIGMOID_ROUTED = _MIXTURE | {
@@ -36,6 +38,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -62,9 +66,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", _DENSE | {"rope_theta": 1e6}),
     "qwen3": ("Qwen3", _DENSE | {"rope_theta": 5e5}),
     "qwen3-tied": ("Qwen3", _DENSE | {"tie_word_embeddings": True}),
+    # Shorter than the sequences, in every layer.
+    "mistral": ("Mistral", _DENSE | {"sliding_window": 6}),
+    "gemma2": (
+        "Gemma2",
+        _GEMMA
+        | {
+            "num_key_value_heads": 2,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        _GEMMA
+        | {"num_key_value_heads": 2, "sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
+        | {"rope_parameters": {"sliding_attention": _DEFAULT_ROPE, "full_attention": _LINEAR_ROPE}},
+    ),
     "qwen3-moe": ("Qwen3Moe", _MIXTURE | {"num_experts": 12, "norm_topk_prob": True}),
-    # By default token 0 is padding, whose embedding transformers does not train.
-    "gemma": ("Gemma", _DENSE | {"tie_word_embeddings": True, "num_key_value_heads": 4, "pad_token_id": None}),
+    "gemma": ("Gemma", _GEMMA),
     "glm4": (
         "Glm4",
         _DENSE | {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 2e4, "pad_token_id": None},
@@ -91,7 +112,7 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
     name, settings = FAMILIES[family]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(
+        model = transformers.AutoModelForCausalLM.from_config(
             getattr(transformers, f"{name}Config")(**(settings | config))
         )
         biases = (buffer for buffer_name, buffer in model.named_buffers() if "correction_bias" in buffer_name)

@@ -6,6 +6,9 @@
   SequentialMLP's (``local_experts.3.linear_fc1.weight``) are numbered and sorted wrongly over expert-parallel
   ranks, and some families have no mapping for them at all. The bridge gets to see TEGroupedMLP's names instead.
 - Of a tied model's virtual pipeline stages, the output layer is looked for in a rank's first one. It is in the last.
+- Mistral's and Gemma 3's configs are read by names that transformers 5 doesn't have (``rope_theta``). The bridge's
+  general reading takes what is there; ``provider_fields`` has the rest.
+- Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.
 
 ``tests/integration/test_megatron_compat.py`` fails when upstream no longer needs one of them.
 """
@@ -35,6 +38,8 @@ def apply() -> bool:
         _scatter_contiguous_splits()
         _name_experts_as_grouped()
         _tie_last_virtual_stage()
+        _read_configs_without_rope_theta()
+        _round_the_scale_of_embeddings()
     return True
 
 
@@ -83,3 +88,26 @@ def _tie_last_virtual_stage() -> None:
         broadcast(self, models[-1:] if last else models)
 
     MegatronModelBridge._broadcast_shared_embeddings = _broadcast_shared_embeddings
+
+
+def _read_configs_without_rope_theta() -> None:
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+    from megatron.bridge.models.gemma.gemma3_bridge import Gemma3ModelBridge
+    from megatron.bridge.models.mistral.mistral_bridge import MistralBridge
+    from megatron.bridge.models.mistral.mistral_provider import MistralModelProvider
+
+    MistralBridge.PROVIDER_CLASS = MistralModelProvider
+    for bridge in (MistralBridge, Gemma3ModelBridge):
+        bridge.provider_bridge = MegatronModelBridge.provider_bridge
+
+
+def _round_the_scale_of_embeddings() -> None:
+    import torch
+    from megatron.bridge.models.gemma.gemma3_provider import Gemma3LanguageModelEmbedding
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        embeddings = LanguageModelEmbedding.forward(self, *args, **kwargs)
+        return embeddings * torch.tensor(self.config.hidden_size**0.5, dtype=embeddings.dtype)
+
+    Gemma3LanguageModelEmbedding.forward = forward

@@ -11,12 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
+from miles_async.backends.megatron.families import FAMILIES, REFUSED, Family
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
-
-# ``model_type`` of the families that tests/integration/test_megatron_layouts.py compares with transformers: log-probs,
-# export and training.
-VERIFIED = ("llama", "qwen2", "qwen3", "gemma", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 # The constants of megatron-core's llama3 rope scaling (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -128,83 +125,91 @@ def rope_theta(config: JsonObject) -> float:
     return float(theta)
 
 
-def provider_fields(config: JsonObject) -> dict[str, object]:
-    """Return fields of megatron's config that the bridge (0.3) misses with transformers 5. Without them every logit is
-    wrong, though the export is clean. ``config`` has transformers' defaults filled in.
-    """
-    theta = rope_theta(config)
-    fields: dict[str, object] = {
-        "rotary_base": int(theta) if theta.is_integer() else theta,
-        "rotary_percent": _rotary_share(config),
-    }
-    if _is_latent(config):
-        fields["q_lora_rank"] = config["q_lora_rank"]  # none at all is a choice too
-        if _rope_kind(config) == "default":
-            fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}  # megatron's default: yarn, 40 times longer
-    return fields
-
-
-def _problems(config: JsonObject) -> Iterator[str]:
-    kind = config.get("model_type", "")
-    if kind not in VERIFIED:
-        yield (
-            f"model_type {kind!r} is not among the families that are verified against transformers; use a model of "
-            f"one of them: {', '.join(VERIFIED)}"
-        )
-    yield from _rope_problems(config, kind)
-    yield from _expert_problems(config, kind)
+def window(config: JsonObject) -> int | None:
+    """Tokens that attention sees in layers with a sliding window, the token itself included; None without windows."""
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if windowed or "sliding_attention" in (config.get("layer_types") or ()):
-        yield "sliding_window: attention would span the whole sequence"
-    if config.get("attention_bias") and kind not in ("glm4", "glm4_moe"):
-        yield "attention_bias true: biases would be dropped"
-    if config.get("mlp_bias"):
-        yield "mlp_bias true: biases would be dropped"
-    if kind == "gemma":  # of which the bridge takes this for granted
-        if not config.get("tie_word_embeddings", True):
-            yield "tie_word_embeddings false: the output layer would be that of the embedding"
-        if (activation := config.get("hidden_act", "gelu")) not in ("gelu", "gelu_pytorch_tanh"):
-            yield f"hidden_act {activation!r}: only gelu_pytorch_tanh is implemented"
+    return config["sliding_window"] if windowed else None
 
 
-def _is_latent(config: JsonObject) -> bool:
+def is_latent(config: JsonObject) -> bool:
     """True for multi-head latent attention (DeepSeek)."""
     return "kv_lora_rank" in config
 
 
-def _rope_kind(config: JsonObject) -> str:
+def rope_kind(config: JsonObject) -> str:
+    """Name of the scaling of positions; "default" for none."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling.get("rope_type", scaling.get("type")) or "default"
 
 
-def _rotary_share(config: JsonObject) -> float:
+def rotary_share(config: JsonObject) -> float:
+    """Part of each head that positions rotate."""
     rope = config.get("rope_parameters") or {}
     return config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
 
 
-def _rope_problems(config: JsonObject, kind: str) -> Iterator[str]:
-    rope = config.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        yield "rope_parameters per layer type: one rotary base is used for all layers"
+def _problems(config: JsonObject) -> Iterator[str]:
+    kind = config.get("model_type", "")
+    family = FAMILIES.get(kind)
+    if family is None:
+        reason = REFUSED.get(kind, "it was not compared with transformers")
+        yield (
+            f"model_type {kind!r} is not trained: {reason}. The families that are: {', '.join(FAMILIES)} "
+            "(docs/families.md)"
+        )
         return
-    rope_kind, scaling = _rope_kind(config), config.get("rope_scaling") or rope
-    if rope_kind == "llama3":
+    yield from _rope_problems(config, family)
+    yield from _expert_problems(config, kind, family)
+    yield from _layer_problems(config, family)
+
+
+def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
+    if (window(config) or "sliding_attention" in (config.get("layer_types") or ())) and not family.windows:
+        yield "sliding_window: attention would span the whole sequence"
+    if config.get("attention_bias") and not family.attention_bias:
+        yield "attention_bias true: biases would be dropped"
+    if config.get("mlp_bias"):
+        yield "mlp_bias true: biases would be dropped"
+    if family.tied_only and not config.get("tie_word_embeddings", True):
+        yield "tie_word_embeddings false: the output layer would be that of the embedding"
+    if family.gelu:
+        activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu"
+        if activation not in ("gelu", "gelu_pytorch_tanh"):
+            yield f"hidden_act {activation!r}: only gelu_pytorch_tanh is implemented"
+    if config.get("use_bidirectional_attention"):
+        yield "use_bidirectional_attention true: attention would be causal"
+
+
+def _rope_problems(config: JsonObject, family: Family) -> Iterator[str]:
+    rope = config.get("rope_parameters") or {}
+    if by_layer_type := {name: value for name, value in rope.items() if isinstance(value, dict)}:
+        if not family.rope_per_layer_type:
+            yield "rope_parameters per layer type: one rotary base is used for all layers"
+        for name, value in by_layer_type.items():
+            implemented = ("default", "linear") if name == "full_attention" else ("default",)
+            if value.get("rope_type", "default") not in implemented:
+                yield f"rope scaling {value['rope_type']!r} of {name}: positions would be rotated wrongly"
+        return
+    kind, scaling = rope_kind(config), config.get("rope_scaling") or rope
+    if kind == "llama3":
         for name, expected in LLAMA3_ROPE.items():
             if scaling.get(name, expected) != expected:
                 yield f"rope scaling llama3 with {name} {scaling[name]}: only {expected} is implemented"
-    elif rope_kind != "default" and not (rope_kind == "yarn" and _is_latent(config)):
-        yield f"rope scaling {rope_kind!r}: positions would be rotated wrongly"
-    if _rotary_share(config) != 1.0 and kind not in ("glm4", "glm4_moe"):
+    elif kind != "default" and not (kind == "yarn" and family.yarn):
+        if not (kind == "linear" and family.rope_per_layer_type):
+            yield f"rope scaling {kind!r}: positions would be rotated wrongly"
+    if rotary_share(config) != 1.0 and not family.partial_rotation:
         yield "partial_rotary_factor: not verified"
-    if _is_latent(config) and not config.get("rope_interleave", True):
+    if is_latent(config) and not config.get("rope_interleave", True):
         yield "rope_interleave false: positions would be rotated wrongly"
 
 
-def _expert_problems(config: JsonObject, kind: str) -> Iterator[str]:
+def _expert_problems(config: JsonObject, kind: str, family: Family) -> Iterator[str]:
     if not num_experts(config):
         return
     # transformers leaves norm_topk_prob out of config.json when it has its default: False for qwen*_moe.
-    if not config.get("norm_topk_prob", "moe" not in kind or kind == "glm4_moe"):
+    normalized = config.get("norm_topk_prob", "moe" not in kind or kind == "glm4_moe")
+    if not normalized and not family.unscaled_router:
         yield "norm_topk_prob false: router weights would be normalised all the same"
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step other than 1: every layer would get experts"

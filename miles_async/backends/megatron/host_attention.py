@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -22,12 +23,21 @@ from miles_async.backends.megatron.context_split import gathered_order
 
 
 class SdpaAttention(MegatronModule):
-    """Causal attention by ``scaled_dot_product_attention``, for [s, b, h, d] batches and packed [t, h, d] sequences."""
+    """Causal attention by ``scaled_dot_product_attention``, for [s, b, h, d] batches and packed [t, h, d] sequences.
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
+    Layers may see a window of the last tokens only. Softcapping of scores (Gemma 2) is computed plainly: it takes the
+    memory of all scores.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object
+    ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.before: int | None = config.window_size[0] if windowed else None  # tokens before a token that it sees
+        self.softcap: float | None = getattr(config, "attn_logit_softcapping", None)
 
     def forward(
         self,
@@ -70,22 +80,43 @@ class SdpaAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[b, q, h, d], [b, k, h, d], [b, k, h, d] → [b, q, h, d]. The queries are those of the last of k tokens."""
-        width, queries = value.shape[-1], query.shape[1]
+        width = value.shape[-1]
         if width < key.shape[-1]:  # latent attention; only equal widths get a kernel that keeps no scores [q, k]
             value = F.pad(value, (0, key.shape[-1] - width))
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        whole = queries == key.shape[2]
-        out = F.scaled_dot_product_attention(
+        out = self._softcapped(query, key, value, self.softcap) if self.softcap else self._fused(query, key, value)
+        return out[..., :width].transpose(1, 2)
+
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[b, h, q, d], [b, g, k, d], [b, g, k, d] → [b, h, q, d]."""
+        queries, keys = query.shape[2], key.shape[2]
+        mask = None if queries == keys else causal_lower_right(queries, keys)
+        if self.before is not None and self.before < keys - 1:
+            mask = self._visible(queries, keys, query.device)
+        return F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if whole else causal_lower_right(queries, key.shape[2]),
-            is_causal=whole,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.softmax_scale,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out[..., :width].transpose(1, 2)
+
+    def _softcapped(self, query: Tensor, key: Tensor, value: Tensor, softcap: float) -> Tensor:
+        """As :meth:`_fused`, of scores softcap · tanh(score / softcap)."""
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        scale = self.softmax_scale or query.shape[-1] ** -0.5
+        scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
+        scores = scores.masked_fill(~self._visible(query.shape[2], key.shape[2], query.device), -torch.inf)
+        shares = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+        return F.dropout(shares, self.dropout, self.training) @ value
+
+    def _visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Which keys each query sees, bool [q, k]; the queries are those of the last of k tokens."""
+        distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+        return (distance >= 0) & (distance <= (keys if self.before is None else self.before))
 
 
 def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.bridge.models.gemma.gemma2_provider import Gemma2ModelProvider
+from megatron.bridge.models.gemma.gemma3_provider import Gemma3ModelProvider, Gemma3SelfAttention
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -22,7 +24,7 @@ from torch import Tensor
 from miles_async.backends.megatron.glm4_bridge import Glm4Provider
 from miles_async.backends.megatron.host_attention import SdpaAttention
 
-POST_NORMED = (Glm4Provider,)
+POST_NORMED = (Glm4Provider, Gemma2ModelProvider, Gemma3ModelProvider)
 """Configs of families with a norm after attention and MLP."""
 
 
@@ -100,6 +102,8 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
         parts.core_attention = SdpaAttention
         if isinstance(config, POST_NORMED):
             parts.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        if isinstance(config, Gemma3ModelProvider):
+            layer.self_attention.module = Gemma3SelfAttention  # which chooses the rotation by the kind of layer
         if config.qk_layernorm:
             parts.q_layernorm = RMSNorm
         if config.multi_latent_attention:

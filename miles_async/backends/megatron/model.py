@@ -26,10 +26,12 @@ from miles_async.backends.megatron import (
     hf_config,
     overrides,
 )
+from miles_async.backends.megatron.families import FAMILIES
 from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.model_output import return_hidden_states
 from miles_async.backends.megatron.packing import PackLayout, pack_sequences
 from miles_async.backends.megatron.platform import Platform
+from miles_async.backends.megatron.provider_fields import provider_fields
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -167,8 +169,10 @@ def make_provider(
     bridge: AutoBridge, config: JsonObject, model: ModelArguments, platform: Platform, *, load_weights: bool
 ) -> GPTModelProvider:
     """Return what builds this rank's modules. ``config``: config.json with transformers' defaults filled in."""
+    if FAMILIES[config["model_type"]].host_layers:
+        platform = platform.with_host_layers
     provider = bridge.to_megatron_provider(load_weights=load_weights)
-    for name, value in hf_config.provider_fields(config).items():
+    for name, value in provider_fields(config).items():
         setattr(provider, name, value)
     # The bridge (0.3) skips initialisation, as the weights are loaded anyway; but only initialisation marks
     # parameters as tensor-parallel, and without the marks the gradient norm counts tensor rank 0's shards alone.

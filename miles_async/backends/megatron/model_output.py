@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.models.gemma.gemma2_provider import Gemma2OutputLayer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -26,13 +27,14 @@ class ModelOutput:
 
     hidden: Tensor  # [T, H]; its gradients on tensor-parallel ranks are summed
     weight: Tensor  # [V / TP, H], this rank's rows of the output layer
+    softcap: float | None  # bound of logits (Gemma 2): softcap · tanh(logits / softcap) are what counts
     awaits_gradient: bool  # autograd has to give the weight a gradient, at which its reduction over ranks begins
 
 
 def return_hidden_states(module: Module) -> None:
     """Let the model's output layer give back its input. Raises ConfigurationError if logits are no plain product."""
     layer: Any = module.output_layer
-    if type(layer).forward is not ColumnParallelLinear.forward or layer.bias is not None:
+    if type(layer).forward not in (ColumnParallelLinear.forward, Gemma2OutputLayer.forward) or layer.bias is not None:
         raise ConfigurationError(
             f"the model's output layer ({type(layer).__name__}) is not the product of hidden states and a matrix that "
             "log-probs are computed from; train a model of another family"
@@ -50,7 +52,12 @@ def output_of(module: Module, hidden: Tensor) -> ModelOutput:
     # What ColumnParallelLinear does with its input.
     spread = gather_from_sequence_parallel_region if model.config.sequence_parallel else _copy
     overlapped = isinstance(module, DistributedDataParallel) and module.ddp_config.overlap_grad_reduce
-    return ModelOutput(hidden=spread(hidden[0]).to(weight.dtype), weight=weight, awaits_gradient=overlapped)
+    return ModelOutput(
+        hidden=spread(hidden[0]).to(weight.dtype),
+        weight=weight,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+        awaits_gradient=overlapped,
+    )
 
 
 def _copy(hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,11 @@ class Platform:
             torch.cuda.set_device(device)
         bridge_fixes.apply()
         return device
+
+    @property
+    def with_host_layers(self) -> Platform:
+        """The same without Transformer Engine."""
+        return replace(self, transformer_engine=False, fusions=HOST_FUSIONS_OFF)
 
     def layer_spec(self, of_bridge: Callable[..., Any]) -> Callable[..., Any]:
         """Value for ``GPTModelProvider.transformer_layer_spec``; ``of_bridge``: the bridge's, of Transformer Engine."""

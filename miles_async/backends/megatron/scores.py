@@ -36,6 +36,7 @@ class Scorer:
         settings = VocabSettings(
             temperature=self.temperature,
             chunk=self.chunk,
+            softcap=output.softcap,
             entropy=entropy,
             group=parallel_state.get_tensor_model_parallel_group(),
             zero_gradient=output.awaits_gradient,

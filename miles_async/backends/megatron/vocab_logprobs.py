@@ -21,6 +21,7 @@ class VocabSettings:
 
     temperature: float
     chunk: int  # rows of fp32 logits that may exist at one time
+    softcap: float | None = None  # logits are softcap · tanh(product / softcap) before the temperature
     entropy: bool = False
     group: dist.ProcessGroup | None = None  # tensor-parallel ranks; each has an equal part of the vocabulary
     zero_gradient: bool = False  # give autograd a gradient of zeros where the weight has a buffer for the real one
@@ -47,7 +48,7 @@ class _VocabLogprobs(torch.autograd.Function):
         dtype = _dtype(weight)
         logprobs, normalizers, entropies = hidden.new_zeros(3, len(labels), dtype=dtype)
         for rows in _chunks(len(labels), weight, settings.chunk, entropy=settings.entropy):
-            logits = _logits(hidden[rows], weight, settings.temperature)
+            logits, _ = _logits(hidden[rows], weight, settings)
             largest = _reduced(logits.amax(-1), dist.ReduceOp.MAX, settings.group)
             logits -= largest[:, None]
             column, inside = _columns(labels[rows], weight, settings.group)
@@ -76,17 +77,19 @@ class _VocabLogprobs(torch.autograd.Function):
         of_weight = ctx.main_grad
         if of_weight is None and ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight, dtype=_dtype(weight))
-        for rows in _chunks(len(labels), weight, settings.chunk):
-            logits = _logits(hidden[rows], weight, settings.temperature)
+        for rows in _chunks(len(labels), weight, settings.chunk, softcapped=settings.softcap is not None):
+            logits, slope = _logits(hidden[rows], weight, settings, with_slope=True)
             # dL/dlogits = dL/dlogprob · (one at the label − probabilities)
             logits.sub_(normalizers[rows, None]).exp_().mul_(-of_logprobs[rows, None])
             column, inside = _columns(labels[rows], weight, settings.group)
             logits.scatter_add_(1, column[:, None], (of_logprobs[rows] * inside)[:, None])
+            if slope is not None:
+                logits.mul_(slope)
             logits = logits.to(weight.dtype)
             torch.mm(logits, weight, out=of_hidden[rows])
             if ctx.needs_input_grad[1]:
                 _add_product(of_weight, logits, hidden[rows])
-            del logits
+            del logits, slope
         if ctx.main_grad is not None:
             return of_hidden, torch.zeros_like(weight) if settings.zero_gradient else None, None, None
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
@@ -97,18 +100,30 @@ def _dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _chunks(count: int, weight: Tensor, chunk: int, *, entropy: bool = False) -> Iterator[slice]:
+def _chunks(
+    count: int, weight: Tensor, chunk: int, *, entropy: bool = False, softcapped: bool = False
+) -> Iterator[slice]:
     """Slices of rows, so few that ``chunk`` rows of fp32 logits are not exceeded by all that lives beside them: the
-    model's own dtype of logits or their gradient, half as large, or for the entropy their exponentials.
+    model's own dtype of logits or their gradient, half as large, or for the entropy their exponentials, or for the
+    gradient of softcapped logits their slopes.
     """
     copies = 2.0 if entropy else 1.0 if weight.dtype == _dtype(weight) else 1.5
-    size = max(1, int(chunk / copies))
+    size = max(1, int(chunk / (copies + softcapped)))
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.t()).to(_dtype(weight)).div_(temperature)
+def _logits(
+    hidden: Tensor, weight: Tensor, settings: VocabSettings, *, with_slope: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits, and if asked for their derivative by the product, times the temperature; None where that is 1."""
+    logits, slope = (hidden @ weight.t()).to(_dtype(weight)), None
+    if settings.softcap is not None:
+        logits.div_(settings.softcap).tanh_()
+        if with_slope:
+            slope = logits.square().neg_().add_(1.0)
+        logits.mul_(settings.softcap)
+    return logits.div_(settings.temperature), slope
 
 
 def _columns(labels: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,18 @@ QWEN3 = {
 }
 MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": []}
 GEMMA = QWEN3 | {"model_type": "gemma", "hidden_act": "gelu"}
+MISTRAL = QWEN3 | {"model_type": "mistral", "sliding_window": 128, "use_sliding_window": True}
+GEMMA3 = QWEN3 | {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_sliding_window": True,
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+    },
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -46,6 +58,9 @@ LLAMA3_ROPE = {
         QWEN3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None},  # written by transformers 4
         QWEN3 | {"sliding_window": 4096},  # there, but switched off
         GEMMA,
+        MISTRAL,
+        GEMMA3,
+        GEMMA3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},  # by transformers 4
     ],
 )
 def test_verified_configs_pass(config: dict[str, Any]) -> None:
@@ -63,17 +78,29 @@ def test_verified_configs_pass(config: dict[str, Any]) -> None:
         (QWEN3 | {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "linear"),
         (QWEN3 | {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 4096}}, "original_max"),
         (QWEN3 | {"sliding_window": 128, "use_sliding_window": True}, "sliding_window"),
-        (QWEN3 | {"model_type": "mistral", "sliding_window": 128, "use_sliding_window": True}, "sliding_window"),
         (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
         (QWEN3 | {"attention_bias": True}, "attention_bias"),
         (QWEN3 | {"mlp_bias": True}, "mlp_bias"),
         (GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings"),
         (GEMMA | {"hidden_act": "silu"}, "hidden_act"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of full_att"),
+        (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "of sliding_attention"),
+        (GEMMA3 | {"model_type": "qwen3", "layer_types": None, "sliding_window": None}, "one rotary base"),
     ],
 )
 def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) -> None:  # covers: M21
     with pytest.raises(ConfigurationError, match=field):
         hf_config.check_model(config, Path("model"))
+
+
+def test_a_family_that_is_not_trained_is_refused_with_the_reason_and_what_to_do() -> None:  # covers: M21
+    with pytest.raises(
+        ConfigurationError, match=r"'gemma3' is not trained: .* use one of the text model.*mistral.*docs"
+    ):
+        hf_config.check_model(QWEN3 | {"model_type": "gemma3"}, Path("model"))
+    with pytest.raises(ConfigurationError, match="'bloom' is not trained: it was not compared with transformers"):
+        hf_config.check_model(QWEN3 | {"model_type": "bloom"}, Path("model"))
 
 
 @pytest.mark.parametrize(

@@ -21,24 +21,30 @@ def make(
     return hidden, weight, torch.randint(vocabulary, (rows,), generator=draw)
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in float64, with all logits at one time."""
-    all_logprobs = torch.log_softmax(hidden.double() @ weight.double().T / TEMPERATURE, -1)
+    logits = hidden.double() @ weight.double().T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    all_logprobs = torch.log_softmax(logits / TEMPERATURE, -1)
     return all_logprobs.gather(1, labels[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
 
 
-def settings(chunk: int, *, entropy: bool = False) -> VocabSettings:
-    return VocabSettings(temperature=TEMPERATURE, chunk=chunk, entropy=entropy)
+def settings(chunk: int, *, entropy: bool = False, softcap: float | None = None) -> VocabSettings:
+    return VocabSettings(temperature=TEMPERATURE, chunk=chunk, entropy=entropy, softcap=softcap)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, ROWS, 1000])
-def test_values_and_gradients_for_any_size_of_chunk(chunk: int, entropy: bool) -> None:
+def test_values_and_gradients_for_any_size_of_chunk(chunk: int, entropy: bool, softcap: float | None) -> None:
     hidden, weight, labels = make()
-    logprobs, entropies = vocab_logprobs(hidden, weight, labels, settings(chunk, entropy=entropy))
+    logprobs, entropies = vocab_logprobs(hidden, weight, labels, settings(chunk, entropy=entropy, softcap=softcap))
     coefficients = torch.linspace(-1, 2, ROWS)
     gradients = torch.autograd.grad(logprobs @ coefficients, (hidden, weight))
-    expected, expected_entropies = plain(hidden, weight, labels)
+    expected, expected_entropies = plain(hidden, weight, labels, softcap)
     expected_gradients = torch.autograd.grad(expected @ coefficients.double(), (hidden, weight))
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
     for found, right in zip(gradients, expected_gradients, strict=True):
@@ -51,9 +57,11 @@ def test_values_and_gradients_for_any_size_of_chunk(chunk: int, entropy: bool) -
         assert entropies is None
 
 
-def test_derivatives_in_float64() -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_derivatives_in_float64(softcap: float | None) -> None:
     hidden, weight, labels = make(rows=7, vocabulary=11, dtype=torch.float64)
-    function = lambda hidden, weight: vocab_logprobs(hidden, weight, labels, settings(3))[0]  # noqa: E731
+    capped = settings(3, softcap=softcap)
+    function = lambda hidden, weight: vocab_logprobs(hidden, weight, labels, capped)[0]  # noqa: E731
     assert torch.autograd.gradcheck(function, (hidden, weight))
 
 
@@ -97,16 +105,17 @@ def test_logits_far_from_zero_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("rows", [200, 1000])
 def test_both_passes_take_one_chunk_of_logits_whatever_the_number_of_tokens(
-    rows: int, entropy: bool, dtype: torch.dtype
+    rows: int, entropy: bool, softcap: float | None, dtype: torch.dtype
 ) -> None:
     vocabulary, chunk = 4096, 48
     hidden, weight, labels = make(rows=rows, vocabulary=vocabulary, dtype=dtype)
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
     with LiveBytes(but=[hidden, weight, labels, weight.main_grad]) as live:  # type: ignore[attr-defined]
-        logprobs, _ = vocab_logprobs(hidden, weight, labels, settings(chunk, entropy=entropy))
+        logprobs, _ = vocab_logprobs(hidden, weight, labels, settings(chunk, entropy=entropy, softcap=softcap))
         logprobs.sum().backward()
     beside = rows * (2 * WIDTH * hidden.element_size() + 32)  # gradient of hidden states; numbers per row
     assert live.most <= chunk * vocabulary * 4 + beside
