@@ -27,6 +27,7 @@ Commands:
   scale          more or fewer engines while a run goes on; `miles-async scale --help`
   replay         take the decisions of a run with --record again, and compare; `miles-async replay --help`
   plan           predict step time, idle time and ages of settings; `miles-async plan --help`
+  doctor         check this machine, or a cluster, and say how to mend it; `miles-async doctor --help`
   --version      print the version ({__version__})
 
 Examples:
@@ -123,6 +124,12 @@ def _plan(words: Sequence[str]) -> int:
     return 0
 
 
+def _doctor(words: Sequence[str]) -> int:
+    from miles_async.commands.doctor import doctor
+
+    return doctor(words, _show)
+
+
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "ledger": _ledger,
@@ -131,6 +138,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "scale": _scale,
     "replay": _replay,
     "plan": _plan,
+    "doctor": _doctor,
 }
 
 

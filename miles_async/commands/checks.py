@@ -1,4 +1,4 @@
-"""Checks before a run starts, beyond its flags: model, tokenizer, prompts, hooks, other programs' flags.
+"""Checks before a run starts, beyond its flags: machine, model, tokenizer, prompts, hooks, other programs' flags.
 
 ``miles-async train`` checks all of it first, and ``--dry-run`` stops there.
 """
@@ -16,13 +16,15 @@ from miles_async.arguments.problems import refuse
 from miles_async.arguments.prompt_limit import prompt_limit
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.errors import ConfigurationError
+from miles_async.machine.finding import Finding
 
 
-def check_surroundings(arguments: Arguments) -> None:
-    """Check model, checkpoints, passed-on flags, GPUs, transport and places.
+def check_surroundings(arguments: Arguments) -> list[str]:
+    """Check machine, model, checkpoints, passed-on flags, GPUs, transport and places.
 
-    Raises ConfigurationError listing every problem.
+    Returns notes on what is slower or missing. Raises ConfigurationError listing every problem.
     """
+    findings = list(machine_state(arguments))
     checks = (
         model_problems,
         checkpoint_problems,
@@ -33,7 +35,21 @@ def check_surroundings(arguments: Arguments) -> None:
         transport_problems,
         place_problems,
     )
-    refuse([problem for check in checks for problem in check(arguments)])
+    problems = [finding.problem for finding in findings if finding.verdict == "failure"]
+    refuse([*problems, *(problem for check in checks for problem in check(arguments))])
+    return [finding.problem for finding in findings if finding.verdict == "warning"]
+
+
+def machine_state(arguments: Arguments) -> Iterator[Finding]:
+    """Yield what ``miles-async doctor`` would find of this machine, as far as the run needs it."""
+    from miles_async.machine.checks import Intent, machine_findings
+    from miles_async.machine.network import WANDB, service_findings
+
+    cluster, observability, save = arguments.cluster, arguments.observability, arguments.checkpoint.save
+    directories = {"--run-dir": observability.run_dir} | ({"--save": save} if save is not None else {})
+    yield from machine_findings(Intent(device=cluster.device, ports=cluster.ports, directories=directories))
+    if observability.use_wandb and observability.wandb_mode == "online":
+        yield from service_findings(WANDB)
 
 
 def model_problems(arguments: Arguments) -> Iterator[str]:

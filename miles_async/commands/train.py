@@ -37,7 +37,8 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
     if parsed.dry_run:
-        prompts, notes = _check(arguments), check_tokenizer(arguments)
+        prompts, notes = _check(arguments)
+        notes += check_tokenizer(arguments)
         memory = _memory(arguments)  # before anything is shown: it may refuse
         notes += [*run_notes(arguments), *parsed.notes]
         show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n" + memory)
@@ -49,8 +50,8 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
         run_dir, staging = arguments.observability.run_dir, arguments.weights.weight_staging_dir
         return keep_running(words, arguments.checkpoint, run_dir, staging)
     with early_imports(arguments) as imports:  # while this process checks and imports by itself
-        _check(arguments)
-        for note in run_notes(arguments):
+        _, notes = _check(arguments)
+        for note in (*notes, *run_notes(arguments)):
             show(f"note: {note}\n")
         if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
             show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
@@ -59,11 +60,14 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
         return run(arguments, imports)
 
 
-def _check(arguments: Arguments) -> dict[str, int]:
-    """Check what the flags name. Returns the number of prompts in each file; raises ConfigurationError, DataError."""
-    check_surroundings(arguments)
+def _check(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
+    """Check the machine and what the flags name. Returns the number of prompts in each file, and notes.
+
+    Raises ConfigurationError, DataError.
+    """
+    notes = check_surroundings(arguments)
     check_hooks(arguments)
-    return check_prompts(arguments)
+    return check_prompts(arguments), notes
 
 
 def _memory(arguments: Arguments) -> str:

@@ -262,7 +262,7 @@ def change_config(flags: list[str], **changes: Any) -> Path:
 def test_a_dry_run_refuses_a_model_that_cannot_be_trained(flags: list[str], capsys: pytest.CaptureFixture[str]):
     change_config(flags, model_type="mamba")
     assert main([*flags, "--dry-run"]) == 2
-    assert "model_type 'mamba' is not among those" in capsys.readouterr().err
+    assert "model_type 'mamba' is not trained" in capsys.readouterr().err
 
 
 def test_a_dry_run_refuses_weights_that_are_not_those_of_the_config(

@@ -235,4 +235,6 @@ def test_wheel_holds_one_package_with_arguments_and_presets_inside(tmp_path: Pat
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = [*ROOT.glob("arguments/**/*.py"), *ROOT.glob("arguments/**/*.args")]
     expected = {f"miles_async/{path.relative_to(ROOT)}" for path in sources}
+    tested = [*ROOT.glob("requirements/*.in"), ROOT / "requirements/platform.json"]
+    expected |= {f"miles_async/machine/{path.relative_to(ROOT)}" for path in tested}
     assert packed == expected | {str(path.relative_to(ROOT)) for path in ROOT.glob("miles_async/**/*.py")}

@@ -1,0 +1,109 @@
+"""``miles-async doctor``: check this machine, or every node of a cluster, and say how to mend what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from miles_async import __version__
+from miles_async.arguments.cluster import ClusterArguments, Device, parse_port_range
+from miles_async.commands.parser import CommandParser
+from miles_async.errors import ConfigurationError
+from miles_async.machine.checks import Intent, machine_findings
+from miles_async.machine.finding import Finding, Verdict
+from miles_async.machine.limits import connection_findings
+from miles_async.machine.model import model_findings
+from miles_async.machine.network import HUB, WANDB, service_findings
+from miles_async.machine.sandbox import sandbox_findings
+from miles_async.runtime.ray_address import VARIABLE, check_ray_address, with_ray_address
+
+EXIT_FAILURE = 1
+_EPILOG = (
+    "Exit status: 0 if a run can work (there may be warnings), 1 if something is in its way, 2 if the command line is "
+    "wrong or the cluster cannot be joined. A run makes the same checks before it starts."
+)
+
+
+def doctor(words: Sequence[str], show: Callable[[str], None]) -> int:
+    """Run ``miles-async doctor``; return the exit status. Raises ConfigurationError."""
+    parser = CommandParser(
+        prog="miles-async doctor",
+        description="Check what runs need of this machine: versions, GPUs, shared memory, limits, disk, ports, clock, "
+        "services outside, the sandbox for code. Every finding comes with the command that mends it.",
+    )
+    parser.epilog = _EPILOG
+    parser.add_argument("--cluster", action="store_true", help="check every node of the Ray cluster, and their network")
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help=f"of the cluster's head (default: {VARIABLE})")
+    parser.add_argument("--device", choices=("auto", *get_args(Device)), default="auto", help="what runs are to use")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are to write")
+    parser.add_argument("--hf-checkpoint", type=Path, metavar="DIR", help="a model directory to check, too")
+    parser.add_argument("--port-range", metavar="LOW-HIGH", help="ports that runs are to use (default: any)")
+    parsed = parser.parse_args(words)
+    ports = None if parsed.port_range is None else parse_port_range(parsed.port_range)
+    intent = Intent(device=parsed.device, ports=ports, directories={"--run-dir": parsed.run_dir})
+    if parsed.ray_address and not parsed.cluster:
+        raise ConfigurationError("--ray-address without --cluster: give --cluster, or leave it out")
+    address = _address(parsed.ray_address) if parsed.cluster else None
+    report = Report(show)
+    show(f"miles-async {__version__} on {socket.gethostname()}\n")
+    for finding in _here(intent, parsed.hf_checkpoint):
+        report.add(finding)
+    if address is not None:
+        asyncio.run(_cluster(address, intent, report))
+    report.end()
+    return EXIT_FAILURE if report.counts["failure"] else 0
+
+
+class Report:
+    """Shows findings as they come, and counts them."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self.counts: dict[Verdict, int] = dict.fromkeys(get_args(Verdict), 0)
+
+    def node(self, address: str) -> None:
+        self._show(f"node {address}\n")
+
+    def add(self, finding: Finding) -> None:
+        self.counts[finding.verdict] += 1
+        self._show(f"  {finding.verdict:8} {finding.check:14} {finding.found}\n")
+        if finding.mend:
+            self._show(f"  {'':8} {'':14} mend: {finding.mend}\n")
+
+    def end(self) -> None:
+        self._show(", ".join(f"{count} {verdict}" for verdict, count in self.counts.items()) + "\n")
+
+
+def _here(intent: Intent, model: Path | None) -> Iterator[Finding]:
+    yield from machine_findings(intent)
+    yield from connection_findings()
+    yield from sandbox_findings()
+    for service in (HUB, WANDB):
+        yield from service_findings(service)
+    if model is not None:
+        yield from model_findings(model)
+
+
+def _address(given: str | None) -> str:
+    """The cluster's address. Raises ConfigurationError if there is none, or nobody answers there."""
+    address = with_ray_address(ClusterArguments(ray_address=given)).ray_address
+    if address is None:
+        raise ConfigurationError(f"--cluster without a cluster: give --ray-address, or set {VARIABLE}")
+    check_ray_address(address)
+    return address
+
+
+async def _cluster(address: str, intent: Intent, report: Report) -> None:
+    from miles_async.machine.cluster import cluster_findings
+    from miles_async.runtime.environment import worker_environment
+    from miles_async.runtime.ray_cluster import ray_cluster
+
+    environment = worker_environment(ClusterArguments().forward_env, cpu=True)
+    async with ray_cluster(address, environment, None):
+        for node, findings in (await cluster_findings(intent)).items():
+            report.node(node)
+            for finding in findings:
+                report.add(finding)

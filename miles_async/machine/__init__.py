@@ -1,0 +1,5 @@
+"""Checks of a machine: what it has, and what a run on it would trip over.
+
+Each check is a function that yields findings; ``checks.py`` lists them. ``miles-async doctor`` shows all findings, and
+a run makes the same checks before it starts anything. Nothing here knows a run's flags.
+"""

@@ -1,0 +1,43 @@
+"""The checks of one machine, in the order in which their findings are shown."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from miles_async.arguments.cluster import DeviceChoice
+from miles_async.machine.finding import Finding
+from miles_async.machine.gpus import gpu_facts, gpu_findings
+from miles_async.machine.limits import (
+    disk_findings,
+    locked_memory_findings,
+    process_findings,
+    shared_memory_findings,
+)
+from miles_async.machine.network import interface_findings, port_findings
+from miles_async.machine.packages import package_findings, versions_tested
+from miles_async.runtime.device import choose_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intent:
+    """What a run would do on the machine."""
+
+    device: DeviceChoice = "auto"
+    ports: range | None = None  # of its servers; None: any
+    directories: Mapping[str, Path] = field(default_factory=dict)  # that it writes to, by what they are for
+
+
+def machine_findings(intent: Intent) -> Iterator[Finding]:
+    """Check this machine. Takes milliseconds once torch is imported, and asks nobody outside."""
+    device = choose_device(intent.device)
+    yield from package_findings(versions_tested(device), device)
+    yield from gpu_findings(gpu_facts(), intent.device)
+    yield from shared_memory_findings(device)
+    yield from disk_findings({**intent.directories, "TMPDIR": Path(tempfile.gettempdir())})
+    yield from process_findings()
+    yield from locked_memory_findings()
+    yield from port_findings(intent.ports)
+    yield from interface_findings()

@@ -1,0 +1,61 @@
+"""Versions of the packages that the project was tested with, and those that are installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from miles_async.arguments.cluster import Device
+from miles_async.machine.finding import Finding
+
+REQUIREMENTS = Path(__file__).parent / "requirements"  # the repository's folder; a wheel holds a copy
+_SOURCES: Mapping[Device, tuple[str, ...]] = {
+    "cpu": ("base.in", "nodeps.in", "cpu.in"),
+    "cuda": ("base.in", "nodeps.in", "gpu.in"),
+}
+_SET_UP: Mapping[Device, str] = {"cpu": "make setup", "cuda": "make setup EXTRAS=gpu"}
+_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?(?:==([\w.]+))?")
+
+
+def versions_tested(device: Device, folder: Path = REQUIREMENTS) -> dict[str, str | None]:
+    """Package → the version that was tested, or None where any will do; later files replace what earlier ones say."""
+    tested: dict[str, str | None] = {}
+    for source in _SOURCES[device]:
+        for line in (folder / source).read_text().splitlines():
+            if requirement := _REQUIREMENT.match(line.partition("#")[0].strip()):
+                tested[requirement[1]] = requirement[2]
+    return tested
+
+
+def package_findings(tested: Mapping[str, str | None], device: Device) -> Iterator[Finding]:
+    """Compare what is installed with ``tested``."""
+    missing: list[str] = []
+    others: list[str] = []
+    same: list[str] = []
+    for name, version in tested.items():
+        try:
+            found = importlib.metadata.version(name).partition("+")[0]  # 2.13.0+cpu
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+            continue
+        if version == found:
+            same.append(f"{name} {found}")
+        elif version is not None:
+            others.append(f"{name} {found} ({version})")
+    mend = _SET_UP[device]
+    if missing:
+        yield Finding(check="packages", verdict="failure", found=f"not installed: {', '.join(missing)}", mend=mend)
+    if others:
+        found = f"other versions than those that were tested (in brackets): {', '.join(others)}"
+        yield Finding(check="packages", verdict="warning", found=found, mend=mend)
+    if not missing and not others:
+        yield Finding(check="packages", verdict="ok", found=", ".join(same))
+
+
+def platform_version(name: str) -> str:
+    """A version that belongs to the platform rather than to a package, from requirements/platform.json."""
+    variables = json.loads((REQUIREMENTS / "platform.json").read_text())["variable"]
+    return str(variables[name]["default"])

@@ -1,0 +1,97 @@
+"""``miles-async doctor``: findings with their remedies, and an exit status that scripts can use."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.cluster import ClusterArguments
+from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.cli import main
+from miles_async.commands import checks, doctor
+from miles_async.commands.checks import check_surroundings, machine_state
+from miles_async.errors import ConfigurationError
+from miles_async.machine.finding import Finding
+
+MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "assets" / "reverse" / "model"
+CLOSED = "http://127.0.0.1:9"
+FULL = Finding(check="disk", verdict="failure", found="/runs has no room", mend="du -xhd1 /runs")
+SLOW = Finding(check="shared memory", verdict="warning", found="/dev/shm is small", mend="mount -o remount /dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HF_ENDPOINT", "WANDB_BASE_URL"):
+        monkeypatch.setenv(variable, CLOSED)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_this_machine_can_run_and_warnings_do_not_change_that(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu", "--hf-checkpoint", str(MODEL)]) == 0
+    shown = capsys.readouterr().out
+    for check in ("packages", "GPUs", "shared memory", "disk", "processes", "ports", "sandbox", "model"):
+        assert f" {check} " in shown
+    assert f"  warning  network        wandb: {CLOSED} cannot be reached" in shown
+    assert " mend: export WANDB_BASE_URL=" in shown
+    assert shown.endswith(" 0 failure\n")
+
+
+def test_a_failure_is_told_with_its_remedy_and_exit_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    for shard in model.glob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-100])
+    assert main(["doctor", "--device", "cpu", "--hf-checkpoint", str(model)]) == 1
+    shown = capsys.readouterr().out
+    assert f"  failure  model          --hf-checkpoint {model}: " in shown
+    assert f" mend: hf download <model> --local-dir {model}" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--clutser"], "unrecognized arguments: --clutser"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--port-range", "9-1"], "--port-range 9-1: expected LOW-HIGH"),
+        (["--cluster"], "--cluster without a cluster: give --ray-address, or set RAY_ADDRESS"),
+        (["--ray-address", "10.0.0.1:6379"], "--ray-address without --cluster"),
+        (["--cluster", "--ray-address", "127.0.0.1:9"], "nothing answers there"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_status_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert len(told.err.splitlines()) == 1
+    assert told.out == ""
+
+
+def test_a_run_makes_the_same_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is refused, a warning is a note."""
+    monkeypatch.setattr(checks, "machine_state", lambda arguments: [FULL, SLOW])
+    with pytest.raises(ConfigurationError, match="disk: /runs has no room; du -xhd1 /runs"):
+        check_surroundings(Arguments())
+    monkeypatch.setattr(checks, "machine_state", lambda arguments: [SLOW])
+    assert check_surroundings(Arguments()) == ["shared memory: /dev/shm is small; mount -o remount /dev/shm"]
+
+
+def test_a_run_asks_for_wandb_only_if_it_logs_there() -> None:
+    def checked(**flags: object) -> set[str]:
+        arguments = Arguments(cluster=ClusterArguments(device="cpu"), observability=ObservabilityArguments(**flags))
+        return {finding.check for finding in machine_state(arguments)}
+
+    assert "network" in checked(use_wandb=True, wandb_mode="online")
+    assert "network" not in checked(use_wandb=True, wandb_mode="offline")
+    assert "network" not in checked(wandb_mode="online")
+
+
+def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    assert doctor._EPILOG.split(":")[0] in capsys.readouterr().out

@@ -1,0 +1,49 @@
+"""Driver, CUDA and NCCL are judged from what kernel and torch say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments.cluster import DeviceChoice
+from miles_async.machine.gpus import GpuFacts, gpu_facts, gpu_findings
+
+DRIVER_LINE = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12\n"
+)
+
+
+def facts(driver: str | None, cuda: str | None, *gpus: str) -> GpuFacts:
+    return GpuFacts(driver=driver, cuda=cuda, gpus=gpus, nccl="2.28.3" if gpus else None)
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "verdict", "words", "mend"),
+    [
+        (facts(None, None), "auto", "ok", "use the CPU", ""),
+        (facts("580.65", "13.0", "H100"), "cpu", "ok", "use the CPU", ""),
+        (facts("580.65", "13.0", "H100", "H100"), "auto", "ok", "2 × H100; driver 580.65, CUDA 13.0, NCCL 2.28.3", ""),
+        (facts(None, "13.0", "H100"), "auto", "ok", "driver unknown", ""),  # a container may hide /proc/driver
+        (facts("580.65", None), "auto", "warning", "CPU build, beside the driver 580.65", "make setup EXTRAS=gpu"),
+        (facts(None, None), "cuda", "failure", "torch is a CPU build", "make setup EXTRAS=gpu"),
+        (facts(None, "13.0"), "cuda", "failure", "there is no driver", "docker run --gpus all"),
+        (facts("535.104", "13.0"), "cuda", "failure", "driver 580 or newer; found 535.104", "nvidia-driver-580"),
+        (facts("535.104.05", "13.0"), "auto", "warning", "needs driver 580 or newer", "nvidia-driver-580"),
+        (facts("580.65", "13.0"), "cuda", "failure", "CUDA shows torch no GPU", "CUDA_VISIBLE_DEVICES"),
+    ],
+)  # fmt: skip
+def test_each_fault_is_told_with_its_remedy(
+    found: GpuFacts, device: DeviceChoice, verdict: str, words: str, mend: str
+) -> None:
+    [finding] = gpu_findings(found, device)
+    assert finding.verdict == verdict
+    assert words in finding.found
+    assert mend in finding.mend
+    assert bool(finding.mend) == (verdict != "ok")
+
+
+def test_the_drivers_version_is_read_from_the_kernel(tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(DRIVER_LINE.format("580.65.06"))
+    assert gpu_facts(tmp_path / "version").driver == "580.65.06"
+    assert gpu_facts(tmp_path / "absent").driver is None

@@ -1,0 +1,49 @@
+"""Installed versions are compared with those that were tested, as requirements/ names them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+from miles_async.machine import packages
+from miles_async.machine.packages import package_findings, platform_version, versions_tested
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_what_was_tested_depends_on_the_device() -> None:
+    cpu, gpu = versions_tested("cpu"), versions_tested("cuda")
+    assert cpu["megatron-core"] == gpu["megatron-core"]
+    assert cpu["sglang"] == gpu["sglang"]
+    assert f"torch=={cpu['torch']}" in (ROOT / "requirements/cpu.in").read_text()
+    assert f"torch=={gpu['torch']}" in (ROOT / "requirements/gpu.in").read_text()
+    assert gpu["transformer-engine"] is None  # a range
+    assert "transformer-engine" not in cpu
+
+
+def test_the_environment_of_the_tests_is_the_tested_one() -> None:
+    [finding] = package_findings(versions_tested("cpu"), "cpu")
+    assert finding.verdict == "ok"
+    assert "sglang" in finding.found
+
+
+def test_missing_and_other_versions_are_named_with_the_command() -> None:
+    installed = importlib.metadata.version("numpy")
+    missing, other = package_findings({"no-such-package": "1.0", "numpy": "0.1", "msgspec": None}, "cuda")
+    assert (missing.verdict, other.verdict) == ("failure", "warning")
+    assert missing.found == "not installed: no-such-package"
+    assert other.found.endswith(f": numpy {installed} (0.1)")
+    assert missing.mend == other.mend == "make setup EXTRAS=gpu"
+
+
+def test_a_local_version_is_the_tested_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert [finding.verdict for finding in package_findings({"torch": "2.13.0"}, "cpu")] == ["ok"]
+
+
+def test_versions_of_the_platform_are_read_from_the_repositorys_file() -> None:
+    variables = json.loads((ROOT / "requirements/platform.json").read_text())["variable"]
+    assert platform_version("DRIVER_VERSION") == variables["DRIVER_VERSION"]["default"]
