@@ -3,6 +3,7 @@ r"""``@file`` arguments: a file's words stand where ``@file`` stood.
 A file holds words as a shell would read them, one or many per line, with quotes and ``#`` comments; a ``\\``
 at the end of a line is ignored, so that a command can be pasted. ``@other`` inside a file is
 relative to that file; every other relative path in it stays relative to the working directory.
+``@preset:name`` is the file of that name in the folder presets/ beside this one, which is installed with the package.
 """
 
 from __future__ import annotations
@@ -12,6 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_async.errors import ConfigurationError
+
+_PRESET = "@preset:"
+
+
+def presets() -> dict[str, Path]:
+    """Name of each preset → its file, sorted by folder and name."""
+    return {file.stem: file for file in sorted((Path(__file__).parent / "presets").rglob("*.args"))}
 
 
 def expand_argument_files(words: Sequence[str]) -> list[str]:
@@ -24,12 +32,19 @@ def _expand(words: Sequence[str], directory: Path, including: tuple[Path, ...]) 
         if not (word.startswith("@") and len(word) > 1):
             yield word
             continue
-        path = directory / Path(word[1:]).expanduser()
+        path = _preset(word) if word.startswith(_PRESET) else directory / Path(word[1:]).expanduser()
         if path.resolve() in including:
             raise ConfigurationError(
                 f"{word}: argument files include each other: {including[-1]} includes {path} again"
             )
         yield from _expand(_words_of(path, word, including), path.parent, (*including, path.resolve()))
+
+
+def _preset(word: str) -> Path:
+    known = presets()
+    if (name := word.removeprefix(_PRESET)) not in known:
+        raise ConfigurationError(f"{word}: there is no such preset; expected one of {', '.join(known)}")
+    return known[name]
 
 
 def _words_of(path: Path, word: str, including: tuple[Path, ...]) -> list[str]:

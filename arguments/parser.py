@@ -42,6 +42,7 @@ EPILOG = """\
 Examples:
   miles-async train @arguments.args                          flags from a file, as a shell would read them
   miles-async train @arguments.args --lr 1e-5                what comes later wins
+  miles-async train @preset:1x8 @preset:qwen3-4b @preset:staleness-2 --hf-checkpoint ...
   miles-async train --config run.toml --max-weight-staleness 2
   miles-async train @arguments.args --print-config > run.toml
   miles-async train @arguments.args --dry-run                check everything, start nothing

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.argument_files import presets
 from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.pass_through import flatten, unflatten
@@ -161,9 +162,18 @@ class TestArgumentFiles:
         (tmp_path / "c.args").write_text("--lr 1\n--wandb-group 'open")
         assert "c.args:2: No closing quotation" in refusal(f"@{tmp_path}/c.args")
 
-    @pytest.mark.parametrize("preset", sorted(Path("arguments/presets").rglob("*.args")), ids=str)
-    def test_presets_parse(self, preset: Path):
-        assert parse(f"@{preset}") != Arguments()
+    @pytest.mark.parametrize("preset", presets())
+    def test_presets_parse_by_name(self, preset: str):
+        assert parse(f"@preset:{preset}") != Arguments()
+
+    def test_every_preset_has_a_name_of_its_own(self):
+        assert len(presets()) == len(list(Path("arguments/presets").rglob("*.args")))
+
+    def test_an_unknown_preset_is_answered_with_those_there_are(self, tmp_path: Path):
+        (tmp_path / "a.args").write_text("@preset:qwen3-5b")
+        message = refusal(f"@{tmp_path}/a.args")
+        assert "@preset:qwen3-5b: there is no such preset; expected one of " in message
+        assert ", qwen3-4b," in message
 
 
 class TestConfigFile:

@@ -171,7 +171,7 @@ def test_possible_layouts_pass() -> None:
 )
 def test_presets_split_the_models_that_they_are_for(preset: str, published: dict[str, Any], ranks: int) -> None:
     """By the figures of their config.json on huggingface.co/Qwen."""
-    parsed = parse_arguments([f"@arguments/presets/models/{preset}.args"], prog="test").arguments
+    parsed = parse_arguments([f"@preset:{preset}"], prog="test").arguments
     hf_config.check_layout(QWEN3 | published, parsed.model, ranks)
 
 
