@@ -415,7 +415,11 @@ class TrainBackend(Protocol):
         ...
 
     def export_weights(self) -> Iterator[tuple[str, Any]]:
-        """(HF name, torch tensor) in a fixed order, on every rank. Collective."""
+        """(HF name, torch tensor) in a fixed order, on every rank. Collective.
+
+        A tensor on a CPU may be overwritten when the next one is asked for. Those on a GPU are copied beside the
+        export, so it writes none of them again.
+        """
         ...
 
     def save(self, directory: Path) -> None: ...

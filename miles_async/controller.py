@@ -4,21 +4,21 @@
 
     rollout side   ── generate ── generate ── generate ── generate ── generate ──     (in the RolloutManager)
                          cut(v+1)╲   deliver v+1╱   cut(v+2)╲   deliver v+2╱
-    trainer        ── train from v ── stage v+1 ── train from v+1 ── stage v+2 ── train from v+2 ──
+    trainer        ── train from v ── copy v+1 ── train from v+1 ── copy v+2 ── train from v+2 ──
 
     loop                 consumes                     waits for                      is unblocked by
     ----                 --------                     ---------                      ---------------
     dispatcher           prompts                      room: admitted − trained       commit_version
     train loop           a batch, cut for the         rollout_batch_size fresh       groups being finished
                          version it will step from    groups; the last delivery
-    delivery             the trainer's new weights    engines, an evaluation         (engines, while paused)
+    delivery             the trainer's new weights    files, an evaluation, engines  (engines, while paused)
     repair               joining engines              a delivery, to begin and end   engines coming up
 
 The age bound (C1) holds because a batch is cut for exactly the version that the optimizer steps from:
 while step s trains, the next batch is cut for ``version + 1`` if step s will be published and for ``version``
-otherwise, and the loop stages that version before it takes that batch. ``_check_age`` asserts it once more where the
-optimizer is about to step. The trainer holds the visible version or the next one: what it stages, engines get while it
-trains on, and it stages nothing more until that is visible.
+otherwise, and the loop copies that version before it takes that batch. ``_check_age`` asserts it once more where the
+optimizer is about to step. The trainer holds the visible version or the next one: the copy is staged and delivered
+while it trains on, and nothing more is copied until that is visible.
 
 Either side's failure cancels the other and surfaces as the first error (C10). This module knows protocols
 only; ``wiring/driver.py`` decides what stands behind them.
@@ -48,6 +48,8 @@ log = structlog.get_logger(__name__)
 
 class Publisher(Protocol):
     """weights.publisher.WeightPublisher, as seen from here."""
+
+    async def copy(self, version: int) -> None: ...
 
     async def stage(self, version: int) -> None: ...
 
@@ -177,7 +179,7 @@ class Controller:
         log.info("training begins", step=self.position.step, steps=self._num_steps, max_weight_staleness=bound)
         async with asyncio.TaskGroup() as scope:
             rollout = scope.create_task(self._rollout.run(), name="rollout")
-            await self._publisher.stage(self.position.version)  # 0, or where the checkpoint left off
+            await self._publisher.copy(self.position.version)  # 0, or where the checkpoint left off
             self._gpus.training_is_over()
             await self._deliver(self.position.version)
             repair = scope.create_task(self._repair_engines(), name="repair")
@@ -227,11 +229,11 @@ class Controller:
         await self._checkpoints.finish()
 
     async def _advance(self, step: int, *, publishes: bool) -> None:
-        """After a trained step: stage its weights for publication, or tell the rollout side that the version stays."""
+        """After a trained step: copy its weights for publication, or tell the rollout side that the version stays."""
         version, unpublished = self.position.version, self.position.unpublished
         if publishes:
             self.position = Position(step=step, version=version + 1)
-            await self._publisher.stage(version + 1)
+            await self._publisher.copy(version + 1)
             return
         self.position = Position(step=step, version=version, unpublished=unpublished + 1)
         if self.position.unpublished < self._interval or not self._waits:
@@ -247,7 +249,8 @@ class Controller:
         self._start_evaluation(scope, step + 1)
 
     async def _deliver(self, version: int) -> Publication:
-        """Deliver the staged weights and make the version visible."""
+        """Stage and deliver the weights that were copied and make the version visible."""
+        await self._publisher.stage(version)
         await self._may_publish.wait()
         await self._gpus.for_generating()
         publication = await self._publisher.deliver(version)
@@ -351,6 +354,7 @@ class Controller:
 def _publication_metrics(publication: Publication) -> dict[str, float]:
     return {
         "publish/pause_seconds": publication.pause_seconds,
+        "publish/copy_seconds": publication.copy_seconds,
         "publish/prepare_seconds": publication.prepare_seconds,
         "publish/canary_difference": publication.canary_difference,
         "publish/canary_undecided": len(publication.canary_undecided),

@@ -182,8 +182,12 @@ class TrainerSide(WeightSenders, Protocol):
         """One rollout step: all its optimizer steps on all ranks."""
         ...
 
+    async def copy_weights(self, version: int) -> None:
+        """Export to memory of the sending ranks and score the canary. Collective over all ranks."""
+        ...
+
     async def stage_weights(self, version: int) -> StagedWeights:
-        """Export to files on the sending ranks and score the canary. Collective over all ranks."""
+        """Write what was copied last to files on the sending ranks. Training goes on meanwhile."""
         ...
 
     async def save(self, directory: Path) -> None: ...
@@ -348,8 +352,12 @@ class WeightSender(Protocol):
     It keeps the newest versions that it staged, and those that it was told to keep.
     """
 
-    def stage(self, version: int, tensors: Iterable[tuple[str, Any]]) -> StagedWeights:
-        """Write this sender's share of all exported (HF name, torch tensor) to files; the canary is added later."""
+    def copy(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copy this sender's share of all exported (HF name, torch tensor) to host memory. Training waits for it."""
+        ...
+
+    def stage(self, version: int) -> StagedWeights:
+        """Write what was copied last to files, in another thread; the canary is added later."""
         ...
 
     def keep(self, version: int) -> None:

@@ -243,7 +243,8 @@ class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
     canary_tokens: tuple[int, ...] = ()
     canary_logprobs: tuple[float, ...] = ()  # of canary_tokens[1:], by the trainer, with these weights
     previous_canary_logprobs: tuple[float, ...] = ()  # with those it staged before; empty if these are the first
-    prepare_seconds: float = 0.0
+    copy_seconds: float = 0.0  # that training waited: export, copy, canary; longest of the senders
+    prepare_seconds: float = 0.0  # and until the files were there
 
 
 class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,7 +333,8 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     sent_version: int  # differs from version only under --debug-publication-lag
     engines: tuple[str, ...]
     fenced: tuple[str, ...]
-    prepare_seconds: float
+    copy_seconds: float  # that training waited
+    prepare_seconds: float  # with them, all until the pause
     pause_seconds: float
     step_seconds: Mapping[str, float]  # of the pause, by step: "flush_cache", "send", ...
     canary_difference: float  # mean over tokens, largest over engines; 0 when not verified

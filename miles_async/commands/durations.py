@@ -26,7 +26,7 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
         )
         if text is not None
     }
-    stage, slots, text = own.stage_seconds, own.engine_slots, ""
+    copy, slots, text = own.copy_seconds, own.engine_slots, ""
     if own.gpu is not None:
         assumed = Assumptions(mfu=own.mfu, decode_use=own.decode_use, link=own.link_gbytes * GB)
         found = _estimate(own, arguments, assumed)
@@ -35,7 +35,7 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
             "--train-seconds": Fixed(found.train_seconds),
             "--publish-seconds": Fixed(found.publish_seconds),
         } | given
-        stage = found.stage_seconds if stage is None else stage
+        copy = found.copy_seconds if copy is None else copy
         slots, text = found.slots, describe(found, assumed)
     if missing := [flag for flag in ("--latency", "--train-seconds") if flag not in given]:
         raise ConfigurationError(
@@ -48,7 +48,7 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
         reward=parse_distribution(own.reward_seconds, "--reward-seconds"),
         train=given["--train-seconds"],
         publish=given.get("--publish-seconds", Fixed(0.0)),
-        stage_seconds=stage or 0.0,
+        copy_seconds=copy or 0.0,
         start_seconds=0.0,
     )
     return timing, slots, text

@@ -154,8 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--publish-seconds", metavar="SECONDS", help="engines are paused, per publication (default: 0)")
     parser.add_argument(
-        "--stage-seconds", type=_seconds, metavar="S",
-        help="export and staging before the pause: the trainer is busy, engines generate (default: 0)",
+        "--copy-seconds", type=_seconds, metavar="S",
+        help="export and copy of new weights: the trainer is busy, engines generate (default: 0)",
     )  # fmt: skip
     estimated = parser.add_argument_group("Estimates, where nothing was measured yet")
     estimated.add_argument(
@@ -209,7 +209,7 @@ def _share(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    distribution = parse_distribution(text, "--stage-seconds")
+    distribution = parse_distribution(text, "--copy-seconds")
     if not isinstance(distribution, Fixed):
         raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text}")
     return distribution.seconds

@@ -98,7 +98,7 @@ class RunSummary:
         return self._stages.get(name, 0.0)
 
     def record_publication(self, pause_seconds: float, prepare_seconds: float, version: int) -> None:
-        """Record a visible version. ``pause``: seconds that rollouts stood still; ``prepare``: export and staging."""
+        """Record a visible version. ``pause``: seconds that rollouts stood still; ``prepare``: all before."""
         self._pauses.append(pause_seconds)
         self._preparations.append(prepare_seconds)
         self._version = version

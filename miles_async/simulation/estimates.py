@@ -69,7 +69,7 @@ class Estimate:
 
     response: Distribution
     train_seconds: float
-    stage_seconds: float
+    copy_seconds: float
     publish_seconds: float
     token_seconds: float  # between two tokens of a response
     slots: int  # requests that an engine runs at once
@@ -94,7 +94,7 @@ def estimate(
     return Estimate(
         response=scaled(response_tokens, token_seconds),
         train_seconds=forward * passes / (job.trainer_gpus * gpu.flops * assumed.mfu),
-        stage_seconds=weights / (job.senders * assumed.copy),
+        copy_seconds=weights / (job.senders * assumed.copy),
         publish_seconds=weights / (job.senders * assumed.link),
         token_seconds=token_seconds,
         slots=slots,
@@ -115,8 +115,8 @@ def describe(estimate: Estimate, assumed: Assumptions) -> str:
     return (
         f"Estimated, not measured: an engine runs {estimate.slots} requests at once, a response takes {middle:.3g} s "
         f"(median; {estimate.token_seconds * 1000:.3g} ms per token), a training step {estimate.train_seconds:.3g} s, "
-        f"staging {estimate.stage_seconds:.3g} s, sending {estimate.publish_seconds:.3g} s; the rollout process "
-        f"{estimate.rollout_cpu_seconds:.3g} s of CPU per step.\n"
+        f"copying its weights {estimate.copy_seconds:.3g} s, sending {estimate.publish_seconds:.3g} s; the rollout "
+        f"process {estimate.rollout_cpu_seconds:.3g} s of CPU per step.\n"
         f"Assumed: training reaches {assumed.mfu:.0%} of the GPU's FLOP/s (--mfu), decoding {assumed.decode_use:.0%} "
         f"of its memory's bandwidth (--decode-use), a sender {assumed.link / GB:g} GB/s to the engines "
         f"(--link-gbytes) and {assumed.copy / GB:g} GB/s to host memory, {assumed.cpu_per_sample * 1000:g} ms of CPU "

@@ -43,7 +43,7 @@ class Timing:
     reward: Distribution  # of one sample that is generated
     train: Distribution
     publish: Distribution
-    stage_seconds: float
+    copy_seconds: float
     start_seconds: float
 
 
@@ -158,7 +158,7 @@ def _settings(flags: Flags, timing: Timing, steps: int, seed: int, train_factor:
         token_seconds=max(1e-6, median(timing.response) / TOKENS_PER_RESPONSE),
         train_seconds=scaled(timing.train, train_factor),
         publish_seconds=timing.publish,
-        stage_seconds=timing.stage_seconds,
+        copy_seconds=timing.copy_seconds,
         start_seconds=timing.start_seconds,
         stall_timeout=flags.stall_timeout,
         seed=seed,

@@ -85,7 +85,7 @@ def _recommendation(label: str, result: SimulationResult) -> str:
         f"Recommended: {label or 'the flags as given'}: {result.step_seconds:.4g} s per step, "
         f"{result.step_seconds / result.bound_seconds:.2f} × the bound of {result.bound_seconds:.4g} s "
         f"(T_rollout {result.rollout_seconds:.4g}, T_pause {result.pause_seconds:.4g}, "
-        f"T_train {result.train_seconds:.4g}, T_stage {result.stage_seconds:.4g}), mean age {result.mean_age:.2f}: the "
+        f"T_train {result.train_seconds:.4g}, T_copy {result.copy_seconds:.4g}), mean age {result.mean_age:.2f}: the "
         f"smallest age within {GOOD_ENOUGH - 1:.0%} of the fastest{thrifty}.{advice}"
     )
 

@@ -13,7 +13,7 @@ from miles_async.types import Publication
 
 WARM_UP = 0.1  # share of the steps that measures of the steady state leave out
 COOL_DOWN = 0.1  # towards the end nothing new is admitted
-BOUND = "max(T_rollout + T_pause, T_train + T_stage)"  # of a step, in seconds: what no schedule can beat
+BOUND = "max(T_rollout + T_pause, T_train + T_copy)"  # of a step, in seconds: what no schedule can beat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class SimulationResult:
         return sum(pauses) / max(1, len(self.steady) - 1)
 
     @property
-    def stage_seconds(self) -> float:
-        """Mean time per step that the trainer spends on export and staging."""
+    def copy_seconds(self) -> float:
+        """Mean time per step that the trainer spends on export and copy of weights."""
         start, end = self.steady[0].ended, self.steady[-1].ended
-        staging = [record.prepare_seconds for when, record in self.publications if start < when <= end]
-        return sum(staging) / max(1, len(self.steady) - 1)
+        copies = [record.copy_seconds for when, record in self.publications if start < when <= end]
+        return sum(copies) / max(1, len(self.steady) - 1)
 
     @property
     def train_seconds(self) -> float:
@@ -81,8 +81,8 @@ class SimulationResult:
 
     @property
     def bound_seconds(self) -> float:
-        """Lower bound of the step time (``BOUND``): engines pause for, and the trainer stages, every publication."""
-        return max(self.rollout_seconds + self.pause_seconds, self.train_seconds + self.stage_seconds)
+        """Lower bound of the step time (``BOUND``): engines pause, and the trainer copies, for each publication."""
+        return max(self.rollout_seconds + self.pause_seconds, self.train_seconds + self.copy_seconds)
 
     @property
     def trainer_idle_fraction(self) -> float:

@@ -45,7 +45,7 @@ class Faults:
     mean_seconds_between_crashes: float | None = None  # per engine, exponential
     never_restart: bool = False  # engines that died don't come up again
     trainer_fails_at_step: int | None = None
-    publication_hangs_at_version: int | None = None  # staging never ends
+    publication_hangs_at_version: int | None = None  # the trainer's export never ends
     reward_outage: tuple[float, float] | None = None  # seconds from and until which rewards cannot connect
 
 
@@ -67,7 +67,7 @@ class SimulationSettings:
     environment_seconds: Distribution = NO_TIME  # of one sample, in flight and at no engine
     reward_seconds: Distribution = NO_TIME  # of one sample that is generated
     train_seconds: Distribution = ONE_SECOND  # one rollout step
-    stage_seconds: float = 0.0  # export and staging: the trainer is busy, engines generate
+    copy_seconds: float = 0.0  # export and copy of weights: the trainer is busy, engines generate
     publish_seconds: Distribution = NO_TIME  # sending: engines are paused
     start_seconds: float = 5.0  # of one engine process
     faults: Faults = field(default_factory=Faults)

@@ -47,12 +47,14 @@ class SimulatedTrainer:
         self._steps += 1
         return {"loss": 0.0}
 
-    async def stage_weights(self, version: int) -> StagedWeights:
+    async def copy_weights(self, version: int) -> None:
         if self._settings.faults.publication_hangs_at_version == version:
             await asyncio.Event().wait()
-        self._log.add("stage", version=version)
-        await asyncio.sleep(self._settings.stage_seconds)
-        self.busy_seconds += self._settings.stage_seconds
+        self._log.add("copy", version=version)
+        await asyncio.sleep(self._settings.copy_seconds)
+        self.busy_seconds += self._settings.copy_seconds
+
+    async def stage_weights(self, version: int) -> StagedWeights:
         digest = simulated_digest(version)
         return StagedWeights(
             version=version,
@@ -61,7 +63,8 @@ class SimulatedTrainer:
             total_bytes=4 * len(TENSORS),
             canary_tokens=CANARY,
             canary_logprobs=canary_logprobs(version, len(CANARY)),
-            prepare_seconds=self._settings.stage_seconds,
+            copy_seconds=self._settings.copy_seconds,
+            prepare_seconds=self._settings.copy_seconds,
         )
 
     def sender(self, index: int, *, repair: bool = False) -> _Broadcaster:
@@ -71,7 +74,7 @@ class SimulatedTrainer:
         await asyncio.sleep(self._settings.publish_seconds.draw(self._publish_times))
 
     async def save(self, directory: Path) -> None:
-        await asyncio.sleep(self._settings.stage_seconds)  # about as long
+        await asyncio.sleep(self._settings.copy_seconds)  # about as long
         await asyncio.to_thread(directory.mkdir)
         await asyncio.to_thread((directory / "steps").write_text, str(self._steps))
 

@@ -1,8 +1,9 @@
 """One trainer rank as a Ray actor: the training backend, and on a sending rank the weights' way out.
 
 Methods are blocking, since training is. They run in three threads: ``train`` and everything collective over the ranks
-in one, the transport of weights in another, and in the third that for repairs: an engine which fails to answer never
-holds up training, and one which fails in its repair holds up no delivery. A fourth thread answers pings.
+in one, staging and transport of weights in another, and in the third the transport for repairs: neither files nor an
+engine which fails to answer hold up training, and one which fails in its repair holds up no delivery. A fourth thread
+answers pings.
 
 All calls come through :meth:`TrainerActor.perform`, which executes each once however often it is repeated: no rank
 takes a step twice or runs ahead of the others when a link was lost.
@@ -56,10 +57,21 @@ class RankInfo:
     pid: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Canary:
+    """The canary as it was scored with the weights that were copied last."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    before: tuple[float, ...] = ()  # log-probs with the weights before
+    copy_seconds: float = 0.0  # that copying and scoring took
+
+
 class TrainerActor:
     """Made by TrainerRanks, which calls :meth:`perform` and :meth:`ping`; the former calls the other methods.
 
-    Every method is called on all ranks at once, except :meth:`listen` and :meth:`call_sender`.
+    Every method is called on all ranks at once, except :meth:`listen`, and :meth:`stage_weights` and
+    :meth:`call_sender`, which are for sending ranks.
     """
 
     def __init__(self, rank: int, world_size: int, *, network: Network, log_file: Path | None) -> None:
@@ -72,7 +84,7 @@ class TrainerActor:
         self._store: dist.Store | None = None
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
-        self._canary: tuple[float, ...] = ()  # log-probs of it with the weights that were staged last
+        self._canary = _Canary()
         self._once = CallOnce()
 
     def perform(self, call: CallId, method: Callable[..., Answer], *arguments: object) -> Answer:
@@ -126,25 +138,32 @@ class TrainerActor:
     def train(self, shard: TrainShard) -> dict[str, float]:
         return self._ready.train(shard)
 
-    def stage_weights(self, version: int, canary_tokens: tuple[int, ...]) -> StagedWeights | None:
-        """Its share of the weights to files, on a sending rank; None on the others."""
+    def copy_weights(self, version: int, canary_tokens: tuple[int, ...]) -> None:
+        """Copy its share of the weights to host memory, on a sending rank, and score the canary with them."""
         started = time.perf_counter()
         backend = self._ready
         tensors = backend.export_weights()
-        staged = self._sender.stage(version, tensors) if self._sender is not None else None
+        if self._sender is not None:
+            self._sender.copy(version, tensors)
         for _ in tensors:  # the export is collective: every rank iterates to its end
             pass
         # Engines score prompts at temperature 1, whatever they sample at.
-        canary = tuple(backend.logprobs([canary_tokens], temperature=1.0)[0]) if canary_tokens else ()
-        before, self._canary = self._canary, canary
-        if staged is None:
-            return None
+        logprobs = tuple(backend.logprobs([canary_tokens], temperature=1.0)[0]) if canary_tokens else ()
+        self._canary = _Canary(canary_tokens, logprobs, self._canary.logprobs, time.perf_counter() - started)
+
+    def stage_weights(self, version: int) -> StagedWeights:
+        """Write what was copied to files. Called on sending ranks, in the weights' thread: training goes on."""
+        assert self._sender is not None, "only sending ranks have a sender"
+        canary = self._canary  # training's thread makes the next one
+        started = time.perf_counter()
+        staged = self._sender.stage(version)
         return msgspec.structs.replace(
             staged,
-            canary_tokens=tuple(canary_tokens),
-            canary_logprobs=canary,
-            previous_canary_logprobs=before,
-            prepare_seconds=time.perf_counter() - started,
+            canary_tokens=canary.tokens,
+            canary_logprobs=canary.logprobs,
+            previous_canary_logprobs=canary.before,
+            copy_seconds=canary.copy_seconds,
+            prepare_seconds=canary.copy_seconds + time.perf_counter() - started,
         )
 
     def seat(self) -> tuple[str, str]:
@@ -166,7 +185,7 @@ class TrainerActor:
 
     def load(self, directory: Path) -> None:
         self._ready.load(directory)
-        self._canary = ()
+        self._canary = _Canary()
 
     def call_sender(self, method: Callable[..., Answer], arguments: Sequence[Any]) -> Answer:
         """Call the method of this rank's sender that implements ``method`` of its protocol."""

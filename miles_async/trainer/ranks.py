@@ -26,7 +26,7 @@ from miles_async.errors import MilesAsyncError, ProcessLostError, StalledError, 
 from miles_async.runtime.actor_link import ActorLink
 from miles_async.runtime.addresses import LOCAL, Network
 from miles_async.runtime.ray_errors import why_gone
-from miles_async.runtime.tasks import quietly
+from miles_async.runtime.tasks import gathered, quietly
 from miles_async.seams import WeightSender
 from miles_async.trainer.actor import (
     REPAIRS_THREAD,
@@ -74,7 +74,7 @@ class TrainerRanks:
         """The callables run in the actors and must be picklable. ``node_ids``: the nodes, if they are decided already.
         ``senders``: as many pipeline stages send weights.
 
-        ``canary_tokens``: what staging scores, nothing if empty; may be set later. Timeouts in seconds: of
+        ``canary_tokens``: what :meth:`copy_weights` scores, nothing if empty; may be set later. Timeouts in seconds: of
         :meth:`start`, and of any other call on all ranks.
         """
         self._world_size = world_size
@@ -141,9 +141,13 @@ class TrainerRanks:
         own = [(shards[info.data_parallel_rank],) for info in self._ranks]
         return (await self._call(TrainerActor.train, own, self._step_timeout))[0]
 
+    async def copy_weights(self, version: int) -> None:
+        await self._on_all(TrainerActor.copy_weights, version, self.canary_tokens)
+
     async def stage_weights(self, version: int) -> StagedWeights:
-        shares = await self._on_all(TrainerActor.stage_weights, version, self.canary_tokens)
-        staged = united([share for share in shares if share is not None])
+        senders = sorted(info.sender for info in self._ranks if info.sender is not None)
+        work = [self._on_sender(sender, WEIGHTS_THREAD, TrainerActor.stage_weights, version) for sender in senders]
+        staged = united(await gathered(*work))
         if (place := Path(staged.directory).parent) != self._staged_in:
             self._staged_in = place
             log.info("weights are staged", directory=str(place), gigabytes=round(staged.total_bytes / 1e9, 1))
@@ -155,12 +159,18 @@ class TrainerRanks:
     async def call_sender(
         self, index: int, thread: str, method: Callable[..., Answer], arguments: Sequence[Any]
     ) -> Answer:
-        """See :class:`RankSender`. Errors don't concern the other ranks, unless the rank was lost."""
+        """See :class:`RankSender`."""
+        return await self._on_sender(index, thread, TrainerActor.call_sender, method, arguments)
+
+    async def _on_sender(
+        self, index: int, thread: str, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
+    ) -> Answer:
+        """Call ``method`` on one sending rank. Errors don't concern the other ranks, unless the rank was lost."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
         rank = next(info.rank for info in self._ranks if info.sender == index)
         try:
-            return await self._perform(rank, thread, TrainerActor.call_sender, (method, arguments))
+            return await self._perform(rank, thread, method, arguments)
         except RayTaskError as error:
             raise _cause({rank: error}) from None
         except (RayError, ProcessLostError) as error:
@@ -273,6 +283,7 @@ def united(shares: Sequence[StagedWeights]) -> StagedWeights:
         buckets=dict(sorted(ChainMap(*(share.buckets for share in shares)).items())),
         total_bytes=sum(share.total_bytes for share in shares),
         delta=delta,
+        copy_seconds=max(share.copy_seconds for share in shares),
         prepare_seconds=max(share.prepare_seconds for share in shares),
     )
 

@@ -161,6 +161,7 @@ def summarize(version: int, staged: StagedWeights, updates: Sequence[EngineUpdat
         sent_version=staged.version,
         engines=tuple(str(engine) for update in updates for engine in update.left),
         fenced=tuple(str(engine) for update in updates for engine in update.lost),
+        copy_seconds=staged.copy_seconds,
         prepare_seconds=staged.prepare_seconds + sum(update.prepare_seconds for update in updates),
         pause_seconds=_mean([update.pause_seconds for update in updates], engines),
         step_seconds=steps,

@@ -1,10 +1,10 @@
-"""Publication: the trainer's weights are exported and staged while engines generate, then delivered to the engines.
+"""Publication: the trainer's weights are copied and staged while engines generate, then delivered to the engines.
 
 An engine that (re)starts is ``joining``: it takes no requests until a publication, or :meth:`WeightPublisher.repair`
 between publications, has brought it to the current version and it is verified. So there is one way for weights to reach
 an engine (``update.py``), whatever the transport (``transports/``).
 
-Staging needs the trainer, delivering doesn't: staged weights don't change any more, so training goes on meanwhile.
+Copying needs the trainer, staging and delivering don't: a copy doesn't change any more, so training goes on meanwhile.
 
 A repair delays no delivery: it goes on beside one, which leaves its engines out. If the version that it brings is no
 longer the visible one when it ends, its engines, which have shown that they take weights, get the visible one before
@@ -65,25 +65,28 @@ class WeightPublisher:
         return self._evaluation is not None
 
     async def publish(self, version: int) -> Publication:
-        """Bring every engine to the trainer's weights, named ``version``. See :meth:`stage` and :meth:`deliver`."""
+        """Bring every engine to the trainer's weights, named ``version``. See :meth:`copy`, :meth:`stage` and
+        :meth:`deliver`.
+        """
+        await self.copy(version)
         await self.stage(version)
         return await self.deliver(version)
 
-    async def stage(self, version: int) -> None:
-        """Export the trainer's weights. The version before must have been delivered.
+    async def copy(self, version: int) -> None:
+        """Copy the trainer's weights. The version before must have been delivered.
 
         Raises PublicationError past ``--publication-timeout``.
         """
-        self._staging = True
-        try:
-            async with asyncio.timeout(self._timeout):
-                self._staged.append(await self._trainer.stage_weights(version))
-        except TimeoutError as error:
-            raise PublicationError(
-                f"version {version} was not exported within {self._timeout:g} s (--publication-timeout)"
-            ) from error
-        finally:
-            self._staging = False
+        async with self._deadline(f"the trainer's export of version {version}"):
+            await self._trainer.copy_weights(version)
+
+    async def stage(self, version: int) -> None:
+        """Write to files what was copied, while the trainer goes on.
+
+        Raises PublicationError past ``--publication-timeout``.
+        """
+        async with self._deadline(f"the files of version {version} at the sending ranks"):
+            self._staged.append(await self._trainer.stage_weights(version))
 
     async def deliver(self, version: int) -> Publication:
         """Bring every engine to ``version``, which was staged last.
@@ -128,6 +131,20 @@ class WeightPublisher:
                 again = [engine for engine in repaired if engine in waiting]
                 repaired = await self._repairs.repair(self._delivered, again, nullcontext(True))
         return tuple(map(str, repaired))
+
+    @asynccontextmanager
+    async def _deadline(self, awaited: str) -> AsyncIterator[None]:
+        """Allow ``--publication-timeout`` for a part of staging."""
+        self._staging = True
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except TimeoutError as error:
+            raise PublicationError(
+                f"the publisher waited {self._timeout:g} s for {awaited} (--publication-timeout)"
+            ) from error
+        finally:
+            self._staging = False
 
     @asynccontextmanager
     async def _kept(self, staged: StagedWeights) -> AsyncIterator[None]:

@@ -1,15 +1,16 @@
 """Exported weights as files: one format, written once per version, that every transport sends from.
 
-A sending rank writes bucket after bucket as they are exported, so it never holds more than two of them beside the
-model. Staged weights are in the page cache or on disk, not in its memory, so training doesn't change them. They are
-mapped to be read. Nothing is synced to the device: this is no checkpoint, and a machine that crashes loses its engines
-too.
+Training waits while a sending rank copies its share to host memory, and goes on while another thread takes digests,
+finds what changed and writes the files, which are mapped to be read. Nothing is synced to the device: this is no
+checkpoint, and a machine that crashes loses its engines too.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -26,10 +27,20 @@ from miles_async.types import StagedWeights, TensorMeta, WeightDelta
 from miles_async.weights.delta import Bytes, encode
 from miles_async.weights.export import Bucket, into_buckets, share
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
+from miles_async.weights.slab import Slab
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.staging_place import make_staging_directory
 
 _LIST = b"\xdd"  # MessagePack's prefix of a list, whose length follows in 4 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One version in host memory."""
+
+    version: int
+    buckets: Sequence[Bucket]
+    wait: Callable[[], None]  # until it is complete
 
 
 class Staging:
@@ -39,18 +50,37 @@ class Staging:
         """Raises ConfigurationError if there is no room for the files."""
         self._options = options
         self._directory = make_staging_directory(options)
+        self._slab = Slab(options.bucket_bytes)
+        self._copy: _Copy | None = None  # to be staged
+        self._writing = threading.Lock()  # held while the copy is read
         self._staged: dict[int, StagedWeights] = {}  # in the order in which they were staged
         self._kept: set[int] = set()
 
-    def stage(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> StagedWeights:
-        """Write this sender's share of ``tensors``. Raises TrainerError when that fails."""
+    def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this sender's share of ``tensors``. Raises TrainerError while the version before is being staged."""
+        if self._writing.locked():
+            raise TrainerError(f"version {version} cannot be copied while the version before is being staged")
+        self._copy = None
+        self._slab.clear()
+        mine = share(tensors, self._options.sender, self._options.senders)
+        copies = ((name, self._slab.copy(tensor)) for name, tensor in mine)
+        buckets = tuple(into_buckets(copies, self._options.bucket_bytes))
+        self._copy = _Copy(version, buckets, self._slab.copied())
+
+    def stage(self, version: int) -> StagedWeights:
+        """Write what was copied to files. Raises TrainerError when that fails."""
         directory = self._directory.path / version_directory(version)
-        try:
-            staged = self._write(version, directory, tensors)
-        except (OSError, SafetensorError) as error:
-            raise TrainerError(
-                f"the weights of version {version} cannot be staged in {directory}: {error} (--weight-staging-dir)"
-            ) from error
+        with self._writing:
+            copy, self._copy = self._copy, None
+            if copy is None or copy.version != version:
+                raise TrainerError(f"weights of version {version} cannot be staged: they were not copied")
+            copy.wait()
+            try:
+                staged = self._write(version, directory, copy.buckets)
+            except (OSError, SafetensorError) as error:
+                raise TrainerError(
+                    f"the weights of version {version} cannot be staged in {directory}: {error} (--weight-staging-dir)"
+                ) from error
         self._staged.pop(version, None)
         self._staged[version] = staged
         for old in list(self._staged)[: -self._options.keep]:
@@ -89,7 +119,7 @@ class Staging:
         self._staged.clear()
         self._directory.remove()
 
-    def _write(self, version: int, directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> StagedWeights:
+    def _write(self, version: int, directory: Path, copies: Sequence[Bucket]) -> StagedWeights:
         partial = directory.with_name(directory.name + ".partial")
         for leftover in (partial, directory):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -98,8 +128,7 @@ class Staging:
         delta = _DeltaWriter(base, encoding) if encoding and base else None
         buckets: dict[int, tuple[TensorMeta, ...]] = {}
         total_bytes = 0
-        mine = share(tensors, self._options.sender, self._options.senders)
-        for position, bucket in enumerate(into_buckets(mine, self._options.bucket_bytes)):
+        for position, bucket in enumerate(copies):
             index = self._options.sender + position * self._options.senders
             path = partial / bucket_file(index)
             save_file(bucket, path)

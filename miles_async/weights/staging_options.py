@@ -31,6 +31,11 @@ class StagingOptions:
 
     @property
     def room(self) -> int | None:
-        """Bytes of all versions; None if they are not known. A delta may be as large as what it describes."""
+        """Bytes of all files; None if they are not known. A delta may be as large as what it describes."""
         files = 1 if self.delta is None else 2
         return None if self.version_bytes is None else files * self.versions * self.version_bytes
+
+    @property
+    def room_in_memory(self) -> int | None:
+        """Bytes of all files and of the copy that they are written from."""
+        return None if self.room is None or self.version_bytes is None else self.room + self.version_bytes

@@ -1,4 +1,7 @@
-"""The directory for staged weights: in memory where it fits, else on disk, or the one that the user names."""
+"""The directory for staged weights: in memory where it fits, else on disk, or the one that the user names.
+
+Wherever it is, weights are copied to memory first.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import shutil
 import structlog
 
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.memory import free_memory
 from miles_async.runtime.owned_directory import OwnedDirectory
 from miles_async.runtime.scratch import scratch_directory
 from miles_async.weights.staging_options import StagingOptions
@@ -15,11 +19,14 @@ log = structlog.get_logger(__name__)
 
 
 def make_staging_directory(options: StagingOptions) -> OwnedDirectory:
-    """Make a directory with room for what one sender stages. Raises ConfigurationError if there is none."""
+    """Make a directory with room for what one sender stages. Raises ConfigurationError if there is none, or no memory
+    for the copy that is staged.
+    """
+    _check_memory(options)
     mode = 0o755 if options.shared else 0o700
     try:
         if options.parent is None:
-            directory = scratch_directory(options.room, mode=mode)
+            directory = scratch_directory(options.room_in_memory, mode=mode)
         else:
             directory = OwnedDirectory(options.parent, mode=mode)
         free = shutil.disk_usage(directory.path).free
@@ -35,3 +42,13 @@ def make_staging_directory(options: StagingOptions) -> OwnedDirectory:
         )
     log.info("weights are staged", directory=str(directory.path), room_gb=round(needed / 1e9, 1))
     return directory
+
+
+def _check_memory(options: StagingOptions) -> None:
+    needed, free = options.version_bytes or 0, free_memory()
+    if free < needed:
+        raise ConfigurationError(
+            f"weights cannot be copied to host memory: expected {needed / 1e9:.1f} GB for this rank's share, found "
+            f"{free / 1e9:.1f} GB free: with --weight-transport distributed or object_store every pipeline stage "
+            "(--pipeline-model-parallel-size) has a sending rank of its own with a share"
+        )

@@ -3,10 +3,10 @@
 In turns::
 
     engines   ── generate ──┐ released              ┌── take weights, generate ──┐ released
-    trainer        on host  └── train, stage, save ─┘ on host                    └── train ...
+    trainer        on host  └── train, copy, save ──┘ on host                    └── train ...
 
-The trainer's weights are staged in files, so it leaves before engines come back to take them, and the two never need
-room at the same time. What engines held is lost with their memory: the publication brings all of it.
+The trainer's weights are copied to host memory, so it leaves before engines come back to take them, and the two never
+need room at the same time. What engines held is lost with their memory: the publication brings all of it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from tests.benchmarks import (
     requests,
     sessions,
     simulated_scale,
+    staging,
     start,
 )
 from tests.benchmarks.report import report
@@ -39,6 +40,7 @@ PARTS = {
     "batches": hot_path.batches,
     "ledger_store": ledger_store.rows,
     "loop_lag": loop_lag.rows,
+    "staging": staging.rows,
     "publication": publication.rows,
     "publication_control": publication_control.rows,
     "sessions": sessions.rows,

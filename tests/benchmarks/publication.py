@@ -1,4 +1,4 @@
-"""What a publication costs: rate, pause and memory, against a plain gloo broadcast of the same bytes and a reload.
+"""What a publication costs: rate and pause, against a plain gloo broadcast of the same bytes and a reload.
 
 The real publisher, transports, staging, sender and receiving loop; synthetic float32 models; instead of engines,
 processes that take weights as ours do: join a group, receive the buckets, copy their tensors into parameters, or load
@@ -8,11 +8,9 @@ the files. One core each at best, so with more receivers than cores everything i
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
 import multiprocessing
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -130,6 +128,7 @@ class Sender:
         torch.set_num_threads(1)
         self.model = model(width, matrices, seed=0)
         self._changing = delta
+        self._copy_seconds = 0.0
         staging = StagingOptions(
             parent=Path(directory),
             bucket_bytes=BUCKET_BYTES,
@@ -142,15 +141,18 @@ class Sender:
             RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=120)
         )
 
-    def stage(self, version: int) -> tuple[StagedWeights, float]:
-        """And the largest host memory above the model meanwhile, in buckets."""
+    def copy(self, version: int) -> None:
         if self._changing:
             self._step()
-        with AnonymousMemory() as memory:
-            started = time.perf_counter()
-            staged = self.sender.stage(version, self.model.items())
-            seconds = time.perf_counter() - started
-        return msgspec.structs.replace(staged, prepare_seconds=seconds), memory.above / BUCKET_BYTES
+        started = time.perf_counter()
+        self.sender.copy(version, self.model.items())
+        self._copy_seconds = time.perf_counter() - started
+
+    def stage(self, version: int) -> StagedWeights:
+        started = time.perf_counter()
+        staged = self.sender.stage(version)
+        seconds = self._copy_seconds + time.perf_counter() - started
+        return msgspec.structs.replace(staged, copy_seconds=self._copy_seconds, prepare_seconds=seconds)
 
     def _step(self) -> None:
 
@@ -168,34 +170,6 @@ class Sender:
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         return getattr(self.sender, method.__name__)(*arguments)
-
-
-class AnonymousMemory:
-    """Of this process, above what it was at the start: the pages of files that it maps can be dropped at any time."""
-
-    def __init__(self) -> None:
-        self.above = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> AnonymousMemory:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed, and would be used again unseen
-        self._before = self._now()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.above = max(self.above, self._now() - self._before)
-
-    @staticmethod
-    def _now() -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
 def model(width: int, matrices: int, seed: int) -> dict[str, Any]:
@@ -250,12 +224,12 @@ class Trainer:
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self.processes = processes
-        self.buckets_above_model = 0.0
+
+    async def copy_weights(self, version: int) -> None:
+        await asyncio.gather(*(process.call("copy", version) for process in self.processes))
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        shares = await asyncio.gather(*(process.call("stage", version) for process in self.processes))
-        self.buckets_above_model = max(self.buckets_above_model, *(above for _, above in shares))
-        staged = united([staged for staged, _ in shares])
+        staged = united(await asyncio.gather(*(process.call("stage", version) for process in self.processes)))
         return msgspec.structs.replace(staged, canary_tokens=tuple(range(CANARY)), canary_logprobs=(0.0,))
 
     def sender(self, index: int, *, repair: bool = False) -> Any:
@@ -364,7 +338,6 @@ async def measure(size: str, receivers: int, senders: int) -> Row:
             if senders == 1:  # as in a run
                 disk.append(await publish(trainer, fleet, "disk", PUBLICATIONS + version))
         plain, copied = map(max, before, await plain_rates(trainer, fleet))
-        buckets_above_model = trainer.buckets_above_model
     best = min(distributed, key=lambda publication: publication.step_seconds["send"])
     rate = best.total_bytes / best.step_seconds["send"]
     return {
@@ -380,7 +353,6 @@ async def measure(size: str, receivers: int, senders: int) -> Row:
         "pause_seconds": round(best.pause_seconds, 3),
         "pause_of_total": round(best.pause_seconds / (best.pause_seconds + best.prepare_seconds), 2),
         "canary_seconds": round(best.step_seconds["canary"], 3),
-        "buckets_above_model": round(buckets_above_model, 2),
         **({"pause_by_disk_seconds": round(min(each.pause_seconds for each in disk), 3)} if disk else {}),
         **(await measure_delta(size) if receivers == senders == 1 else {}),
     }
@@ -418,6 +390,7 @@ async def plain_rates(trainer: Trainer, fleet: Fleet) -> tuple[float, float]:
     """Bytes per second of as many broadcasts as there are buckets, of memory that everybody has touched: into one
     buffer, and, as engines do, into a new one each time, from where the tensors are copied into parameters.
     """
+    await trainer.copy_weights(0)
     staged = await trainer.stage_weights(0)
     sizes = [sum(ITEM_BYTES * math.prod(meta.shape) for meta in bucket) for bucket in staged.buckets.values()]
     sender = trainer.sender(0)

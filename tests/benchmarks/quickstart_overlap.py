@@ -54,7 +54,7 @@ def rows(steps: int = 20) -> Iterator[Row]:
     cells = {name: run_cell(name, flags, steps, RESULTS) for name, flags in CELLS.items()}
     alone = cells["on-policy"]
     rollout_seconds = mean(alone, "time/wait_seconds")  # with the publication that it begins with
-    train_seconds = mean(alone, "time/train_seconds", "publish/prepare_seconds")
+    train_seconds = mean(alone, "time/train_seconds", "publish/copy_seconds")
     bound = max(rollout_seconds, train_seconds)
     on_policy_step = mean(alone, "time/step_seconds")
     for name, measured in cells.items():

@@ -84,6 +84,9 @@ class FakeTrainer:
         await asyncio.sleep(self.train_seconds)
         return {"loss": 0.0}
 
+    async def copy_weights(self, version: int) -> None:
+        self.events.append(f"copy {version}")
+
     async def stage_weights(self, version: int) -> StagedWeights:
         self.events.append(f"stage {version}")
         return StagedWeights(
@@ -94,7 +97,6 @@ class FakeTrainer:
             senders=self.senders,
             canary_tokens=CANARY,
             canary_logprobs=CANARY_LOGPROBS,
-            prepare_seconds=0.0,
         )
 
     def sender(self, index: int, *, repair: bool = False) -> Any:

@@ -109,16 +109,21 @@ class _TrainerSide(FakeTrainer):
         self._senders = senders
         self._corrupt = corrupt
         self._scores: tuple[float, ...] = ()  # of the version before
+        self._before: dict[str, torch.Tensor] = {}  # weights of it
 
-    async def stage_weights(self, version: int) -> StagedWeights:
-        before = self._trainer.weights()
+    async def copy_weights(self, version: int) -> None:
+        self._before = self._trainer.weights()
         self._trainer.train()
         assert self._trainer.version == version
         weights = self._trainer.weights()
-        shares = [await asyncio.to_thread(sender.stage, version, weights.items()) for sender in self._senders]
+        for sender in self._senders:
+            sender.copy(version, weights.items())
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        shares = [await asyncio.to_thread(sender.stage, version) for sender in self._senders]
         if self._corrupt is not None:
             for staged in shares:
-                self._corrupt_files(staged, before)
+                self._corrupt_files(staged, self._before)
         previous, self._scores = self._scores, tuple(self._trainer.logprobs(CANARY))
         return msgspec.structs.replace(
             united(shares),

@@ -336,7 +336,8 @@ class Trainer:
         from safetensors.torch import load_file
 
         fleet, engine = stack.fleet, one(stack)
-        staged = self.sender.stage(version, load_file(self.model / "model.safetensors").items())
+        self.sender.copy(version, load_file(self.model / "model.safetensors").items())
+        staged = self.sender.stage(version)
         assert await fleet.pause(engine, mode) == dict.fromkeys(engine)
         if mode != "in_place":
             assert await fleet.flush_cache(engine) == dict.fromkeys(engine)

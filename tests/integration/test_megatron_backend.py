@@ -19,7 +19,7 @@ from miles_async.errors import CheckpointError, ConfigurationError, ContractViol
 from miles_async.train_data.batch import token_advantages
 from miles_async.types import TrainBatch, TrainShard
 from miles_async.weights.staging import Staging, StagingOptions
-from tests.benchmarks.publication import AnonymousMemory
+from tests.benchmarks.staging import AnonymousMemory
 from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
@@ -67,8 +67,10 @@ def _single_rank(
     seen: dict[str, Any] = {}
     exporting = backend("large", large)
     with AnonymousMemory() as memory:
-        staged = Staging(StagingOptions(parent=scratch, bucket_bytes=BUCKET)).stage(0, exporting.export_weights())
-    seen["staged"] = len(staged.buckets), memory.above
+        staging = Staging(StagingOptions(parent=scratch, bucket_bytes=BUCKET))
+        staging.copy(0, exporting.export_weights())
+        staged = staging.stage(0)
+    seen["staged"] = len(staged.buckets), staged.total_bytes, memory.above
     exporting.close()
 
     samples = toy_samples(8)
@@ -219,11 +221,11 @@ def test_hf_export_holds_the_trained_weights_and_the_source_s_own_files(seen: di
     assert {file.stat().st_mode & 0o777 for file in exported.glob("*.safetensors")} == {0o644}  # others may read it
 
 
-def test_export_and_staging_stay_within_two_buckets_of_host_memory(seen: dict[str, Any]) -> None:
+def test_export_and_staging_take_the_host_memory_of_one_copy(seen: dict[str, Any]) -> None:
     """Beside the model, measured."""
-    buckets, memory = seen["staged"]
+    buckets, total_bytes, memory = seen["staged"]
     assert buckets > 3
-    assert BUCKET / 2 < memory <= 2.25 * BUCKET  # and what a tensor is gathered into
+    assert total_bytes * 0.9 < memory <= total_bytes + 1.25 * BUCKET  # and what a tensor is gathered into
 
 
 def test_a_step_without_loss_tokens_leaves_the_weights_alone(seen: dict[str, Any]) -> None:  # covers: R10

@@ -25,13 +25,14 @@ from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.errors import CheckpointError, ConfigurationError, ProcessLostError, StalledError, TrainerError
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks
+from miles_async.types import StagedWeights
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed.driver import Broadcasts
 from miles_async.weights.transports.spec import RankSide
 from tests.integration.conftest import Imported
 from tests.integration.tiny_models import save_tiny_qwen3
 from tests.integration.toy_batches import to_shards, toy_samples
-from tests.integration.weight_receiver import receive
+from tests.integration.weight_receiver import import_all, receive
 
 pytestmark = [
     pytest.mark.integration,
@@ -125,6 +126,11 @@ def references(seed: int = 0) -> list[Any]:
     return [ray.put(shard) for shard in to_shards([toy_samples(8, seed=seed)], dp_size=2, micro_batches=2)]
 
 
+async def stage(trainer: TrainerRanks, version: int) -> StagedWeights:
+    await trainer.copy_weights(version)
+    return await trainer.stage_weights(version)
+
+
 async def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, seconds)
@@ -151,20 +157,26 @@ async def test_output_of_ranks_goes_to_the_log_directory(trainer: TrainerRanks) 
 
 async def test_staged_weights_reach_a_receiver_as_they_were_staged(trainer: TrainerRanks, model: Path) -> None:
     # covers: C8, P4
-    staged = await trainer.stage_weights(1)
+    await trainer.copy_weights(1)
+    async with asyncio.TaskGroup() as scope:
+        staging = scope.create_task(trainer.stage_weights(1))
+        await trainer.train(references())  # the trainer goes on: what was copied must not follow
+    staged = staging.result()
     assert staged.version == 1
+    assert 0 < staged.copy_seconds < staged.prepare_seconds
     sent = [meta for bucket in staged.buckets.values() for meta in bucket]
     assert staged.total_bytes == sum(int(np.prod(meta.shape)) * 4 for meta in sent)
     assert len(staged.buckets) > 2
     assert len(staged.canary_logprobs) == len(CANARY) - 1
-    await trainer.train(references())  # the trainer goes on: what was staged must not follow
-    newer = await trainer.stage_weights(2)
+    newer = await stage(trainer, 2)
     assert newer.canary_logprobs != staged.canary_logprobs
 
-    address, port = await trainer.sender(0).call(Broadcasts.open_group, "weights-1", 2)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(pool, import_all)  # it may take longer than the sender waits
+        address, port = await trainer.sender(0).call(Broadcasts.open_group, "weights-1", 2)
         arguments = (address, port, "weights-1", 1, 2, tuple(staged.buckets.values()))
-        receiving = asyncio.get_running_loop().run_in_executor(pool, receive, *arguments)
+        receiving = loop.run_in_executor(pool, receive, *arguments)
         await trainer.sender(0).call(Broadcasts.join_group, "weights-1")
         assert await trainer.sender(0).call(Broadcasts.send, "weights-1", 1, False) is None
         received = await asyncio.wait_for(receiving, 30)
@@ -190,7 +202,7 @@ def canary_logprobs(model: Path, weights: dict[str, np.ndarray]) -> list[float]:
 
 async def test_a_member_that_stays_away_costs_the_timeout_and_nothing_else(trainer: TrainerRanks) -> None:
     # covers: C8, C10
-    await trainer.stage_weights(3)
+    await stage(trainer, 3)
     await trainer.sender(0).call(Broadcasts.open_group, "weights-absent", 2)
     started = time.monotonic()
     await trainer.sender(0).call(Broadcasts.join_group, "weights-absent")
@@ -212,7 +224,7 @@ async def test_training_goes_on_while_the_transport_waits(trainer: TrainerRanks)
 
 async def test_only_the_newest_versions_stay_staged(trainer: TrainerRanks) -> None:
     for version in (10, 11, 12):
-        await trainer.stage_weights(version)
+        await stage(trainer, version)
     with pytest.raises(TrainerError, match=r"version 10 are not staged, only \[11, 12\]"):
         await trainer.sender(0).call(Broadcasts.send, "any", 10, True)
     assert (await trainer.train(references()))["loss_tokens"] > 0  # an error of the transport ends nobody
@@ -220,10 +232,10 @@ async def test_only_the_newest_versions_stay_staged(trainer: TrainerRanks) -> No
 
 async def test_checkpoint_and_hf_export(trainer: TrainerRanks, tmp_path: Path) -> None:  # covers: C9
     await trainer.save(tmp_path / "trainer")
-    before = await trainer.stage_weights(20)
+    before = await stage(trainer, 20)
     first = [await trainer.train(references(seed)) for seed in (1, 2)]
     await trainer.load(tmp_path / "trainer")
-    assert (await trainer.stage_weights(21)).canary_logprobs == before.canary_logprobs
+    assert (await stage(trainer, 21)).canary_logprobs == before.canary_logprobs
     again = [await trainer.train(references(seed)) for seed in (1, 2)]
     assert [m["loss"] for m in again] == [m["loss"] for m in first]
     await trainer.save_hf(tmp_path / "hf")
@@ -291,6 +303,48 @@ def _rank_1_fails(hangs: bool, *, rank: int, **_: Any) -> Any:
 class _Idle:
     data_parallel_rank = 0
     pipeline_stage = 0
+
+    def train(self, shard: Any) -> dict[str, float]:
+        return {}
+
+    def export_weights(self) -> Iterator[Any]:
+        import torch
+
+        yield "linear.weight", torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("dies", "error", "message"),
+    [
+        (True, ProcessLostError, "trainer rank 0 died"),
+        (False, TrainerError, r"version 1 cannot be staged .*No space left on device \(--weight-staging-dir\)"),
+    ],
+)
+async def test_what_fails_while_training_goes_on_surfaces_where_files_are_waited_for(
+    resources: RankResources, tmp_path: Path, dies: bool, error: type[Exception], message: str
+) -> None:
+    # covers: C8, C10
+    backend, sender = (lambda **_: _Idle()), partial(_sender_that_cannot_write, tmp_path, dies)
+    running = trainer_ranks(tmp_path, resources, world_size=1, backend=backend, sender=sender, canary_tokens=())
+    await running.start()
+    await running.copy_weights(1)
+    with pytest.raises(error, match=message):
+        await running.stage_weights(1)
+    if not dies:
+        assert await running.train([None]) == {}
+    await running.stop()
+
+
+def _sender_that_cannot_write(directory: Path, dies: bool, address: str, *, sender: int, senders: int) -> Any:
+    from miles_async.weights.staging import Staging
+
+    class Failing(Staging):
+        def _write(self, *_: Any) -> Any:
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("No space left on device")
+
+    return Failing(StagingOptions(parent=directory, bucket_bytes=100))
 
 
 async def test_a_cluster_without_room_is_named_as_the_reason(model: Path) -> None:

@@ -11,6 +11,10 @@ import torch.distributed as dist
 from miles_async.types import TensorMeta
 
 
+def import_all() -> None:
+    """Does nothing in a process that has imported this module."""
+
+
 def receive(
     address: str, port: int, group_name: str, rank: int, world_size: int, buckets: tuple[tuple[TensorMeta, ...], ...]
 ) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def random_settings(seed: int) -> SimulationSettings:
         response_seconds=LogNormal(1.0, chance.choice([0.1, 0.5, 1.0, 1.5])),
         train_seconds=LogNormal(chance.choice([0.1, 1.0, 5.0]), 0.3),
         publish_seconds=Fixed(chance.choice([0.0, 0.1, 2.0])),
-        stage_seconds=chance.choice([0.0, 0.5]),
+        copy_seconds=chance.choice([0.0, 0.5]),
         faults=Faults(mean_seconds_between_crashes=chance.choice([None, None, 60.0])),
         limit_seconds=20_000,
         seed=seed,

@@ -38,7 +38,7 @@ def test_training() -> None:
 
 def test_weights_travel_from_all_senders_at_the_same_time() -> None:
     found = estimate(JOB, WORK, GPU, TOKENS, ASSUMED)
-    assert (found.publish_seconds, found.stage_seconds) == (2000 / 2 / 100, 2000 / 2 / 50)
+    assert (found.publish_seconds, found.copy_seconds) == (2000 / 2 / 100, 2000 / 2 / 50)
 
 
 def test_decoding_reads_weights_and_cache_once_per_token() -> None:

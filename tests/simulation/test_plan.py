@@ -115,12 +115,12 @@ def test_seconds_outside_of_engines_are_no_tokens(capsys: pytest.CaptureFixture[
 
 
 def test_the_bound_is_what_its_footnote_says(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--stage-seconds", "7", "--sweep", "max-weight-staleness=1"]
+    words = ["--copy-seconds", "7", "--sweep", "max-weight-staleness=1"]
     assert main([*QUICK, *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     formula = printed.partition("bound: ")[2].partition(". engines")[0]
     numbers = dict(re.findall(r"(T_\w+) ([\d.]+)", printed.partition("the bound of")[2]))
-    assert set(numbers) == set(re.findall(r"T_\w+", formula)) == {"T_rollout", "T_pause", "T_train", "T_stage"}
+    assert set(numbers) == set(re.findall(r"T_\w+", formula)) == {"T_rollout", "T_pause", "T_train", "T_copy"}
     bound = float(re.search(r"the bound of ([\d.]+) s", printed)[1])  # type: ignore[index]
     of_formula = eval(formula, {"max": max, **{name: float(number) for name, number in numbers.items()}})
     assert of_formula == pytest.approx(bound, rel=0.01)

@@ -120,9 +120,9 @@ def test_a_trainer_that_dies_ends_the_run() -> None:
         simulate(settings(faults=Faults(trainer_fails_at_step=3)))
 
 
-def test_a_trainer_that_never_stages_ends_the_run_by_the_deadline() -> None:
+def test_a_trainer_that_never_exports_ends_the_run_by_the_deadline() -> None:
     # covers: C10
-    with pytest.raises(PublicationError, match=r"version 3 was not exported within 300 s \(--publication-timeout\)"):
+    with pytest.raises(PublicationError, match=r"waited 300 s for the trainer's export of version 3 \(--publication"):
         simulate(settings(faults=Faults(publication_hangs_at_version=3)))
 
 

@@ -64,7 +64,7 @@ def test_recording_changes_nothing(tmp_path: Path) -> None:
 def test_runs_that_were_killed_and_resumed_are_replayed_each(action: str, tmp_path: Path) -> None:
     staleness = StalenessArguments(max_weight_staleness=1, stale_group_action=action)
     saving = CheckpointArguments(save=tmp_path / "checkpoints", save_interval=1)
-    chosen = replace(settings(steps=12, stage_seconds=0.5), staleness=staleness, checkpoint=saving)
+    chosen = replace(settings(steps=12, copy_seconds=0.5), staleness=staleness, checkpoint=saving)
     first = replace(chosen, schedule=tmp_path / "first")
     assert live(first, kill_at=400).killed
     last = replace(chosen, schedule=tmp_path / "last", checkpoint=replace(saving, load=saving.save), seed=1)

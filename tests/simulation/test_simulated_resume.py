@@ -93,7 +93,7 @@ def saved_step(directory: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("action", ["recycle", "wait"])
 def test_killed_at_any_await_point_and_resumed_every_prompt_is_trained_once(tmp_path: Path, action: str) -> None:
     staleness = StalenessArguments(max_weight_staleness=1, stale_group_action=action)
-    chosen = replace(settings(steps=STEPS, stage_seconds=0.5), staleness=staleness)
+    chosen = replace(settings(steps=STEPS, copy_seconds=0.5), staleness=staleness)
     whole = live(replace(chosen, checkpoint=CheckpointArguments(save=tmp_path / "whole", save_interval=1)))
     expected = sorted(f"p{number}" for number in range(STEPS * BATCH))
     assert sorted(whole.trained) == expected

@@ -237,7 +237,7 @@ def test_measured_times_are_those_that_were_put_in() -> None:
     balanced = EnginesArguments(sglang_router_policy="least_load")
     result = simulate(
         settings(rollout=rollout, engines=balanced, response_seconds=Fixed(1.0), train_seconds=Fixed(3.0),
-                 stage_seconds=0.5, publish_seconds=Fixed(0.25), bound=2)
+                 copy_seconds=0.5, publish_seconds=Fixed(0.25), bound=2)
     )  # fmt: skip
     assert result.rollout_seconds == pytest.approx(1.0)
     assert result.pause_seconds == pytest.approx(0.25)

@@ -139,28 +139,55 @@ async def test_each_step_is_published_but_the_last_which_nobody_would_use() -> N
     assert only(b.events, "stage") == ["stage 0", "stage 1", "stage 2"]
 
 
-async def test_training_goes_on_while_engines_get_the_weights_but_not_two_versions_ahead() -> None:
+@pytest.mark.parametrize("part", ["stage", "receive"])
+async def test_training_goes_on_while_weights_are_staged_and_sent_but_not_two_versions_ahead(part: str) -> None:
     # covers: C10
     b = bench(steps=5)
-    plain, gate = b.fleet.receive_stream, asyncio.Event()
+    stage, receive, gate = b.trainer.stage_weights, b.fleet.receive_stream, asyncio.Event()
 
-    async def slow(engines: Any, names: Any, version: int, flush_cache: bool) -> Any:
+    async def slow_files(version: int) -> Any:
         if version == 1:
             await gate.wait()
-        return await plain(engines, names, version, flush_cache)
+        return await stage(version)
 
-    b.fleet.receive_stream = slow
+    async def slow_engines(engines: Any, names: Any, version: int, flush_cache: bool) -> Any:
+        if version == 1:
+            await gate.wait()
+        return await receive(engines, names, version, flush_cache)
+
+    if part == "stage":
+        b.trainer.stage_weights = slow_files
+    else:
+        b.fleet.receive_stream = slow_engines
     async with asyncio.TaskGroup() as scope:
         scope.create_task(b.controller.run())
         for _ in range(300):
             await asyncio.sleep(0)
-        assert only(b.events, "stage", "trained", "commit") == ["stage 0", "commit 0", "trained", "stage 1", "trained"]
+        assert only(b.events, "copy", "trained", "commit") == ["copy 0", "commit 0", "trained", "copy 1", "trained"]
         gate.set()
-    assert only(b.events, "stage", "commit")[3:] == [
-        "commit 1", "stage 2", "commit 2", "stage 3", "commit 3", "stage 4", "commit 4", "commit 4",
+    assert only(b.events, "copy", "commit")[3:] == [
+        "commit 1", "copy 2", "commit 2", "copy 3", "commit 3", "copy 4", "commit 4", "commit 4",
     ]  # fmt: skip
     assert [step for step, _, _ in b.records.steps] == [0, 1, 2, 3, 4]
     assert b.records.steps[1][1]["weight_version/trainer"] == 1
+
+
+async def test_weights_that_cannot_be_staged_stop_the_run_and_reach_no_engine() -> None:
+    # covers: C8, C10
+    b = bench(steps=5)
+    stage = b.trainer.stage_weights
+
+    async def full(version: int) -> Any:
+        if version == 2:
+            raise TrainerError("No space left on device (--weight-staging-dir)")
+        return await stage(version)
+
+    b.trainer.stage_weights = full
+    with pytest.raises(ExceptionGroup) as caught:
+        await b.controller.run()
+    assert "--weight-staging-dir" in str(first_error(caught.value))
+    assert only(b.events, "commit") == ["commit 0", "commit 1"]
+    assert not only(b.events, "announce and send 2")
 
 
 async def test_a_delivery_that_fails_stops_the_run_although_the_trainer_was_ahead() -> None:
@@ -199,11 +226,11 @@ async def test_publication_waits_for_attempts_that_it_would_make_too_old(interva
     versions = [0] * interval + [1] * (interval + 2)
     versions += [2] * interval + [3] * interval
     assert only(b.events, "cut") == [f"cut for {version}" for version in (versions + [4] * 9)[: 5 * interval]]
-    published = [event for event in b.events if event.startswith(("stage", "train", "commit"))]
-    between = published[published.index("stage 1") + 1 : published.index("stage 2")]
+    published = [event for event in b.events if event.startswith(("copy", "train", "commit"))]
+    between = published[published.index("copy 1") + 1 : published.index("copy 2")]
     due = ["commit 1"] if interval == 1 else ["train", "trained", "commit 1", "commit 1"]
     assert between == due + ["train", "trained"] * 3
-    assert only(b.events, "stage 2") == ["stage 2"]
+    assert only(b.events, "copy 2") == ["copy 2"]
 
 
 async def test_last_step_is_published_for_its_evaluation() -> None:
@@ -359,7 +386,7 @@ async def test_resuming_a_run_that_is_complete_ends_at_once() -> None:
 async def test_resume_goes_on_with_step_and_version_and_publishes_before_generating() -> None:
     b = bench(steps=5, resume=Position(step=3, version=7), save_interval=1)
     await b.controller.run()
-    assert only(b.events, "stage", "cut", "save") == [
-        "stage 7", "cut for 7", "cut for 8", "stage 8", "save 4/8", "save 5/8",
+    assert only(b.events, "copy", "cut", "save") == [
+        "copy 7", "cut for 7", "cut for 8", "copy 8", "save 4/8", "save 5/8",
     ]  # fmt: skip
     assert [step for step, _, _ in b.records.steps] == [3, 4]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.weights.export import BucketBuffers, into_buckets, share
+from miles_async.weights.export import into_buckets, share
 
 
 def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
@@ -74,45 +74,3 @@ def test_a_share_takes_all_tensors() -> None:
 def test_a_bucket_needs_room() -> None:
     with pytest.raises(ValueError, match="--update-weight-buffer-size"):
         list(into_buckets(named([1]), 0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5), (65,)])
-def test_copies_are_equal_contiguous_and_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor = (torch.randn(shape) * 50).to(dtype)
-    tensor = tensor.t() if tensor.ndim == 2 else tensor
-    buffers = BucketBuffers(1000)
-    copies = [buffers.copy(tensor) for _ in range(4)]  # the last ones of (65,) have no room
-    for copy in copies:
-        assert copy.is_contiguous()
-        assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(copy, tensor)
-    copies[0].fill_(1)
-    assert all(torch.equal(copy, tensor) for copy in copies[1:])
-
-
-def test_two_buffers_are_used_in_turn() -> None:
-    buffers = BucketBuffers(64)
-    first, ahead = buffers.copy(torch.ones(12)), buffers.copy(torch.zeros(12))
-    assert buffers.turn({"x": ahead})["x"] is ahead, "it is where it belongs"
-    assert first.tolist() == [1] * 12
-    again = buffers.copy(torch.full((12,), 2.0))
-    assert again.data_ptr() == first.data_ptr(), "no new memory is taken"
-    assert ahead.tolist() == [0] * 12
-
-
-def test_tensors_copied_ahead_move_out_of_the_buffer_that_is_next_but_one() -> None:
-    buffers = BucketBuffers(128)
-    ahead = buffers.copy(torch.ones(4))
-    moved = buffers.turn({"x": ahead})["x"]
-    ahead.zero_()
-    assert moved.tolist() == [1, 1, 1, 1]
-
-
-def test_tensors_without_room_there_have_memory_of_their_own() -> None:
-    buffers = BucketBuffers(192)
-    buffers.copy(torch.zeros(16))
-    ahead = {str(index): buffers.copy(torch.full((20,), float(index))) for index in range(2)}  # one in each buffer
-    moved = buffers.turn(ahead)
-    assert [moved[name].tolist() for name in ahead] == [[0.0] * 20, [1.0] * 20]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in (*ahead.values(), *moved.values())}) == 3

@@ -34,7 +34,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     monkeypatch.setattr("tempfile.tempdir", str(disk))
-    monkeypatch.setattr("miles_async.runtime.scratch.free_memory", lambda: 64 * GB)
+    for module in ("runtime.scratch", "weights.staging_place"):
+        monkeypatch.setattr(f"miles_async.{module}.free_memory", lambda: 64 * GB)
     monkeypatch.setattr(
         "miles_async.weights.staging_place.scratch_directory",
         lambda room, *, mode: made(room, mode=mode, memory=memory),
@@ -46,14 +47,14 @@ def place(**options: Any) -> OwnedDirectory:
     return make_staging_directory(StagingOptions(bucket_bytes=1, **options))
 
 
-def test_weights_are_staged_in_memory_where_three_versions_fit_twice(disk: Path) -> None:
+def test_weights_are_staged_in_memory_where_three_versions_and_their_copy_fit_twice(disk: Path) -> None:
     # covers: C8
     with capture_logs() as logs:
-        in_memory = place(version_bytes=6 * GB)
+        in_memory = place(version_bytes=5 * GB)
     assert in_memory.path.parent == disk.parent / "memory"
     assert in_memory.path.stat().st_mode & 0o777 == 0o700
     [said] = logs
-    assert (said["directory"], said["room_gb"]) == (str(in_memory.path), 18.0)
+    assert (said["directory"], said["room_gb"]) == (str(in_memory.path), 15.0)
     assert place(version_bytes=4 * GB).path.parent == disk, "the first one's claim counts, though it wrote nothing"
     assert place(version_bytes=None).path.parent == disk
     assert place(version_bytes=2 * GB, delta="xor").path.parent == disk, "as much again for deltas"
@@ -70,6 +71,13 @@ def test_a_place_without_room_is_refused(disk: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="--weight-staging-dir"):
         place(parent=tmp_path / "file")
+
+
+def test_a_copy_needs_memory(disk: Path, tmp_path: Path) -> None:
+    # covers: C10
+    with pytest.raises(ConfigurationError, match=r"expected 65.0 GB for this rank's share, found 64.0 GB.*pipeline"):
+        place(parent=tmp_path / "named", version_bytes=65 * GB)
+    assert not (tmp_path / "named").exists()
 
 
 def test_each_sender_needs_room_for_its_share(disk: Path) -> None:

@@ -26,7 +26,7 @@ from miles_async.arguments import (
 from miles_async.controller import Controller, Position
 from miles_async.engines.placement import EnginePlace
 from miles_async.errors import EngineError
-from miles_async.types import CanaryScore, Incarnation, PreparedBatch, StagedWeights
+from miles_async.types import CanaryScore, Incarnation, PreparedBatch
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
@@ -103,9 +103,9 @@ class Trainer(FakeTrainer):
         self.gpu.need("trainer")
         return await super().train(shards)
 
-    async def stage_weights(self, version: int) -> StagedWeights:
+    async def copy_weights(self, version: int) -> None:
         self.gpu.need("trainer")
-        return await super().stage_weights(version)
+        await super().copy_weights(version)
 
 
 class Rollout(FakeRollout):
@@ -204,10 +204,10 @@ class Run:
 async def test_the_order_of_a_step() -> None:
     run = Run(steps=2)
     await run.to_the_end()
-    border = ("release", "onload", "train", "stage", "offload", "retake", "commit")
+    border = ("release", "onload", "train", "copy", "offload", "retake", "commit")
     assert [event for event in run.events if event.startswith(border) and event != "trained"] == [
-        *("release", "stage 0", "offload", "retake", "commit 0"),
-        *("release", "onload", "train", "stage 1", "offload", "retake", "commit 1"),
+        *("release", "copy 0", "offload", "retake", "commit 0"),
+        *("release", "onload", "train", "copy 1", "offload", "retake", "commit 1"),
         *("release", "onload", "train", "commit 1"),  # the last step's weights go to nobody
     ]
 

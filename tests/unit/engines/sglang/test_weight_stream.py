@@ -85,7 +85,8 @@ def stream(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
             staging = StagingOptions(parent=tmp_path, bucket_bytes=ELEMENTS * 4, sender=sender, senders=count)
             side = RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=DEADLINE)
             senders.append(DistributedSender(side))
-            senders[-1].stage(0, weights().items())
+            senders[-1].copy(0, weights().items())
+            senders[-1].stage(0)
         ports = [sender.open_group(f"g{index}", 1 + engines)[1] for index, sender in enumerate(senders)]
         for rank in range(1, 1 + engines):
             arguments = (ports, rank, 1 + engines, fails_at if rank == 1 else None, answers, done)

@@ -46,7 +46,8 @@ def device_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 def share(tmp_path: Path) -> tuple[IpcSender, str]:
     staging = StagingOptions(parent=tmp_path, bucket_bytes=1000)
     sender = IpcSender(RankSide(staging=staging, address="", device="cpu", timeout_seconds=1))
-    sender.stage(0, WEIGHTS.items())
+    sender.copy(0, WEIGHTS.items())
+    sender.stage(0)
     return sender, sender.share_bucket("g", 0, 0)
 
 

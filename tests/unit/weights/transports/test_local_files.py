@@ -43,8 +43,11 @@ class FileTrainer(FakeTrainer):
         tensors["c"][7] -= version
         return tensors
 
+    async def copy_weights(self, version: int) -> None:
+        self._sender.copy(version, self.weights(version).items())
+
     async def stage_weights(self, version: int) -> StagedWeights:
-        staged = self._sender.stage(version, self.weights(version).items())
+        staged = self._sender.stage(version)
         return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=CANARY_LOGPROBS)
 
     def sender(self, index: int, *, repair: bool = False) -> Any:

@@ -66,11 +66,15 @@ class StagingTrainer(FakeTrainer):
         super().__init__(events, senders=len(halves))
         self._halves = halves
 
+    async def copy_weights(self, version: int) -> None:
+        tensors = {name: tensor + version for name, tensor in TENSORS.items()}
+        for half in self._halves:
+            half.copy(version, tensors.items())
+
     async def stage_weights(self, version: int) -> StagedWeights:
         from miles_async.trainer.ranks import united
 
-        tensors = {name: tensor + version for name, tensor in TENSORS.items()}
-        staged = united([half.stage(version, tensors.items()) for half in self._halves])
+        staged = united([half.stage(version) for half in self._halves])
         return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=CANARY_LOGPROBS)
 
     def sender(self, index: int, *, repair: bool = False) -> SenderHandle[Any]:

@@ -47,7 +47,8 @@ def sent(sender: DistributedSender, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def stage(sender: DistributedSender, version: int, value: float) -> None:
     """Two buckets."""
-    sender.stage(version, [("0.a.weight", torch.full((2,), value)), ("1.a.weight", torch.full((2,), value + 1))])
+    sender.copy(version, [("0.a.weight", torch.full((2,), value)), ("1.a.weight", torch.full((2,), value + 1))])
+    sender.stage(version)
 
 
 def test_all_buckets_are_sent_and_the_next_one_is_loaded_meanwhile(
@@ -85,7 +86,8 @@ def test_what_engines_need_to_know_goes_ahead(sender: DistributedSender, sent: S
 
 
 def test_a_sender_without_a_share_announces_that(tmp_path: Path, sender: DistributedSender, sent: Sent) -> None:
-    sender.stage(1, [])
+    sender.copy(1, [])
+    sender.stage(1)
     assert sender.send("g", 1, announce=True) is None
     assert len(sent) == 2
 

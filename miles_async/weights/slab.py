@@ -1,0 +1,86 @@
+"""Host memory for one copy of the weights that a rank sends, used again for every version.
+
+Copying is all that training waits for. On a GPU it doesn't wait for the copies either: they run on a stream of their
+own, training's stream waits for them before it does anything else, and the thread that reads the memory waits for an
+event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes: a cache line, and enough for every dtype
+
+
+class Slab:
+    """Memory in chunks, each filled from its start. Not thread-safe; callers must serialize."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[Tensor] = []
+        self._current = 0  # the chunk that is being filled
+        self._used = 0  # bytes of it
+        self._gpu: _GpuCopies | None = None
+
+    def clear(self) -> None:
+        """Begin from the start: copies made so far are overwritten."""
+        self._current = self._used = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of the same dtype and shape, valid until :meth:`clear`; complete once :meth:`copied` says
+        so.
+        """
+        tensor = tensor.detach()
+        place = self._place(tensor.nbytes, pinned=tensor.is_cuda).view(tensor.dtype).view(tensor.shape)
+        if not tensor.is_cuda:
+            return place.copy_(tensor)
+        self._gpu = self._gpu or _GpuCopies(tensor.device)
+        self._gpu.start(place, tensor)
+        return place
+
+    def copied(self) -> Callable[[], None]:
+        """A function for any thread that waits until all copies made so far are complete."""
+        return _no_wait if self._gpu is None else self._gpu.fence()
+
+    def _place(self, size: int, *, pinned: bool) -> Tensor:
+        start = _ALIGNMENT * -(-self._used // _ALIGNMENT)
+        while self._current < len(self._chunks) and start + size > len(self._chunks[self._current]):
+            self.copied()  # a GPU holds what was exported until then: a chunk of it at most
+            self._current, start = self._current + 1, 0
+        if self._current == len(self._chunks):
+            self._chunks.append(_memory(max(size, self._chunk_bytes), pinned=pinned))
+        self._used = start + size
+        return self._chunks[self._current][start : self._used]
+
+
+class _GpuCopies:
+    """Copies from a GPU to pinned memory beside the export."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._tensors: list[Tensor] = []  # that are being copied: their memory is given to nobody else
+
+    def start(self, place: Tensor, tensor: Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # for the kernels that export it
+        with torch.cuda.stream(self._stream):
+            place.copy_(tensor, non_blocking=True)
+        self._tensors.append(tensor)
+
+    def fence(self) -> Callable[[], None]:
+        """Let training's stream wait, which may change or give away what is copied; return what waits on the host."""
+        event = self._stream.record_event()
+        torch.cuda.current_stream(self._device).wait_event(event)
+        self._tensors.clear()
+        return event.synchronize
+
+
+def _memory(size: int, *, pinned: bool) -> Tensor:
+    """Pinned memory takes copies from a GPU in a fraction of the time."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _no_wait() -> None: ...

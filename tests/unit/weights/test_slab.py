@@ -1,0 +1,166 @@
+"""The copy of exported weights: exact, apart from the trainer's, in memory that is used again; on a GPU, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles_async.weights.slab import Slab
+from miles_async.weights.staging import Staging
+from miles_async.weights.staging_options import StagingOptions
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5), (65,), (300,)])
+def test_copies_are_equal_contiguous_and_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = (torch.randn(shape) * 50).to(dtype)
+    tensor = tensor.t() if tensor.ndim == 2 else tensor
+    slab = Slab(1000)
+    copies = [slab.copy(tensor) for _ in range(4)]  # (300,) needs a chunk of its own
+    slab.copied()()
+    for copy in copies:
+        assert copy.is_contiguous()
+        assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(copy, tensor)
+    copies[0].fill_(1)
+    assert all(torch.equal(copy, tensor) for copy in copies[1:])
+
+
+def test_the_next_version_takes_no_new_memory() -> None:
+    slab = Slab(64)
+    sizes = (12, 4, 40, 1, 16)
+    places = []
+    for version in range(3):
+        slab.clear()
+        copies = [slab.copy(torch.full((size,), float(version))) for size in sizes]
+        assert [copy.tolist() for copy in copies] == [[float(version)] * size for size in sizes]
+        places.append([copy.data_ptr() for copy in copies])
+    assert places[0] == places[1] == places[2]
+    slab.clear()
+    assert slab.copy(torch.ones(30)).tolist() == [1] * 30, "another layout finds room, too"
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+class FakeStream:
+    """A stream whose work is done when somebody on the host waits for it, and not before."""
+
+    def __init__(self, gpu: FakeGpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+        self.queue: list[Callable[[], object]] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(self, len(self.queue))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.queue.append(event.synchronize)
+
+    def run(self, end: int) -> None:
+        while self.gpu.done[self.name] < end:
+            work = self.queue[self.gpu.done[self.name]]
+            self.gpu.done[self.name] += 1
+            work()
+
+
+class FakeEvent:
+    def __init__(self, stream: FakeStream, end: int) -> None:
+        self._stream, self._end = stream, end
+
+    def synchronize(self) -> None:
+        self._stream.run(self._end)
+
+
+class FakeGpu:
+    """Stands in for torch.cuda: a stream for training, others as they are made."""
+
+    def __init__(self) -> None:
+        self.done = {"training": 0, "copies": 0}
+        self.training = FakeStream(self, "training")
+        self.active = self.training
+
+    def new_stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(self, "copies")
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.training
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.active = stream
+        yield
+        self.active = self.training
+
+
+class GpuTensor(Tensor):
+    """A tensor that says it is on the GPU. What is copied from it is copied when its stream comes to that."""
+
+    is_cuda = True
+    gpu: FakeGpu
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            place, tensor = args
+            assert kwargs == {"non_blocking": True}
+            cls.gpu.active.queue.append(lambda: Tensor.copy_(place, tensor.as_subclass(Tensor)))
+            return place
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    made = GpuTensor.gpu = FakeGpu()
+    monkeypatch.setattr("torch.cuda.Stream", made.new_stream)
+    monkeypatch.setattr("torch.cuda.current_stream", made.current_stream)
+    monkeypatch.setattr("torch.cuda.stream", made.stream)
+    monkeypatch.setattr(
+        "miles_async.weights.slab._memory", lambda size, pinned: torch.zeros(size, dtype=torch.uint8) if pinned else 1
+    )
+    return made
+
+
+@pytest.mark.parametrize("first", ["training", "reader"])
+def test_copies_are_of_what_was_exported_and_the_host_waits_for_none(gpu: FakeGpu, first: str) -> None:
+    """The export's kernels come before the copies, the copies before the next step, whoever is quicker."""
+    slab = Slab(1000)
+    weight = torch.zeros(5)
+    gpu.training.queue.append(lambda: weight.fill_(1))  # the export
+    copy = slab.copy(weight.as_subclass(GpuTensor))  # type: ignore[arg-type]
+    wait = slab.copied()
+    gpu.training.queue.append(lambda: weight.fill_(2))  # the next step
+    assert gpu.done == {"training": 0, "copies": 0}
+    if first == "training":
+        gpu.training.run(len(gpu.training.queue))
+        assert weight.tolist() == [2] * 5
+    wait()
+    assert copy.tolist() == [1] * 5
+
+
+def test_what_is_staged_is_waited_for(gpu: FakeGpu, tmp_path: Path) -> None:
+    staging = Staging(StagingOptions(parent=tmp_path, bucket_bytes=100))
+    staging.copy(0, [("linear.weight", torch.ones(5).as_subclass(GpuTensor))])  # type: ignore[arg-type]
+    assert gpu.done["copies"] == 0
+    staging.stage(0)
+    assert staging.bucket(0, 0).clone().view(torch.float32).tolist() == [1] * 5
+    staging.close()
+
+
+def test_exported_tensors_are_held_until_training_waits_for_their_copies(gpu: FakeGpu) -> None:
+    """Their memory would be given to what is exported next; a chunk of them is held at most."""
+    slab = Slab(128)
+    held: list[Any] = []
+    for value in range(3):
+        slab.copy(torch.full((8,), float(value)).as_subclass(GpuTensor))  # type: ignore[arg-type]
+        assert slab._gpu is not None
+        held.append((len(slab._gpu._tensors), len(gpu.training.queue)))
+    slab.copied()
+    assert held == [(1, 0), (2, 0), (1, 1)]
+    assert (len(slab._gpu._tensors), len(gpu.training.queue)) == (0, 2)
