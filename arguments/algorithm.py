@@ -12,7 +12,10 @@ AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce"]
 TokenAdvantagesName = Literal["kl_in_reward"]
 PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"]
 LossAggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
-TisMode = Literal["truncate"]
+TisMode = Literal["truncate", "mask"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+RejectionStatistic = Literal["ratio", "k1", "k2", "k3"]
+ProxLogpMethod = Literal["recompute", "loglinear"]
 KlLossType = Literal["k1", "k2", "k3", "low_var_kl"]
 
 
@@ -61,11 +64,48 @@ class AlgorithmArguments:
         False,
         "PPO ratio against the engines' log-probs: clips around the policy that sampled; corrects for staleness",
     )
+    prox_logp_method: ProxLogpMethod = flag(
+        "recompute",
+        "the trainer's policy that ratios compare with, without --use-rollout-logprobs. recompute: a forward pass "
+        "before the first of several optimizer steps; loglinear: none, interpolated by the age of each token from the "
+        "policy that sampled it and the one that is trained (A-3PO), with --use-tis",
+    )
     use_tis: bool = flag(False, "importance sampling: weight each token for having been sampled by other weights")
     tis_mode: TisMode | ModuleAttr = flag(
-        "truncate", "the weight of --use-tis. truncate: min(π_trainer / π_rollout, --tis-clip)"
+        "truncate",
+        "the weight of --use-tis, from w = π_trainer / π_rollout. truncate: w within --tis-clip-low and --tis-clip; "
+        "mask: w, but 0 outside of them (IcePop)",
     )
-    tis_clip: float = flag(2.0, "cap of the truncated importance weight")
+    tis_level: CorrectionLevel = flag(
+        "token", "w of --use-tis: of each token, its product over a sequence, or its geometric mean over a sequence"
+    )
+    tis_clip: float = flag(2.0, "largest importance weight")
+    tis_clip_low: float = flag(0.0, "smallest importance weight")
+    use_rs: bool = flag(
+        False, "rejection: tokens or sequences where trainer and engine differ too much do not move the policy"
+    )
+    rs_statistic: RejectionStatistic = flag(
+        "ratio",
+        "what --use-rs looks at, with d = log π − log π_rollout. ratio: exp(d); k1: −d; k2: d² / 2; k3: exp(d) − 1 − d",
+    )
+    rs_level: CorrectionLevel = flag(
+        "token", "--use-rs rejects tokens by their own statistic, or sequences by its sum or its mean (geometric)"
+    )
+    rs_lower_bound: float | None = flag(None, "smallest statistic that --use-rs accepts")
+    rs_upper_bound: float | None = flag(None, "largest statistic that --use-rs accepts")
+    rs_veto_threshold: float | None = flag(
+        None, "--use-rs rejects a sequence in which any token's ratio is less than this"
+    )
+    use_opsm: bool = flag(
+        False,
+        "off-policy sequence masking: sequences with a negative advantage do not move the policy where the mean of "
+        "log π_rollout − log π over their tokens is more than --opsm-delta",
+    )
+    opsm_delta: float = flag(1e-4, "threshold of --use-opsm, in nats per token")
+    max_token_age: int | None = flag(
+        None, "tokens that are older, in versions, do not move the policy; the rest of their sample does"
+    )
+    token_age_decay: float = flag(1.0, "weight of a token in the policy loss: this to the power of its age")
     use_kl_loss: bool = flag(False, "add --kl-loss-coef × KL(π ‖ reference) to the loss")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")
     kl_loss_type: KlLossType | ModuleAttr = flag(
@@ -82,6 +122,11 @@ class AlgorithmArguments:
         "train asynchronously with neither --use-rollout-logprobs nor --use-tis (learns worse with every "
         "version of age)",
     )
+
+    @property
+    def weighs_ages(self) -> bool:
+        """True if tokens count by their age."""
+        return self.max_token_age is not None or self.token_age_decay != 1
 
     @property
     def heeds_rollout_logprobs(self) -> bool:

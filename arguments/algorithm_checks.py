@@ -52,13 +52,43 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
     if algorithm.token_advantages is None and algorithm.kl_coef > 0:
         yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward"
-    if algorithm.tis_mode != "truncate" and not algorithm.use_tis:
-        yield f"--tis-mode {algorithm.tis_mode} has no effect without --use-tis"
+    yield from _check_corrections(algorithm)
     if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
         yield f"--kl-loss-type {algorithm.kl_loss_type} has no effect without --use-kl-loss"
     own = ":" in algorithm.policy_loss or ":" in algorithm.tis_mode  # may compare with the reference model
     if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.token_advantages or own):
         yield "--ref-hf-checkpoint has no effect without --use-kl-loss or --token-advantages kl_in_reward"
+
+
+def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
+    plain = AlgorithmArguments()
+    switched = {
+        "use_tis": ("tis_mode", "tis_level", "tis_clip", "tis_clip_low"),
+        "use_rs": ("rs_statistic", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
+        "use_opsm": ("opsm_delta",),
+    }
+    for switch, names in switched.items():
+        for name in names:
+            if getattr(algorithm, name) != getattr(plain, name) and not getattr(algorithm, switch):
+                yield f"{_flag(name)} {getattr(algorithm, name)} has no effect without {_flag(switch)}"
+    if algorithm.tis_clip_low > algorithm.tis_clip:
+        yield f"--tis-clip-low {algorithm.tis_clip_low} is more than --tis-clip {algorithm.tis_clip}"
+    low, high = algorithm.rs_lower_bound, algorithm.rs_upper_bound
+    if algorithm.use_rs and low is high is algorithm.rs_veto_threshold is None:
+        yield "--use-rs rejects nothing: give --rs-lower-bound, --rs-upper-bound or --rs-veto-threshold"
+    if low is not None and high is not None and low > high:
+        yield f"--rs-lower-bound {low} is more than --rs-upper-bound {high}"
+    if algorithm.prox_logp_method == "loglinear" and algorithm.use_rollout_logprobs:
+        yield (
+            "--prox-logp-method loglinear with --use-rollout-logprobs: ratios compare with the engines' policy, "
+            "whatever the trainer's was; use --use-tis instead of the latter"
+        )
+    elif algorithm.prox_logp_method == "loglinear" and not algorithm.use_tis:
+        yield "--prox-logp-method loglinear needs the weight of decoupled PPO: add --use-tis"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:

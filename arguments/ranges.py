@@ -45,6 +45,9 @@ AT_LEAST: dict[str, int] = {
     "max_rollout_lead": 1,
     "loss_length_normalizer": 1,
     "kl_coef": 0,
+    "tis_clip_low": 0,
+    "opsm_delta": 0,
+    "max_token_age": 0,
     "kl_loss_coef": 0,
     "global_batch_size": 1,
     "num_steps_per_rollout": 1,
@@ -91,6 +94,8 @@ ABOVE_ZERO = {
     "tau_pos",
     "tau_neg",
     "tis_clip",
+    "rs_veto_threshold",
+    "token_age_decay",
     "lr",
     "adam_eps",
     "canary_tolerance",
@@ -101,6 +106,7 @@ ABOVE_ZERO = {
 }
 
 AT_MOST: dict[str, int] = {
+    "token_age_decay": 1,
     "min_group_fraction": 1,
     "rollout_kv_use_target": 1,
     "eval_top_p": 1,

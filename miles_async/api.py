@@ -221,12 +221,21 @@ class TokenBatch:
     rollout_logprobs: Tensor  # float32 [N], by the engine that sampled the token
     weight_versions: Tensor  # int64 [N], NO_VERSION where no engine generated the token
     oldest_versions: Tensor  # int64 [N]: the oldest version in the token's sequence
+    target_version: int  # the version that the optimizer steps from
     computed: Mapping[Need, Tensor]  # each [N]; read them by the properties below
+
+    @property
+    def ages(self) -> Tensor:
+        """int64 [N], in versions: from the one that sampled the token to the one that the optimizer steps from.
+        Meaningless at tokens that no engine generated.
+        """
+        return self.target_version - self.weight_versions
 
     @property
     def old_logprobs(self) -> Tensor:
         """float32 [N], by the policy that ratios compare with: the trainer's before its first optimizer step on the
-        batch, or the engine's that sampled the token with ``--use-rollout-logprobs``.
+        batch, the engine's that sampled the token with ``--use-rollout-logprobs``, or something between both with
+        ``--prox-logp-method loglinear``.
         """
         return self._needed("old_logprobs")
 
@@ -328,7 +337,7 @@ class Correction(Protocol):
     ...     def __init__(self, arguments):
     ...         self.largest = arguments.tis_clip
     ...
-    ...     def __call__(self, batch):
+    ...     def __call__(self, logprobs, batch):
     ...         weight = (batch.old_logprobs - batch.rollout_logprobs).exp()
     ...         return torch.where(weight > self.largest, 0.0, weight), {"masked": (weight > self.largest).float()}
     """
@@ -336,8 +345,8 @@ class Correction(Protocol):
     @property
     def needs(self) -> Collection[Need]: ...
 
-    def __call__(self, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return weights and metrics by name, each [N] as in PolicyLoss."""
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return weights and metrics by name, each [N] as in PolicyLoss. ``logprobs``: as there, without gradient."""
         ...
 
 

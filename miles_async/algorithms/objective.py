@@ -1,6 +1,6 @@
-"""The trainer's objective: a policy loss, weighted by a correction, plus a KL loss.
+"""The trainer's objective: a policy loss, weighted by corrections, plus a KL loss.
 
-For each token that carries loss, with the weight w of the correction (1 without ``--use-tis``)::
+For each token that carries loss, with the product w of the corrections' weights (1 without any)::
 
     w · policy loss + kl_loss_coef · KL(π ‖ π_ref)
 
@@ -16,6 +16,7 @@ from typing import Literal
 from torch import Tensor
 
 from miles_async.algorithms import registry
+from miles_async.algorithms.proximal import interpolated
 from miles_async.api import (
     Aggregation,
     Correction,
@@ -27,6 +28,9 @@ from miles_async.api import (
 )
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import ContractViolation
+
+OldPolicy = Literal["trainer", "rollout", "interpolated"]
+"""trainer: as it is before its first optimizer step on the batch; rollout: the engine's; interpolated: between both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +48,11 @@ class Objective:
 
     policy_loss: PolicyLoss
     aggregation: Aggregation
-    correction: Correction | None = None
+    corrections: tuple[Correction, ...] = ()
     kl: KlEstimator | None = None
     kl_coef: float = 0.0
     token_advantages: TokenAdvantages | None = None  # comes before the first optimizer step on a batch
-    old_policy: Literal["trainer", "rollout"] = "trainer"  # whose log-probs ``old_logprobs`` are
+    old_policy: OldPolicy = "trainer"  # whose log-probs ``old_logprobs`` are
     log_entropy: bool = False
 
     @property
@@ -57,7 +61,7 @@ class Objective:
         needs: set[Need] = {"entropy"} if self.log_entropy else set()
         if self.kl is not None:
             needs.add("ref_logprobs")
-        for part in (self.policy_loss, self.correction, self.token_advantages):
+        for part in (self.policy_loss, *self.corrections, self.token_advantages):
             needs.update(part.needs if part is not None else ())
         return frozenset(needs)
 
@@ -70,12 +74,14 @@ class Objective:
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> LossSums:
         """Sums over the tokens of ``batch`` that carry loss: 0 where there are none. ``logprobs``: float32 [N]."""
+        if self.old_policy == "interpolated":
+            batch = batch.with_computed("old_logprobs", interpolated(logprobs, batch))
         loss, metrics = self.policy_loss(logprobs, batch)
         loss, metrics = _per_token(loss, batch, "--policy-loss"), dict(metrics)
         if self.log_entropy:
             metrics["entropy"] = batch.entropy
-        if self.correction is not None:
-            weight, of_correction = self.correction(batch)
+        for correction in self.corrections:
+            weight, of_correction = correction(logprobs.detach(), batch)
             loss = loss * _per_token(weight, batch, "--tis-mode")
             metrics |= of_correction
         metrics["policy_loss"] = loss
@@ -96,13 +102,19 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
     return Objective(
         policy_loss=registry.policy_loss(arguments),
         aggregation=registry.aggregation(arguments),
-        correction=registry.correction(arguments),
+        corrections=registry.corrections(arguments),
         kl=registry.kl_estimator(arguments),
         kl_coef=arguments.kl_loss_coef,
         token_advantages=registry.token_advantages(arguments),
-        old_policy="rollout" if arguments.use_rollout_logprobs else "trainer",
+        old_policy=_old_policy(arguments),
         log_entropy=arguments.log_entropy,
     )
+
+
+def _old_policy(arguments: AlgorithmArguments) -> OldPolicy:
+    if arguments.use_rollout_logprobs:
+        return "rollout"
+    return "interpolated" if arguments.prox_logp_method == "loglinear" else "trainer"
 
 
 def _per_token(values: Tensor, batch: TokenBatch, flag: str) -> Tensor:

@@ -12,6 +12,11 @@ def importance_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
     return bounded_difference(logprobs, old).exp()
 
 
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), [N], at most exp(20)."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
 def bounded_difference(logprobs: Tensor, old: Tensor) -> Tensor:
     """Log π - log π_old per token, [N], at most 20."""
     return (logprobs - old).clamp(max=MAX_LOG_RATIO)

@@ -44,7 +44,8 @@ POLICY_LOSSES = {
     "dppo_kl": f"{HERE}.losses.dppo:DppoKl",
 }
 CORRECTIONS = {
-    "truncate": f"{HERE}.corrections.truncate:Truncate",
+    "truncate": f"{HERE}.corrections.importance:Truncate",
+    "mask": f"{HERE}.corrections.importance:Mask",
 }
 KL_ESTIMATORS = {
     "k1": f"{HERE}.kl:k1",
@@ -93,14 +94,20 @@ def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
     return made
 
 
-def correction(arguments: AlgorithmArguments) -> Correction | None:
-    """``--tis-mode``, with ``--use-tis``."""
-    if not arguments.use_tis:
-        return None
-    path, flag = _row(CORRECTIONS, arguments.tis_mode), "--tis-mode"
-    made = _made(path, Correction, flag, arguments)
-    _check_needs(made, f"{flag} {arguments.tis_mode}")
-    return made
+def corrections(arguments: AlgorithmArguments) -> tuple[Correction, ...]:
+    """``--tis-mode`` with ``--use-tis``, ``--use-rs``, ``--use-opsm``, and weights by age; any number of them."""
+    found: list[Correction] = []
+    if arguments.use_tis:
+        path, flag = _row(CORRECTIONS, arguments.tis_mode), "--tis-mode"
+        made = _made(path, Correction, flag, arguments)
+        _check_needs(made, f"{flag} {arguments.tis_mode}")
+        found.append(made)
+    others = {
+        f"{HERE}.corrections.reject:Reject": ("--use-rs", arguments.use_rs),
+        f"{HERE}.corrections.opsm:Opsm": ("--use-opsm", arguments.use_opsm),
+        f"{HERE}.corrections.age:TokenAge": ("--max-token-age", arguments.weighs_ages),
+    }
+    return (*found, *(_made(path, Correction, flag, arguments) for path, (flag, on) in others.items() if on))
 
 
 def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:
@@ -124,7 +131,7 @@ def check_own(arguments: AlgorithmArguments) -> None:
         (arguments.advantage_estimator, advantage_estimator),
         (arguments.token_advantages, token_advantages),
         (arguments.policy_loss, policy_loss),
-        (arguments.tis_mode, correction),
+        (arguments.tis_mode, corrections),
         (arguments.kl_loss_type, kl_estimator),
         (arguments.loss_aggregation, aggregation),
     )

@@ -10,7 +10,7 @@ from miles_async.api import TokenBatch
 
 def mean_per_sequence(values: Tensor, batch: TokenBatch) -> Tensor:
     """[N] → [N]: at each token the mean over the tokens of its sequence that carry loss, 0 if none does."""
-    return (sum_of_loss_tokens(values, batch) / loss_tokens(batch).clamp(min=1))[sequence_of_token(batch.offsets)]
+    return per_token(sum_of_loss_tokens(values, batch) / loss_tokens(batch).clamp(min=1), batch.offsets)
 
 
 def sum_of_loss_tokens(values: Tensor, batch: TokenBatch) -> Tensor:
@@ -21,6 +21,11 @@ def sum_of_loss_tokens(values: Tensor, batch: TokenBatch) -> Tensor:
 def loss_tokens(batch: TokenBatch) -> Tensor:
     """[S]: tokens of each sequence that carry loss."""
     return sum_per_sequence(batch.loss_mask, batch.offsets)
+
+
+def per_token(values: Tensor, offsets: Tensor) -> Tensor:
+    """[S] → [N]: at each token the value of its sequence."""
+    return values[sequence_of_token(offsets)]
 
 
 def sum_per_sequence(values: Tensor, offsets: Tensor) -> Tensor:

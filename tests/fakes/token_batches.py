@@ -30,6 +30,7 @@ def token_batch(
         rollout_logprobs=torch.tensor(rollout or old),
         weight_versions=torch.zeros(count, dtype=torch.int64),
         oldest_versions=torch.zeros(count, dtype=torch.int64),
+        target_version=0,
         computed={"old_logprobs": torch.tensor(old)},
     )
     return batch if ref_logprobs is None else batch.with_computed("ref_logprobs", torch.tensor(ref_logprobs))

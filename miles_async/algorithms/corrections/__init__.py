@@ -1,1 +1,1 @@
-"""Importance weights that correct the policy loss for off-policy data (``--tis-mode``). Pure torch."""
+"""Weights of tokens in the policy loss that correct for off-policy data; those of a run are multiplied. Pure torch."""

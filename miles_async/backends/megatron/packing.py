@@ -55,8 +55,8 @@ class PackedBatch:
     loss_tokens: int
 
 
-def pack_batch(batch: TrainBatch, layout: PackLayout, device: torch.device) -> PackedBatch:
-    """Pack a micro-batch, with nothing computed yet."""
+def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, device: torch.device) -> PackedBatch:
+    """Pack a micro-batch for the step from ``target_version``, with nothing computed yet."""
     carries_loss = batch.loss_mask != 0
     oldest_versions = np.repeat(batch.oldest_versions, np.diff(batch.offsets))
     return PackedBatch(
@@ -70,6 +70,7 @@ def pack_batch(batch: TrainBatch, layout: PackLayout, device: torch.device) -> P
             rollout_logprobs=_tensor(np.where(carries_loss, batch.rollout_logprobs, 0.0), torch.float32, device),
             weight_versions=_tensor(batch.weight_versions, torch.int64, device),
             oldest_versions=_tensor(oldest_versions, torch.int64, device),
+            target_version=target_version,
             computed={},
         ),
         loss_tokens=int(np.count_nonzero(carries_loss)),

@@ -61,7 +61,10 @@ class StepRunner:
         those that the shard promises.
         """
         started = time.perf_counter()
-        steps = [[pack_batch(batch, self.layout, self.device) for batch in step] for step in shard.optimizer_steps]
+        steps = [
+            [pack_batch(batch, shard.target_version, self.layout, self.device) for batch in step]
+            for step in shard.optimizer_steps
+        ]
         steps = self._with_advantages(self._with_logprobs(steps))
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
@@ -89,7 +92,7 @@ class StepRunner:
         if "ref_logprobs" in objective.needs:
             assert self.reference is not None, "the objective needs a reference model"
             steps = self._with_scores(steps, "ref_logprobs", self.reference)
-        if "old_logprobs" not in objective.needs:
+        if "old_logprobs" not in objective.needs or objective.old_policy == "interpolated":
             return steps
         if objective.old_policy == "rollout":
             return [
@@ -122,7 +125,7 @@ class StepRunner:
         """Metric sums, and the norm of the gradient over all ranks: 0 if the weights were left alone."""
 
         def loss(packed: PackedBatch, output: ModelOutput) -> LossSums:
-            return self._loss(packed, output, index, target_version)
+            return self._loss(packed, output, index)
 
         for module in self.model.modules:
             module.zero_grad_buffer()  # type: ignore[operator]
@@ -141,7 +144,7 @@ class StepRunner:
             self.optimizer.step()
         return sums, norm
 
-    def _loss(self, packed: PackedBatch, output: ModelOutput, index: int, target_version: int) -> LossSums:
+    def _loss(self, packed: PackedBatch, output: ModelOutput, index: int) -> LossSums:
         objective, batch = self.objective, packed.batch
         scores = self.scorer(output, packed.sequences, entropy="entropy" in objective.needs)
         logprobs = scores.logprobs
@@ -155,7 +158,7 @@ class StepRunner:
         sums = objective(logprobs, batch)
         metrics = {
             **sums.metrics,
-            **({} if before is None else mismatch_sums(before, batch, target_version)),
+            **({} if before is None else mismatch_sums(before, batch)),
             "loss": sums.loss.detach(),
             "loss_count": sums.count,
             "tokens": torch.tensor(float(packed.sequences.num_tokens), device=self.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,22 @@ from torch import Tensor
 from miles_async.algorithms.objective import Objective, make_objective
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.unit.algorithms.references import Flags, loss_of_step
-from tests.unit.algorithms.steps import Edges, Floats, Step, divergences, micro_batch, no_edges, random_step, ratios
+from tests.unit.algorithms.steps import (
+    Adjust,
+    Edges,
+    Floats,
+    Step,
+    divergences,
+    mean_log_ratio,
+    micro_batch,
+    no_edges,
+    random_step,
+    ratios,
+    sum_of_k2,
+    unadjusted,
+)
 
-SEEDS = range(6)
+SEEDS = range(4)
 TOLERANCE = 1e-6
 
 
@@ -25,6 +39,10 @@ class Case:
     name: str
     flags: Flags
     edges: Edges = no_edges
+    adjust: Adjust = unadjusted
+
+    def step(self, seed: int) -> Step:
+        return random_step(seed, self.edges, self.adjust)
 
 
 CLIP: Flags = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": 3.0}
@@ -37,7 +55,11 @@ def binary_kl(p: Floats, q: Floats) -> Floats:
 
 CASES = (
     Case("ppo", CLIP, EDGES),
-    Case("ppo without a dual clip, mean of means", CLIP | {"eps_clip_c": None, "loss_aggregation": "sequence_mean"}),
+    Case(
+        "ppo without a dual clip, mean of means",
+        CLIP | {"eps_clip_c": None, "loss_aggregation": "sequence_mean"},
+        ratios(math.exp(20)),
+    ),
     Case("Dr. GRPO", {"loss_aggregation": "sequence_sum", "loss_length_normalizer": 17}, ratios(0.8, 1.2)),
     Case("gspo", CLIP | {"policy_loss": "gspo", "loss_aggregation": "sequence_mean"}, EDGES),
     Case("gspo, narrow", {"policy_loss": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4, "eps_clip_c": None}),
@@ -52,14 +74,45 @@ CASES = (
     Case(
         "dppo_tv",
         {"policy_loss": "dppo_tv", "eps_clip": 0.05, "eps_clip_high": 0.1},
-        divergences(lambda p, q: abs(p - q), 0.05, 0.1),
+        divergences(lambda p, q: abs(p - q), below=0.05, above=0.1),
     ),
     Case("dppo_tv, ratios", {"policy_loss": "dppo_tv", "eps_clip": 0.3, "eps_clip_high": 0.3}, ratios(3.0)),
     Case(
         "dppo_kl",
         {"policy_loss": "dppo_kl", "eps_clip": 0.01, "eps_clip_high": 0.02, "eps_clip_c": None},
-        divergences(binary_kl, 0.01, 0.02),
+        divergences(binary_kl, below=0.01, above=0.02),
     ),
+    Case("tis per token", {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5}, ratios(0.5, 1.5)),
+    Case("tis per sequence", {"use_tis": True, "tis_level": "sequence", "tis_clip": 50.0}),
+    Case(
+        "tis per sequence, hardly bounded",
+        {"use_tis": True, "tis_level": "sequence", "tis_clip": 1e9},
+        adjust=mean_log_ratio(25.0),
+    ),
+    Case("tis by geometric mean", {"use_tis": True, "tis_level": "geometric", "tis_clip": 1.1, "tis_clip_low": 0.9}),
+    Case("IcePop", {"use_tis": True, "tis_mode": "mask", "tis_clip": 5.0, "tis_clip_low": 0.5}, ratios(0.5, 5.0)),
+    Case("decoupled, interpolated", CLIP | {"use_tis": True, "prox_logp_method": "loglinear"}, EDGES),
+    Case("gspo, weighed", {"policy_loss": "gspo", "use_tis": True, "loss_aggregation": "sequence_mean"}),
+    Case("rejection by ratio", {"use_rs": True, "rs_lower_bound": 0.6, "rs_upper_bound": 1.6}, ratios(0.6, 1.6)),
+    Case("rejection by k1", {"use_rs": True, "rs_statistic": "k1", "rs_upper_bound": 1.2}, ratios(math.exp(-1.2))),
+    Case(
+        "rejection of sequences by k2",
+        {"use_rs": True, "rs_statistic": "k2", "rs_level": "sequence", "rs_upper_bound": 0.5},
+        adjust=sum_of_k2(0.5),
+    ),
+    Case(
+        "rejection by k3",
+        {"use_rs": True, "rs_statistic": "k3", "rs_upper_bound": math.exp(2) - 3},
+        ratios(math.exp(2)),
+    ),
+    Case(
+        "rejection by geometric mean, with a veto",
+        {"use_rs": True, "rs_level": "geometric", "rs_upper_bound": 2.0, "rs_veto_threshold": 1e-8},
+        adjust=mean_log_ratio(math.log(2.0)),
+    ),
+    Case("veto", {"use_rs": True, "rs_veto_threshold": 0.2}, ratios(0.2)),
+    Case("opsm", {"use_opsm": True, "opsm_delta": 0.02}, adjust=mean_log_ratio(-0.02)),
+    Case("weights by age", {"max_token_age": 5, "token_age_decay": 0.7, "use_tis": True}),
 )
 
 
@@ -110,5 +163,5 @@ def differs(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Ten
 
 def disagreement(case: Case, seed: int) -> str:
     """What our code and the reference disagree about in one random step; "" if they agree."""
-    step = random_step(seed, case.edges)
+    step = case.step(seed)
     return differs(ours(step, objective_of(case)), reference(step, case.flags), TOLERANCE)

@@ -1,7 +1,7 @@
 """Small errors in formulas: any one expression of a module, made wrong by a factor of 1.001 while a test runs.
 
 Every expression is wrapped in a call that passes its value on, except for the one that is wrong at the time. What
-metrics are made of is left alone: a dictionary and what is in it.
+metrics are made of is left alone: a dictionary and what is in it. So is what a factor cannot change, such as a sign.
 """
 
 from __future__ import annotations
@@ -92,6 +92,16 @@ class _Wrap(ast.NodeTransformer):
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
         return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        """Whether something is None, or what sign it has, does not depend on the factor."""
+        other = node.comparators[0]
+        if isinstance(node.ops[0], ast.Is | ast.IsNot) or (isinstance(other, ast.Constant) and other.value == 0):
+            return node
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        return node if node.attr in ("dtype", "shape") else self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         if self._inside and node.value is not None:

@@ -5,6 +5,7 @@ Nothing here calls the project's code. A reference returns the loss of a whole o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit.algorithms.steps import Step, Trajectory
+from tests.unit.algorithms.steps import TARGET_VERSION, Step, Trajectory
 
 Flags = dict[str, Any]
 TokenLosses = Callable[[Trajectory, Flags], list[Tensor]]
@@ -21,8 +22,13 @@ TokenLosses = Callable[[Trajectory, Flags], list[Tensor]]
 
 def defaults(flags: Flags) -> Flags:
     """Values of the flags that a reference reads."""
-    known = {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
+    known: Flags = {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
+    known |= {"tis_mode": "truncate", "tis_level": "token", "tis_clip": 2.0, "tis_clip_low": 0.0}
+    known |= {"rs_statistic": "ratio", "rs_level": "token", "rs_lower_bound": None, "rs_upper_bound": None}
+    known |= {"rs_veto_threshold": None, "opsm_delta": 1e-4, "max_token_age": None, "token_age_decay": 1.0}
+    known |= {"prox_logp_method": "recompute"}
     found = known | flags
+    found["by_age"] = found["max_token_age"] is not None or found["token_age_decay"] != 1
     found["above"] = found["eps_clip"] if found["eps_clip_high"] is None else found["eps_clip_high"]
     return found
 
@@ -135,6 +141,80 @@ POLICY_LOSSES: dict[str, TokenLosses] = {
 }
 
 
+# --------------------------------------------------------------------------------------------------- corrections
+def leveled(values: list[float], level: str, trajectory: Trajectory) -> list[float]:
+    """Of each token itself, or of its sequence."""
+    if level == "token":
+        return values
+    total = sum(values[t] for t in carrying(trajectory))
+    return [total if level == "sequence" else total / len(carrying(trajectory))] * len(values)
+
+
+def truncated_or_masked(trajectory: Trajectory, flags: Flags) -> list[float]:
+    differences = (trajectory.old - trajectory.rollout).tolist()
+    weights = []
+    for exponent in leveled(differences, flags["tis_level"], trajectory):
+        weight = math.exp(min(exponent, 20))
+        if flags["tis_mode"] == "mask":
+            weights.append(weight if flags["tis_clip_low"] <= weight <= flags["tis_clip"] else 0.0)
+        else:
+            weights.append(min(max(weight, flags["tis_clip_low"]), flags["tis_clip"]))
+    return weights
+
+
+def accepted(trajectory: Trajectory, flags: Flags) -> list[float]:
+    """1, or 0 where rejection sampling leaves a token out."""
+    differences = (trajectory.logprobs.detach() - trajectory.rollout).tolist()
+    statistic = {
+        "ratio": lambda d: d,
+        "k1": lambda d: -d,
+        "k2": lambda d: d * d / 2,
+        "k3": lambda d: math.exp(min(d, 20)) - 1 - d,
+    }[flags["rs_statistic"]]
+    found = leveled([statistic(d) for d in differences], flags["rs_level"], trajectory)
+    if flags["rs_statistic"] == "ratio":
+        found = [math.exp(min(value, 20)) for value in found]
+    veto = flags["rs_veto_threshold"]
+    vetoed = veto is not None and any(math.exp(differences[t]) < veto for t in carrying(trajectory))
+    low, high = flags["rs_lower_bound"], flags["rs_upper_bound"]
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return [float(low <= value <= high and not vetoed) for value in found]
+
+
+def not_masked_by_opsm(trajectory: Trajectory, flags: Flags) -> list[float]:
+    tokens = carrying(trajectory)
+    now = trajectory.logprobs.detach()
+    divergence = sum(float(trajectory.rollout[t] - now[t]) for t in tokens) / len(tokens)
+    return [float(not (advantage < 0 and divergence > flags["opsm_delta"])) for advantage in trajectory.advantages]
+
+
+def by_age(trajectory: Trajectory, flags: Flags) -> list[float]:
+    weights = []
+    for version in trajectory.versions.tolist():
+        age = TARGET_VERSION - version
+        too_old = flags["max_token_age"] is not None and age > flags["max_token_age"]
+        weights.append(0.0 if too_old else flags["token_age_decay"] ** age)
+    return weights
+
+
+def proximal(trajectory: Trajectory) -> Trajectory:
+    """A-3PO: α = 1 / d is the share of the policy that sampled a token of age d."""
+    old = []
+    for t, version in enumerate(trajectory.versions.tolist()):
+        age = TARGET_VERSION - version
+        alpha = 1.0 if age <= 1 else 1 / age
+        old.append(alpha * trajectory.rollout[t] + (1 - alpha) * trajectory.logprobs[t].detach())
+    return dataclasses.replace(trajectory, old=torch.stack(old))
+
+
+CORRECTIONS = {
+    "use_tis": truncated_or_masked,
+    "use_rs": accepted,
+    "use_opsm": not_masked_by_opsm,
+    "by_age": by_age,
+}
+
+
 # --------------------------------------------------------------------------------------------------- aggregation
 def token_mean(losses: Sequence[list[Tensor]], flags: Flags) -> Tensor:
     every = [loss for sequence in losses for loss in sequence]
@@ -162,6 +242,12 @@ def loss_of_step(step: Step, flags: Flags) -> Tensor:
     for trajectory in step:
         if not trajectory.carries_loss:
             continue
+        if flags["prox_logp_method"] == "loglinear":
+            trajectory = proximal(trajectory)
         tokens = of_tokens(trajectory, flags)
+        for flag, weights_of in CORRECTIONS.items():
+            if flags.get(flag):
+                weights = weights_of(trajectory, flags)
+                tokens = [weight * loss for weight, loss in zip(weights, tokens, strict=True)]
         losses.append([tokens[t] for t in carrying(trajectory)])
     return AGGREGATIONS[flags.get("loss_aggregation", "token_mean")](losses, flags)

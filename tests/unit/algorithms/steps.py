@@ -6,6 +6,7 @@ ratios of e^20 (and a hair more) and e^-20, and ratios a hair beside every bound
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from miles_async.api import TokenBatch
 
 TARGET_VERSION = 9
-HAIR = 4e-4  # less than the error that a mutant puts into a formula
+HAIR = 1e-4  # less than the error that a mutant puts into a formula
 
 
 @dataclass(frozen=True)
@@ -58,28 +59,61 @@ def ratios(*bounds: float) -> Edges:
     return edges
 
 
-def divergences(of: Callable[[Floats, Floats], Floats], *bounds: float) -> Edges:
-    """Bounds of a divergence ``of(p, q)`` that grows with the distance of p from q on either side; by bisection."""
+def divergences(of: Callable[[Floats, Floats], Floats], *, below: float, above: float) -> Edges:
+    """Bounds of a divergence ``of(p, q)`` for p < q and for p > q. It grows with the distance of p from q."""
 
     def edges(old: Floats, factors: Floats) -> Floats:
         q, found = np.exp(old), []
-        for bound in bounds:
-            for end in (1.0 - 1e-12, 1e-12):
-                near, far = q, np.full_like(q, end)
-                for _ in range(60):
-                    middle = (near + far) / 2
-                    inside = of(middle, q) < bound * factors
-                    near, far = np.where(inside, middle, near), np.where(inside, far, middle)
-                found.append(np.log(near) - old)
+        for bound, end in ((below, 1e-12), (above, 1.0 - 1e-12)):
+            near, far = q, np.full_like(q, end)
+            for _ in range(60):
+                middle = (near + far) / 2
+                inside = of(middle, q) < bound * factors
+                near, far = np.where(inside, middle, near), np.where(inside, far, middle)
+            found.append(np.log(near) - old)
         return np.array(found)
 
     return edges
 
 
-def random_step(seed: int, edges: Edges = no_edges) -> Step:
-    """``edges``: tokens are put a hair beside each."""
+Adjust = Callable[[Trajectory, float], Trajectory]
+"""Puts a whole sequence at an edge, if the factor is 1."""
+
+
+def unadjusted(trajectory: Trajectory, factor: float) -> Trajectory:
+    return trajectory
+
+
+def mean_log_ratio(bound: float) -> Adjust:
+    """mean(log π - log π_rollout) over the tokens that carry loss."""
+
+    def adjust(trajectory: Trajectory, factor: float) -> Trajectory:
+        difference = trajectory.logprobs.detach() - trajectory.rollout
+        shift = difference[trajectory.mask].mean() - bound * factor
+        return dataclasses.replace(trajectory, rollout=trajectory.rollout + shift)
+
+    return adjust
+
+
+def sum_of_k2(bound: float) -> Adjust:
+    """sum((log π - log π_rollout)² / 2) over the tokens that carry loss."""
+
+    def adjust(trajectory: Trajectory, factor: float) -> Trajectory:
+        now = trajectory.logprobs.detach()
+        difference = now - trajectory.rollout
+        scale = (bound * factor / (difference[trajectory.mask].square() / 2).sum()).sqrt()
+        return dataclasses.replace(trajectory, rollout=now - scale * difference)
+
+    return adjust
+
+
+def random_step(seed: int, edges: Edges = no_edges, adjust: Adjust = unadjusted) -> Step:
+    """``edges``: tokens are put a hair beside each. ``adjust``: so is every second sequence."""
     draw = np.random.default_rng(seed)
-    return [_trajectory(draw, length, edges, number) for number, length in enumerate((1, 5, 9, 1, 14, 6, 3, 11))]
+    step = [_trajectory(draw, length, edges, number) for number, length in enumerate((1, 5, 9, 1, 14, 6, 3, 11))]
+    for number in (0, 2, 4, 6):
+        step[number] = adjust(step[number], 1.0 + HAIR * draw.choice([-1.0, 1.0]))
+    return step
 
 
 def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: int) -> Trajectory:
@@ -87,8 +121,11 @@ def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: in
         return torch.tensor(np.asarray(values), dtype=torch.float64)
 
     old = -draw.exponential(1.5, length) - 0.05
-    old = np.where(draw.random(length) < 0.1, old - 21.0, old)  # so that ratios of e^20 can be had
+    old = np.where(draw.random(length) < 0.2, old - 21.0, old)  # so that ratios of e^20 can be had
     old_to_rollout, now_to_old = _log_ratios(draw, old, edges), _log_ratios(draw, old, edges)
+    # Half of the tokens have an edge between the engine's policy and the old one, half between it and the present one.
+    now = _below_0(old + now_to_old)
+    rollout = _below_0(np.where(draw.random(length) < 0.5, old, now) - old_to_rollout)
     # One advantage per sequence, as group estimators give; some are 0, and in every third sequence tokens differ.
     advantages = np.full(length, draw.choice([0.0, *draw.normal(size=4)]))
     if number % 3 == 2:
@@ -99,9 +136,9 @@ def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: in
     elif not mask.any():
         mask[0] = True
     return Trajectory(
-        logprobs=floats(_below_0(old + now_to_old)).requires_grad_(),
+        logprobs=floats(now).requires_grad_(),
         old=floats(old),
-        rollout=floats(_below_0(old - old_to_rollout)),
+        rollout=floats(rollout),
         reference=floats(old + draw.normal(size=length) * draw.choice([0.1, 4.0])),
         advantages=floats(advantages),
         mask=torch.tensor(mask),
@@ -121,7 +158,7 @@ def _log_ratios(draw: np.random.Generator, old: Floats, edges: Edges) -> Floats:
     if len(beside):
         chosen = beside[draw.integers(0, len(beside), length), np.arange(length)]
         found = np.where(draw.random(length) < 1 / 3, chosen, found)
-    return np.where(draw.random(length) < 0.08, draw.choice([-20.0, 20.0, 20.01], length), found)
+    return np.where(draw.random(length) < 0.12, draw.choice([-20.0, 20.0, 20.01], length), found)
 
 
 def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor, TokenBatch]:
@@ -145,6 +182,7 @@ def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
         oldest_versions=torch.cat([v.min().expand(len(v)) for v in versions])
         if versions
         else torch.zeros(0, dtype=torch.int64),
+        target_version=TARGET_VERSION,
         computed={"old_logprobs": joined("old"), "ref_logprobs": joined("reference")},
     )
     return joined("logprobs").requires_grad_(), batch

@@ -17,6 +17,12 @@ from tests.unit.algorithms.formula_errors import Errors, instrumented
 
 MODULES = (
     "aggregation",
+    "corrections.age",
+    "corrections.importance",
+    "corrections.levels",
+    "corrections.opsm",
+    "corrections.reject",
+    "proximal",
     "ratio",
     "sequences",
     "losses.cispo",
@@ -28,22 +34,19 @@ MODULES = (
     "losses.surrogate",
 )
 
-SIGN, TYPE, METRIC = "only its sign counts", "only its shape, dtype or presence counts", "it is for a metric"
+TYPE, METRIC = "only its shape, type or presence counts", "it is for a metric"
 HARMLESS = {
     "aggregation": {"batch.loss_mask": TYPE, "tokens": TYPE, "loss_tokens(batch)": TYPE},
     "sequences": {"values": TYPE},
-    "losses.dppo": {
-        **dict.fromkeys(("advantages", "now", "old"), SIGN),
-        "self._cap": TYPE,
-        "TINY": "far below the rounding of 1 - p",
+    "corrections.reject": {
+        "found": TYPE,
+        "(bounded_exp(difference) < self._veto).to(difference.dtype)": "only whether it is 0 counts",
     },
-    "losses.gmpo": {"batch.advantages": SIGN},
-    "losses.sapo": {"advantages": SIGN},
+    "losses.sapo": {"advantages": TYPE},
+    "losses.dppo": {**dict.fromkeys(("now", "old"), "only which is larger counts"), "TINY": "far below 1 - p"},
     "losses.surrogate": {
-        **dict.fromkeys(("high", "clip.cap"), TYPE),
         **dict.fromkeys(("bounded", "plain", "loss", "most"), METRIC),
         **dict.fromkeys(("(bounded < plain).float()", "(loss > most).float()"), METRIC),
-        "advantages": SIGN,
     },
 }
 """Module → expressions that may be wrong by a thousandth somewhere without a consequence → the reason."""

@@ -11,7 +11,7 @@ import torch
 from miles_async.algorithms import registry
 from tests.unit.algorithms.cases import CASES, SEEDS, TOLERANCE, Case, differs, disagreement, objective_of, ours
 from tests.unit.algorithms.references import AGGREGATIONS, POLICY_LOSSES
-from tests.unit.algorithms.steps import micro_batch, random_step
+from tests.unit.algorithms.steps import micro_batch
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -34,14 +34,14 @@ def test_loss_and_gradient_equal_the_reference(case: Case, seed: int) -> None:
     ids=["one sequence each", "mixed", "without loss"],
 )
 def test_division_into_micro_batches_changes_nothing(case: Case, parts: list[list[int]]) -> None:
-    step, objective = random_step(3, case.edges), objective_of(case)
+    step, objective = case.step(3), objective_of(case)
     assert differs(ours(step, objective, parts), ours(step, objective), 1e-10) == ""
 
 
 @each_case
 def test_float32_is_finite_and_close(case: Case) -> None:
     """The precision of a run."""
-    step, objective = random_step(1), objective_of(case)
+    step, objective = case.step(1), objective_of(case)
     logprobs, batch = micro_batch(step, torch.float32)
     sums = objective(logprobs, batch)
     sums.loss.backward()

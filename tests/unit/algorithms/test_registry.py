@@ -33,7 +33,7 @@ MAKERS = {
     "advantage_estimator": registry.advantage_estimator,
     "token_advantages": registry.token_advantages,
     "policy_loss": registry.policy_loss,
-    "tis_mode": registry.correction,
+    "tis_mode": registry.corrections,
     "kl_loss_type": registry.kl_estimator,
     "loss_aggregation": registry.aggregation,
 }
@@ -67,7 +67,7 @@ def test_every_choice_of_a_flag_has_a_row_that_can_be_made(flag: str) -> None:
 def test_parts_that_are_off_are_not_made() -> None:
     plain = AlgorithmArguments()
     assert registry.token_advantages(plain) is None
-    assert registry.correction(plain) is None
+    assert registry.corrections(plain) == ()
     assert registry.kl_estimator(plain) is None
 
 
@@ -153,7 +153,7 @@ def test_unusable_parts_are_refused_at_the_start(own: Any, body: str, message: s
 )
 def test_one_number_for_all_tokens_is_an_error(own: Any, flag: str, returned: str) -> None:
     """It would broadcast, and train something else."""
-    takes = "logprobs, batch" if flag == "policy_loss" else "batch"
+    takes = "batch" if flag == "token_advantages" else "logprobs, batch"
     own(
         "class Own:\n    needs = ()\n    def __init__(self, arguments): ...\n"
         f"    def __call__(self, {takes}): return {returned}\n"

@@ -243,6 +243,33 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "correction that is off", {"tis_mode": "mine:Mask"}, "--tis-mode mine:Mask has no effect without --use-tis"
         ),
+        case("level of nothing", {"tis_level": "sequence"}, "--tis-level sequence has no effect without --use-tis"),
+        case("rejection that is off", {"rs_upper_bound": 2.0}, "--rs-upper-bound 2.0 has no effect without --use-rs"),
+        case("rejection of nothing", {"use_rs": True}, "--use-rs rejects nothing: give --rs-lower-bound"),
+        case(
+            "rejection of everything",
+            {"use_rs": True, "rs_lower_bound": 2.0, "rs_upper_bound": 1.0},
+            "--rs-lower-bound 2.0 is more than --rs-upper-bound 1.0",
+        ),
+        case("masking that is off", {"opsm_delta": 0.5}, "--opsm-delta 0.5 has no effect without --use-opsm"),
+        case(
+            "weights out of order",
+            {"use_rollout_logprobs": False, "use_tis": True, "tis_clip_low": 3.0},
+            "--tis-clip-low 3.0 is more than --tis-clip 2.0",
+        ),
+        case(
+            "weights that grow with age", {"token_age_decay": 1.5}, "--token-age-decay: expected at most 1, found 1.5"
+        ),
+        case(
+            "proximal policy of no use",
+            {"prox_logp_method": "loglinear"},
+            "--prox-logp-method loglinear with --use-rollout-logprobs",
+        ),
+        case(
+            "proximal policy without a weight",
+            {"prox_logp_method": "loglinear", "use_rollout_logprobs": False, "allow_uncorrected_off_policy": True},
+            "--prox-logp-method loglinear needs the weight of decoupled PPO: add --use-tis",
+        ),
         case(
             "KL estimate that is off",
             {"kl_loss_type": "mine:k4"},
@@ -545,8 +572,9 @@ def test_router_port_that_is_taken(valid: dict[str, Any]):
 
 
 def test_every_number_has_a_range():
+    any_number = {"rs_lower_bound", "rs_upper_bound"}
     one_by_one = {"rollout_top_p", "rollout_top_k", "eval_top_k", "eps_clip_c"}
-    covered = {*AT_LEAST, *ABOVE_ZERO, *AT_MOST, *IN_HALF_OPEN_UNIT_INTERVAL, *one_by_one}
+    covered = {*any_number, *AT_LEAST, *ABOVE_ZERO, *AT_MOST, *IN_HALF_OPEN_UNIT_INTERVAL, *one_by_one}
     numbers = {name for name, flag in flag_specifications().items() if flag.kind in (int, float)}
     assert covered == numbers
 

@@ -1,0 +1,62 @@
+"""Rejection: tokens or whole sequences at which the policies differ too much get weight 0.
+
+With d = log π - log π_rollout of a token, π as it is at the optimizer step, the statistic (``--rs-statistic``) is::
+
+    ratio    exp(d)
+    k1       -d                 estimates KL(π_rollout ‖ π), of either sign
+    k2       d² / 2
+    k3       exp(d) - 1 - d
+
+of a token, of its sequence's sum, or of its mean (``--rs-level``; the ratio of the sum or mean of d). It is rejected
+outside of [rs_lower_bound, rs_upper_bound]; a sequence also where any of its tokens has exp(d) < rs_veto_threshold.
+
+Masked importance sampling as in miles' examples/infra_features/train_infer_mismatch_helper and verl's rollout
+correction (verl/trainer/ppo/rollout_corr_helper.py, whose bounds of k1 are those of our ratio), after Liu et al., "When
+Speed Kills Stability" (2025). What is rejected still counts in the mean that the loss is, as there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.corrections.levels import at_level
+from miles_async.algorithms.ratio import bounded_exp
+from miles_async.api import TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments, RejectionStatistic
+
+
+class Reject:
+    """``--use-rs``."""
+
+    needs = ()
+
+    def __init__(self, arguments: AlgorithmArguments) -> None:
+        self._statistic, self._level = arguments.rs_statistic, arguments.rs_level
+        self._low, self._high = arguments.rs_lower_bound, arguments.rs_upper_bound
+        self._veto = arguments.rs_veto_threshold
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        difference = logprobs - batch.rollout_logprobs
+        if self._statistic == "ratio":
+            found = bounded_exp(at_level(difference, self._level, batch))
+        else:
+            found = at_level(statistic(difference, self._statistic), self._level, batch)
+        rejected = torch.zeros_like(found, dtype=torch.bool)
+        if self._low is not None:
+            rejected |= found < self._low
+        if self._high is not None:
+            rejected |= found > self._high
+        if self._veto is not None:
+            vetoed = (bounded_exp(difference) < self._veto).to(difference.dtype)
+            rejected |= at_level(vetoed, "sequence", batch) > 0
+        return (~rejected).to(difference.dtype), {"rs_rejected_fraction": rejected.float()}
+
+
+def statistic(difference: Tensor, name: RejectionStatistic) -> Tensor:
+    """Return k1, k2 or k3 of each token, [N]."""
+    if name == "k1":
+        return -difference
+    if name == "k2":
+        return difference.square() / 2.0
+    return bounded_exp(difference) - 1.0 - difference
