@@ -48,6 +48,7 @@ SUFFIXES = (
     ".toml",
     ".txt",
     ".yaml",
+    ".yml",
 )
 MADE_LATER = {
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl", "restarts.json"),  # by a run
@@ -111,7 +112,7 @@ def exists(name: str, page: Path) -> bool:
     if name in MADE_LATER or str(page.parent.relative_to(ROOT) / name) in MADE_LATER:
         return True
     # Pages may leave the name of the package or of their own folder out: `staleness/pool.py`.
-    return any((base / name).exists() for base in (ROOT, ROOT / "miles_async", page.parent))
+    return any((base / name).exists() for base in (ROOT, ROOT / "miles_async", ROOT / ".github/workflows", page.parent))
 
 
 # ------------------------------------------------------------------------------------------------------ the tests
