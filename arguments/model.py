@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from miles_async.arguments.adapters import ALL_LINEAR, LoraType
 from miles_async.arguments.flag import flag
 from miles_async.errors import ConfigurationError
 
@@ -60,6 +61,15 @@ class ModelArguments:
     recompute_modules: tuple[str, ...] = flag(
         (),
         f"with --recompute-granularity selective: {', '.join(RECOMPUTE_MODULES)} (default: core_attn)",
+        metavar="MODULE",
+    )
+    lora_rank: int = flag(0, "train low-rank adapters of this rank, the model itself stays as it is (default: none)")
+    lora_type: LoraType = flag("lora", "adapters: W + α/r · B·A, or that with a trained length of every row (dora)")
+    lora_alpha: float = flag(16.0, "α of the adapters; what they add to a weight is multiplied by α / --lora-rank")
+    target_modules: tuple[str, ...] = flag(
+        (ALL_LINEAR,),
+        "layers to adapt, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2) or Hugging Face's "
+        "(q_proj, k_proj, v_proj, ...)",
         metavar="MODULE",
     )
     seed: int = flag(1234, "seed of the trainer's random generators")

@@ -24,6 +24,7 @@ AT_LEAST: dict[str, int] = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "recompute_num_layers": 1,
+    "lora_rank": 0,
     "seed": 0,
     "rollout_seed": 0,
     "rollout_max_prompt_len": 1,
@@ -78,6 +79,7 @@ AT_LEAST: dict[str, int] = {
 
 ABOVE_ZERO = {
     "gpu_memory_gb",
+    "lora_alpha",
     "rollout_temperature",  # the trainer divides logits by it, and equal samples teach nothing
     "eval_top_p",
     "rollout_kv_use_target",

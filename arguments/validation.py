@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from miles_async.arguments import Arguments, WeightsArguments
+from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
 from miles_async.arguments.colocation import check_colocation
 from miles_async.arguments.debug_checks import check_debug
@@ -307,6 +308,7 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
 CHECKS: tuple[Check, ...] = (
     check_model,
     check_recomputation,
+    check_adapters,
     check_prompt_files,
     check_algorithm,
     check_sampling,

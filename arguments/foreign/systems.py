@@ -13,6 +13,7 @@ _NO_OFFLOAD = "--colocate offloads both sides in turns, and without it nothing i
 _SCRIPT = "it belongs to a script that prepares files, not to training: remove it"
 _FSDP = "Megatron trains here: remove it"
 _CI = "it belongs to the tests of another system: remove it"
+_MERGED = "adapters are published merged into the weights"
 _NO_ZERO_SPREAD = "check_reward_nonzero_std"
 
 
@@ -110,6 +111,17 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
     _flag("--custom-loss-function-path", "refused", "use --policy-loss module:attr"),
     _flag("--custom-pg-loss-reducer-function-path", "refused", "use --loss-aggregation module:attr"),
     _flag("--custom-tis-function-path", "refused", "use --use-tis and --tis-mode module:attr"),
+    # Adapters.
+    _flag(
+        "--lora-dropout", "noted", "engines have no dropout, and the trainer's log-probs are to be theirs", only=("0",)
+    ),
+    _flag("--exclude-modules", "refused", "use --target-modules: it names the layers that get an adapter"),
+    _flag("--lora-adapter-path", "refused", "training starts with new adapters: merge yours into --hf-checkpoint"),
+    _switch("--lora-sync-from-tensor", "noted", _MERGED),
+    _switch("--lora-base-cpu-backup", "noted", _MERGED),
+    _switch("--check-lora-weight-equal", "noted", "every publication is compared: --verify-weights"),
+    _switch("--experts-shared-outer-loras", "refused", "every expert has an adapter of its own: remove it"),
+    _flag("--multi-lora-n-adapters", "noted", "a run trains one adapter per layer", only=("0",)),
     # FSDP.
     _flag("--attn-implementation", "refused", f"it is for transformers' models. {_FSDP}"),
     _switch("--gradient-checkpointing", "refused", "use --recompute-granularity full"),
@@ -130,6 +142,7 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
     _other("--async-steps", "use --max-rollout-lead (batches ahead) and --max-weight-staleness (age)"),
     _other("--trigger-parameter-sync-step", "use --update-weights-interval"),
     _other("--learning-rate", "use --lr"),
+    _other("--lora-target-modules", "use --target-modules"),
     _other("--tokenizer-path", "the tokenizer comes with --hf-checkpoint"),
 )  # fmt: skip
 
@@ -144,6 +157,10 @@ VALUES: tuple[ForeignValue, ...] = (
             note="its advantages are those of grpo",
         )
         for loss in ("gspo", "cispo")
+    ),
+    ForeignValue(
+        flag="--lora-type", value="canonical_lora", ours=(),
+        note="projections that Megatron computes as one layer have one adapter: give --lora-type lora",
     ),
     ForeignValue(
         flag="--train-backend", value="fsdp", ours=(), note="it trains with FSDP: Megatron trains here, remove it"

@@ -5,6 +5,7 @@ Read before anything starts: a truncated file or another model's checkpoint cost
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from miles_async.arguments.adapters import target_layers
+from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import read_config
 from miles_async.checkpoints.files import Checkpoint, list_checkpoints, write_synced
 from miles_async.errors import CheckpointError
@@ -46,6 +49,9 @@ SHAPING = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
+ADAPTING = ("lora_rank", "lora_type", "lora_alpha", "target_modules", "weights")
+
+SAMPLES, SAMPLE_BYTES = 4, 16 * 1024  # of each file of weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +76,33 @@ def new_run_name(run_dir: Path) -> str:
     return f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def fingerprint(hf_checkpoint: Path) -> JsonObject:
-    """Fields of config.json that tell models with different tensors apart."""
-    config = read_config(hf_checkpoint)
-    return {name: config[name] for name in SHAPING if config.get(name) is not None}
+def fingerprint(model: ModelArguments) -> JsonObject:
+    """What tells models with different tensors apart: fields of config.json, and the flags of adapters. A checkpoint of
+    adapters says of which weights they are, too, since it has no others.
+    """
+    directory = model.hf_checkpoint
+    assert directory is not None
+    config = read_config(directory)
+    shape = {name: config[name] for name in SHAPING if config.get(name) is not None}
+    if not model.lora_rank:
+        return {**shape, "lora_rank": 0}
+    return {
+        **shape,
+        "lora_rank": model.lora_rank,
+        "lora_type": model.lora_type,
+        "lora_alpha": model.lora_alpha,
+        "target_modules": ",".join(target_layers(model.target_modules)),
+        "weights": _sample(directory),
+    }
 
 
-def least_bytes(hf_checkpoint: Path) -> int:
+def least_bytes(model: ModelArguments) -> int:
     """Least size of a checkpoint of this model: in fp32 weights and Adam's two moments, at 4 bytes per element,
     are three times the weights' files if these are in fp32 too, and more if they are in fewer bits.
     """
+    hf_checkpoint = model.hf_checkpoint
+    if hf_checkpoint is None or model.lora_rank:
+        return 0
     return 3 * sum(path.stat().st_size for path in hf_checkpoint.glob("*.safetensors"))
 
 
@@ -131,11 +154,23 @@ def _broken_files(directory: Path, manifest: Manifest) -> list[str]:
     return problems[:SHOWN] + more
 
 
+def _sample(directory: Path) -> str:
+    """Digest of a few bytes of every file of weights: training changes them everywhere."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            for part in range(SAMPLES):
+                file.seek(size * part // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
 def _differences(saved: JsonObject, model: JsonObject) -> list[str]:
     """Compare configs; a field that one of them leaves to its default is ignored."""
     differ = [
         f"{name} {saved[name]}, not {model[name]}"
-        for name in SHAPING
+        for name in (*SHAPING, *ADAPTING)
         if name in saved and name in model and saved[name] != model[name]
     ]
     if not differ:

@@ -74,8 +74,8 @@ def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.checkpoints import start
     from miles_async.checkpoints.manifest import fingerprint, least_bytes
 
-    checkpoint, model = arguments.checkpoint, arguments.model.hf_checkpoint
-    if model is None:
+    checkpoint, model = arguments.checkpoint, arguments.model
+    if model.hf_checkpoint is None:
         return
     yield from start.checkpoint_problems(
         save=checkpoint.save,

@@ -41,7 +41,8 @@ def memory_report(arguments: Arguments) -> str:
             stage,
             model,
             world_size,
-            reference="ref_logprobs" in needs,
+            # Without its adapters, the model is the reference itself.
+            reference="ref_logprobs" in needs and not (model.lora_rank and not arguments.algorithm.ref_hf_checkpoint),
             bucket=arguments.weights.update_weight_buffer_size,
         )
         for stage in stages

@@ -320,7 +320,7 @@ class Run:
         assert self._arguments.model.hf_checkpoint is not None
         return RunIdentity(
             run=new_run_name(self._run_dir),
-            model=fingerprint(self._arguments.model.hf_checkpoint),
+            model=fingerprint(self._arguments.model),
             ranks=self._arguments.layout,
         )
 

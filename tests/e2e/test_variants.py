@@ -27,6 +27,11 @@ VARIANTS = {
     "object store": ("--weight-transport", "object_store"),
     "disk, xor": ("--weight-transport", "disk", "--weight-delta", "xor", "--verify-weights", "full"),
     "extra samples": ("--extra-samples-per-prompt", "2"),
+    "LoRA, TP2": ("--lora-rank", "8", "--lora-alpha", "32", "--lr", "3e-3", "--tensor-model-parallel-size", "2"),
+    "DoRA, KL loss": (
+        *("--lora-rank", "8", "--lora-alpha", "32", "--lr", "3e-3", "--lora-type", "dora"),
+        *("--use-kl-loss", "--kl-loss-coef", "0.01"),
+    ),
     "drop": ("--stale-group-action", "drop", "--max-weight-staleness", "1"),
 }
 

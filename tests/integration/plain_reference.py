@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from tests.integration.plain_adapters import PlainAdapters
 from tests.integration.toy_batches import ToySample
 
 
 class PlainTrainer:
     """GRPO with clip 0.2; optionally TIS (cap 2), KL to the initial model in the loss (k3, coefficient ``kl``) or the
-    reward (k1, coefficient ``reward_kl``), and the mean over sequences of the mean over their tokens.
+    reward (k1, coefficient ``reward_kl``), and the mean over sequences of the mean over their tokens. ``adapters``:
+    train these alone, in float64.
     """
 
     def __init__(
@@ -28,19 +30,22 @@ class PlainTrainer:
         kl: float | None = None,
         reward_kl: float | None = None,
         sequence_mean: bool = False,
+        adapters: PlainAdapters | None = None,
     ) -> None:
         torch.set_num_threads(1)  # more threads spend their time waiting for each other: the models are tiny
-        self.model = _load(directory)
-        self.initial = _load(directory)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
-        )
+        dtype = torch.float32 if adapters is None else torch.float64
+        self.model = _load(directory, dtype)
+        self.initial = _load(directory, dtype)
+        if adapters is not None:
+            adapters.adapt(self.model)
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
         self.tis, self.kl, self.reward_kl, self.sequence_mean = tis, kl, reward_kl, sequence_mean
 
     def logprobs(self, tokens: Sequence[int], model: Any = None) -> torch.Tensor:
         """Of tokens[1:]."""
         row = torch.tensor([list(tokens)])
-        logits = (model or self.model)(row).logits[0, :-1].float()
+        logits = (model or self.model)(row).logits[0, :-1]
         return torch.log_softmax(logits, -1).gather(1, row[0, 1:, None])[:, 0]
 
     def train(self, steps: Sequence[Sequence[ToySample]]) -> dict[str, float]:
@@ -58,7 +63,7 @@ class PlainTrainer:
                 loss, count = sum(losses), sum(tokens)
             self.optimizer.zero_grad()
             (loss / count).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(self.trained, 1.0)))
             self.optimizer.step()
             loss_sum, count_sum = loss_sum + loss.item(), count_sum + count
         return {
@@ -92,8 +97,12 @@ class PlainTrainer:
         return (loss * mask).sum()
 
 
-def _load(directory: Path) -> Any:
+def _load(directory: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    # The others leave out what is rare, such as softcapping, without a word.
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").train()
+    return AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation="eager",  # the others leave out what is rare, such as softcapping, without a word
+        experts_implementation="eager",  # takes float64
+    ).train()

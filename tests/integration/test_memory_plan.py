@@ -111,21 +111,30 @@ CASES = {
     "dense-recomputed": ("dense", 1, "full"),
     "dense-tp2": ("dense", 2, None),
     "mixture": ("mixture", 1, None),
+    "dense-tp2-adapters": ("dense", 2, None),
 }
+ADAPTED = {"lora_rank": 64, "lora_type": "dora"}
 
 
 @pytest.mark.parametrize(
     "case",
-    ["dense", "mixture", *(pytest.param(case, marks=pytest.mark.long) for case in ("dense-recomputed", "dense-tp2"))],
+    [
+        "dense",
+        "mixture",
+        *(pytest.param(case, marks=pytest.mark.long) for case in CASES if case not in ("dense", "mixture")),
+    ],
 )
 def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path]) -> None:
     family, world_size, recompute = CASES[case]
-    layout = Layout(world_size=world_size, tensor=world_size)
+    adapters = ADAPTED if case.endswith("adapters") else {}
+    layout = Layout(world_size=world_size, tensor=world_size, model=adapters)
     parameters, peak = run_ranks(world_size, _real_rank, [models["small"], models[family]], layout, recompute)[0]
-    asked = request(models[family], world_size, tensor_model_parallel_size=world_size, recompute_granularity=recompute)
+    split = {"tensor_model_parallel_size": world_size, "recompute_granularity": recompute}
+    asked = request(models[family], world_size, **split, **adapters)
     stage = measure(asked)[0]
     told = rank_bytes(stage, asked.model, world_size, reference=False, bucket=0)
-    assert stage.parameters + stage.expert_parameters == parameters
+    assert stage.parameters + stage.expert_parameters + stage.adapters + stage.expert_adapters == parameters
+    assert bool(stage.adapters) == bool(adapters)
     assert peak == pytest.approx(told.total, rel=WITHIN)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -18,9 +19,10 @@ import numpy as np
 import pytest
 
 from miles_async.api import GroupFilter, Reward
+from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.arguments.megatron_fields import as_megatron_flags
-from miles_async.arguments.parser import build_parser
+from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import PREFIXES, is_pass_through
 from miles_async.runtime.hooks import load_object
 from miles_async.types import Attempt, Group, Prompt, Sample
@@ -205,6 +207,16 @@ def test_command_of_the_readme_finds_the_hooks(tmp_path: Path) -> None:
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     assert "my_hooks:digits_right" in done.stdout
+
+
+def test_command_of_the_page_about_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    command, *_ = re.findall(r"(?:^    .*\n)+", (ROOT / "docs/adapters.md").read_text(), flags=re.MULTILINE)
+    program, verb, *words = shlex.split(command.replace("\\\n", " "))
+    assert (Path(program).name, verb) == ("miles-async", "train")
+    arguments = parse_arguments(words, prog=verb).arguments
+    assert (arguments.model.lora_rank, arguments.model.lora_alpha, arguments.optimizer.lr) == (8, 32, 3e-3)
+    assert list(check_adapters(arguments)) == []
 
 
 def sample(text: str, finish_reason: str, reward: float | None = None) -> Sample:

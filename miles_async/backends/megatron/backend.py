@@ -92,10 +92,14 @@ class MegatronBackend:
         reference = None
         minimised = objective()
         if "ref_logprobs" in minimised.needs:
-            reference = load_model(ref_hf_checkpoint or directory, model, platform, trainable=False)
+            if self._model.adapted and ref_hf_checkpoint is None:
+                reference = self._model.without_adapters(self.device)
+            else:
+                frozen = load_model(ref_hf_checkpoint or directory, model, platform, trainable=False)
+                reference = frozen.pipeline(self.device)
         self._runner = StepRunner(
             model=self._model.pipeline(self.device),
-            reference=None if reference is None else reference.pipeline(self.device),
+            reference=reference,
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             objective=minimised,
@@ -147,7 +151,7 @@ class MegatronBackend:
 
         Without lm_head of a tied model, which the bridge repeats if the checkpoint does: engines don't hold it.
         """
-        for name, tensor in self._model.bridge.export_hf_weights(self._model.modules, show_progress=False):
+        for name, tensor in self._model.exported():
             if not (self._model.tied and name == "lm_head.weight"):
                 yield name, tensor.detach()
 
@@ -191,7 +195,8 @@ class MegatronBackend:
                 _copy_companions(self._directory, directory)
                 config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
                 config_file.write_text(json.dumps(config, indent=2) + "\n")
-            self._model.bridge.save_hf_weights(self._model.modules, str(directory), show_progress=False)
+            dist.barrier()
+            self._model.bridge.hf_pretrained.state.source.save_generator(self._model.exported(cpu=True), directory)
             dist.barrier()
             if dist.get_rank() == 0:
                 for file in directory.glob("*.safetensors"):

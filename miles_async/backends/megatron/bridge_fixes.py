@@ -5,6 +5,7 @@
 - The number of an expert is looked for at the end of TEGroupedMLP's parameter names (``linear_fc1.weight3``) only.
   SequentialMLP's (``local_experts.3.linear_fc1.weight``) are numbered and sorted wrongly over expert-parallel
   ranks, and some families have no mapping for them at all. The bridge gets to see TEGroupedMLP's names instead.
+- PEFT takes names that megatron-core leaves as None for Transformer Engine's classes, where that is not installed.
 - Of a tied model's virtual pipeline stages, the output layer is looked for in a rank's first one. It is in the last.
 - Mistral's and Gemma 3's configs are read by names that transformers 5 doesn't have (``rope_theta``). The bridge's
   general reading takes what is there; ``provider_fields`` has the rest.
@@ -40,6 +41,7 @@ def apply() -> bool:
         _tie_last_virtual_stage()
         _read_configs_without_rope_theta()
         _round_the_scale_of_embeddings()
+        _see_that_transformer_engine_is_absent()
     return True
 
 
@@ -61,11 +63,15 @@ def _name_experts_as_grouped() -> None:
     find = model_bridge.get_module_and_param_from_name
 
     def _unwrap_name(self: Any, name: str) -> str:
-        return re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d\.(?:weight|bias))$", r".\2\1", unwrap(self, name))
+        return re.sub(
+            r"\.local_experts\.(\d+)\.(linear_fc\d(?:\.to_wrap)?\.(?:weight|bias))$", r".\2\1", unwrap(self, name)
+        )
 
     def get_module_and_param_from_name(models: Any, param_name: str, vp_stage: int | None = None) -> Any:
         sequential = re.sub(
-            r"\.experts\.(linear_fc\d\.(?:weight|bias))(\d+)$", r".experts.local_experts.\2.\1", param_name
+            r"\.experts\.(linear_fc\d(?:\.to_wrap)?\.(?:weight|bias))(\d+)$",
+            r".experts.local_experts.\2.\1",
+            param_name,
         )
         try:
             return find(models, sequential, vp_stage)
@@ -111,3 +117,9 @@ def _round_the_scale_of_embeddings() -> None:
         return embeddings * torch.tensor(self.config.hidden_size**0.5, dtype=embeddings.dtype)
 
     Gemma3LanguageModelEmbedding.forward = forward
+
+
+def _see_that_transformer_engine_is_absent() -> None:
+    from megatron.bridge.peft import utils
+
+    utils.HAVE_TE = all(isinstance(layer, type) for layer in (*utils.TECL, *utils.TERL, utils.TELinear))

@@ -5,7 +5,8 @@ the same layout of ranks. The format is megatron's dist_checkpointing (torch_dis
 ranks take part. Tensors are saved whole, whatever rank holds which part of them, so another layout can load them; the
 generators belong to ranks, and are seeded again where the layout is another one.
 
-Only what training has made is saved. What flags say (learning rate, betas, decay) is not, so that flags win.
+Only what training has made is saved. What flags say (learning rate, betas, decay) is not, so that flags win; nor is a
+model of which only adapters are trained, since it is --hf-checkpoint's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_async.backends.megatron import adam_state
+from miles_async.backends.megatron.adapters import ADAPTER
 from miles_async.backends.megatron.checkpoint_writer import writing_in_process
 from miles_async.errors import CheckpointError
 
@@ -99,13 +101,14 @@ def load(
         what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
         raise CheckpointError(f"cannot read {directory}: it {what}")
     with _as_checkpoint_error(f"cannot read {directory}"):
-        wanted = _parameters(modules, optimizer, loading=True)
+        wanted, found = _parameters(modules, optimizer, loading=True), load_sharded_metadata(str(directory))
+        _check_adapters(adapted=any(map(_is_adapted, wanted["model"].values())), found=_is_adapted(found))
         rng = _sharded_rng()
-        if rng.unique_key in load_sharded_metadata(str(directory)):
+        if rng.unique_key in found:
             wanted["rng"] = rng
         state = dist_checkpointing.load(wanted, str(directory))
         for index, module in _inner(modules).items():
-            module.load_state_dict(state["model"][index])
+            module.load_state_dict(state["model"][index], strict=not _is_adapted(state["model"][index]))
         _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
         scheduler.num_steps = state["schedule_step"]
         scheduler.step(0)  # the flags' rate at this step
@@ -142,15 +145,35 @@ def _reason(error: BaseException) -> str:
 
 
 # ------------------------------------------------------------------------------------- model and optimizer
-def _parameters(modules: list[Module], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, object]:
+def _parameters(modules: list[Module], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
     """Sharded state of the model and its optimizer on this rank, with one entry per virtual pipeline stage and one per
     part of the optimizer.
     """
-    model = {index: module.sharded_state_dict() for index, module in _inner(modules).items()}
+    model = {index: _trained(module.sharded_state_dict()) for index, module in _inner(modules).items()}
     states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
     if len(_parts(optimizer)) == 1:
         states = {0: states}
     return {"model": model, "optimizer": {index: states[index]["param_state"] for index in sorted(states)}}
+
+
+def _trained(state: dict[str, object]) -> dict[str, object]:
+    """The adapters of an adapted model, all of any other."""
+    return {name: part for name, part in state.items() if ADAPTER in name} if _is_adapted(state) else state
+
+
+def _is_adapted(names: Iterable[str]) -> bool:
+    return any(ADAPTER in name for name in names)
+
+
+def _check_adapters(*, adapted: bool, found: bool) -> None:
+    if adapted is not found:
+        raise CheckpointError(
+            "it holds the whole model, and with --lora-rank adapters are trained: leave --lora-rank out, or start from "
+            "the weights of --save-hf"
+            if adapted
+            else "it holds adapters, and without --lora-rank the whole model is trained: give the --lora-rank, "
+            "--lora-type and --target-modules of that run"
+        )
 
 
 def _optimizer_step(optimizer: MegatronOptimizer) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -29,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, PretrainedConfig
 
 from miles_async.backends.megatron import dtypes
+from miles_async.backends.megatron.adapters import ADAPTER, add_adapters
 from miles_async.backends.megatron.live_bytes import LiveBytes
 from miles_async.backends.megatron.memory import StageMemory, StageRequest
 from miles_async.backends.megatron.model import make_provider
@@ -114,6 +116,8 @@ def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig
             stages=stages,
             parameters=sum(part.parameters for part in parts),
             expert_parameters=sum(part.expert_parameters for part in parts),
+            adapters=sum(part.adapters for part in parts),
+            expert_adapters=sum(part.expert_adapters for part in parts),
             kept=max(part.kept for part in parts),
             peak=max(part.peak for part in parts),
             under_way=1 + later if virtual == 1 else 1 + 2 * later + (virtual - 1) * count,
@@ -128,6 +132,8 @@ class _Part(NamedTuple):
 
     parameters: int
     expert_parameters: int
+    adapters: int
+    expert_adapters: int
     kept: int
     peak: int
 
@@ -141,11 +147,17 @@ def _measure_part(provider: GPTModelProvider, request: StageRequest, stages: ran
         dtypes.enforce(module, provider.params_dtype)
         if last:
             return_hidden_states(module)
+        if request.model.lora_rank:
+            add_adapters([module], request.model)
         kept, peak = _forward_backward(module, provider, request, last=last)
-        sizes = [(".experts." in name, parameter.numel()) for name, parameter in module.named_parameters()]
+        sizes: Counter[tuple[bool, bool]] = Counter()
+        for name, parameter in module.named_parameters():
+            sizes[".experts." in name, ADAPTER in name] += parameter.numel()
     return _Part(
-        parameters=sum(size for expert, size in sizes if not expert),
-        expert_parameters=sum(size for expert, size in sizes if expert),
+        parameters=sizes[False, False],
+        expert_parameters=sizes[True, False],
+        adapters=sizes[False, True],
+        expert_adapters=sizes[True, True],
         kept=kept,
         peak=peak,
     )
@@ -155,13 +167,14 @@ def _forward_backward(
     module: Module, provider: GPTModelProvider, request: StageRequest, *, last: bool
 ) -> tuple[int, int]:
     """Bytes kept after the forward pass, and at the peak of both passes."""
-    for parameter in module.parameters():
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
         # As DistributedDataParallel does, which adds a gradient to its buffer and lets it go.
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
     share = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
     tokens = -(-request.tokens // share) * share
-    buffers = [parameter.main_grad for parameter in module.parameters()]  # type: ignore[attr-defined]
+    buffers = [parameter.main_grad for parameter in trained]  # type: ignore[attr-defined]
     with LiveBytes(but=[*module.parameters(), *module.buffers(), *buffers]) as live:
         if not module.pre_process:
             hidden = torch.empty(tokens // share, 1, provider.hidden_size, dtype=provider.params_dtype)

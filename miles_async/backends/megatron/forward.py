@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ class Pipeline:
 
     modules: Sequence[Module]
     filler: PackedSequences  # a micro-batch without tokens
+    inside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # entered to score
 
     def score(self, packs: Sequence[PackedSequences], scorer: Scorer) -> list[Tensor]:
         """Log-probs float32 [N] per micro-batch, on the last pipeline stage; empty on the others. Collective."""
@@ -39,7 +41,7 @@ class Pipeline:
         def of_output(packed: PackedSequences, output: ModelOutput) -> Tensor:
             return scorer(output, packed).logprobs
 
-        with torch.no_grad(), _evaluating(self.modules):
+        with torch.no_grad(), _evaluating(self.modules), self.inside():
             return self._run(packs, [partial(of_output, packed) for packed in packs], forward_only=True)
 
     def accumulate_gradients(self, packs: Sequence[PackedBatch], loss: LossFunction) -> list[Mapping[str, Tensor]]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles_async.arguments.adapters import MLP, target_layers
 from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
 from miles_async.backends.megatron.families import FAMILIES, REFUSED, Family
 from miles_async.errors import ConfigurationError
@@ -104,6 +105,12 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
             f"{world_size} trainer ranks are not a multiple of --expert-tensor-parallel-size {expert_tensor} × "
             f"--expert-model-parallel-size {expert} × --pipeline-model-parallel-size "
             f"{model.pipeline_model_parallel_size}; change these or --actor-num-gpus-per-node"
+        )
+    if model.lora_rank and expert_tensor > 1 and set(MLP) & set(target_layers(model.target_modules)):
+        raise ConfigurationError(
+            f"--lora-rank with --expert-tensor-parallel-size {expert_tensor}: gradients of the experts' adapters would "
+            "be wrong (megatron-bridge 0.3); give --expert-tensor-parallel-size 1 with --expert-model-parallel-size, "
+            "or --target-modules without linear_fc1 and linear_fc2"
         )
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
         raise ConfigurationError(

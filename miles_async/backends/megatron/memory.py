@@ -46,8 +46,10 @@ class StageMemory:
     """
 
     stages: range  # pipeline stages that are alike
-    parameters: int  # but for the experts'
+    parameters: int  # but for the experts' and those of adapters
     expert_parameters: int
+    adapters: int = 0  # with --lora-rank: parameters that are trained, beside the others, which are not
+    expert_adapters: int = 0
     kept: int  # bytes from a micro-batch's forward pass that its backward pass needs
     peak: int  # bytes at most at one time in both passes, kept ones included; no parameters, no gradients
     under_way: int  # micro-batches whose activations are kept at one time; of virtual stages, each counts
@@ -86,7 +88,7 @@ def measure(request: StageRequest) -> list[StageMemory]:
 def rank_bytes(
     stage: StageMemory, model: ModelArguments, world_size: int, *, reference: bool, bucket: int
 ) -> RankBytes:
-    """Sum up one rank. ``bucket``: bytes of ``--update-weight-buffer-size``.
+    """Sum up one rank. ``reference``: it holds a second model. ``bucket``: bytes of ``--update-weight-buffer-size``.
 
     Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
     bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).
@@ -98,15 +100,17 @@ def rank_bytes(
         model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
     )
     parameters = stage.parameters + stage.expert_parameters
-    weights = per_weight * parameters
+    trained, expert_trained = stage.parameters, stage.expert_parameters
+    adapters = 0
+    if model.lora_rank:
+        trained, expert_trained = stage.adapters, stage.expert_adapters
+        adapters = trained + expert_trained
     return RankBytes(
         stages=stage.stages,
-        weights=weights,
-        gradients=4 * parameters,
-        optimizer=round(
-            per_shard * (-(-stage.parameters // replicas) + -(-stage.expert_parameters // expert_replicas))
-        ),
-        reference=weights if reference else 0,
+        weights=per_weight * (parameters + adapters),
+        gradients=4 * (trained + expert_trained),
+        optimizer=round(per_shard * (-(-trained // replicas) + -(-expert_trained // expert_replicas))),
+        reference=per_weight * parameters if reference else 0,
         activations=stage.peak + (stage.under_way - 1) * stage.kept,
         staging=bucket,
     )

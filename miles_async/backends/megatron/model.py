@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
@@ -26,6 +29,7 @@ from miles_async.backends.megatron import (
     hf_config,
     overrides,
 )
+from miles_async.backends.megatron.adapters import add_adapters, merged, switched_off
 from miles_async.backends.megatron.families import FAMILIES
 from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.model_output import return_hidden_states
@@ -45,6 +49,7 @@ class LoadedModel:
 
     modules: list[Module]
     bridge: AutoBridge
+    adapted: bool = False  # only adapters are trained
 
     @property
     def pack_layout(self) -> PackLayout:
@@ -59,6 +64,21 @@ class LoadedModel:
     def pipeline(self, device: torch.device) -> Pipeline:
         """The part of the model on this rank, as it is run."""
         return Pipeline(self.modules, pack_sequences([], self.pack_layout, device))
+
+    def without_adapters(self, device: torch.device) -> Pipeline:
+        """The same part of the model, as it was loaded."""
+        return replace(self.pipeline(device), inside=partial(switched_off, self.modules))
+
+    def exported(self, *, cpu: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, in a fixed order; adapters are merged into them. Collective."""
+        tasks = self.bridge.get_conversion_tasks(self.modules)
+        return self.bridge.export_hf_weights(
+            self.modules,
+            cpu=cpu,
+            show_progress=False,
+            conversion_tasks=merged(tasks, self.modules) if self.adapted else tasks,
+            merge_adapter_weights=False,  # the bridge (0.3) knows neither DoRA nor adapters of single experts
+        )
 
     @property
     def tied(self) -> bool:
@@ -78,6 +98,8 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
     hf_config.check_model(config, directory)
     provider = make_provider(bridge, config, model, platform, load_weights=True)
 
+    adapted = trainable and model.lora_rank > 0
+
     def prepare(modules: list[Module]) -> list[Module]:
         for module in modules:
             dtypes.enforce(module, provider.params_dtype)
@@ -87,6 +109,8 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
         return modules
 
     provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's own, which loads the weights
+    if adapted:
+        provider.register_pre_wrap_hook(partial(add_adapters, model=model))  # after it
     if not parallel_state.is_initialized():
         provider.initialize_model_parallel(seed=model.seed)
     settings = megatron_settings(model.megatron_extra)
@@ -109,8 +133,10 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
             pauses = [module.no_sync for module in modules]
             config_of_model.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
     for module in modules:
-        module.train(trainable).requires_grad_(trainable)
-    return LoadedModel(modules, bridge)
+        module.train(trainable)
+        if not trainable:
+            module.requires_grad_(False)
+    return LoadedModel(modules, bridge, adapted)
 
 
 def make_optimizer(
@@ -215,6 +241,8 @@ def make_provider(
     provider.moe_z_loss_coeff = None
     provider.moe_router_bias_update_rate = 0.0
     provider.mtp_num_layers = None
+    if model.lora_rank:
+        provider.moe_grouped_gemm = False  # of a grouped product all experts would share one adapter
     provider.recompute_granularity = model.recompute_granularity
     if model.recompute_granularity == "full":
         provider.recompute_method = model.recompute_method or "uniform"

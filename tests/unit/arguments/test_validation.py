@@ -374,6 +374,28 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"num_steps_per_rollout": 4, "global_batch_size": 128},
             "--num-steps-per-rollout 4 of 256 samples are 64 per step, --global-batch-size is 128: give one of them",
         ),
+        case(
+            "adapts nothing",
+            {"lora_type": "dora", "lora_alpha": 32.0, "target_modules": ("linear_qkv",)},
+            "without --lora-rank there are no adapters, so that --lora-type and --lora-alpha and --target-modules",
+        ),
+        case(
+            "adapts what there is not",
+            {"lora_rank": 8, "target_modules": ("linear_qkv,lm_head",)},
+            "--target-modules: expected all-linear or some of linear_qkv, ",
+            "found lm_head",
+        ),
+        case(
+            "adapts part of a layer",
+            {"lora_rank": 8, "target_modules": ("q_proj", "v_proj")},
+            "--target-modules q_proj v_proj without k_proj: Megatron computes them as one layer, linear_qkv",
+        ),
+        case("adapts no layer", {"lora_rank": 8, "target_modules": ()}, "--target-modules is empty"),
+        case(
+            "cannot share adapters out",
+            {"lora_rank": 3, "tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "--lora-rank 3 is not a multiple of --tensor-model-parallel-size 2",
+        ),
         case("recomputes nothing", {"recompute_num_layers": 2}, "--recompute-num-layers 2 has no effect without --rec"),
         case(
             "recomputes parts of whole layers",
@@ -472,6 +494,7 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
         {"num_steps_per_rollout": 4},
         {"num_steps_per_rollout": 4, "global_batch_size": 64},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        {"lora_rank": 8, "lora_type": "dora", "target_modules": ("q_proj,k_proj,v_proj", "linear_fc2")},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
     ],
     ids=str,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 from pathlib import Path
@@ -17,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.arguments.model import ModelArguments
 from miles_async.checkpoints.files import expendable, find_checkpoint, list_checkpoints
-from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
+from miles_async.checkpoints.manifest import RunIdentity, fingerprint, least_bytes, new_run_name, write_manifest
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.start import checkpoint_problems
 from miles_async.controller import Position
@@ -189,7 +191,30 @@ async def test_a_disk_without_room_for_one_checkpoint_is_found_before_the_start(
 
 def test_a_models_fingerprint_is_what_shapes_its_tensors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "rope_theta": 1e4, "q_lora_rank": None}))
-    assert fingerprint(tmp_path) == MODEL
+    assert fingerprint(ModelArguments(hf_checkpoint=tmp_path)) == MODEL | {"lora_rank": 0}
+
+
+async def test_a_checkpoint_of_adapters_is_that_of_their_flags_and_of_one_model(tmp_path: Path) -> None:
+    """It holds no weights but theirs: those of another model of the same shape would make another policy of it."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(100_000))
+    adapted = ModelArguments(hf_checkpoint=tmp_path, lora_rank=4, target_modules=("q_proj,k_proj,v_proj", "o_proj"))
+    saved = fingerprint(adapted)
+    assert least_bytes(adapted) == 0 < least_bytes(ModelArguments(hf_checkpoint=tmp_path))
+
+    await save("mine", 10, save=tmp_path / "saved")
+    write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=saved, ranks={}))
+
+    def refusal(**changes: Any) -> str:
+        return "; ".join(problems(fingerprint(dataclasses.replace(adapted, **changes)), load=tmp_path / "saved"))
+
+    assert refusal() == refusal(target_modules=("linear_proj", "linear_qkv")) == ""  # the same layers
+    assert "lora_rank 4, not 8" in refusal(lora_rank=8)
+    assert "lora_rank 4, not 0" in refusal(lora_rank=0)
+    assert "target_modules linear_qkv,linear_proj, not linear_fc2" in refusal(target_modules=("down_proj",))
+    weights.write_bytes(bytes(50_000) + b"1" + bytes(49_999))
+    assert f"weights {saved['weights']}, not " in refusal()
 
 
 # -------------------------------------------------------------------------------------------- replaced and kept

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from miles_async import __version__
+from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.parser import EPILOG
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, write_manifest
 from miles_async.cli import main
@@ -154,7 +155,7 @@ def test_checkpoints_are_checked_before_anything_starts(
     checkpoint.mkdir(parents=True)
     (checkpoint / "position.json").write_text('{"run": "earlier"}')
     (checkpoint / "groups.msgpack").write_bytes(b"12345")
-    model = fingerprint(Path(flags[flags.index("--hf-checkpoint") + 1]))
+    model = fingerprint(ModelArguments(hf_checkpoint=Path(flags[flags.index("--hf-checkpoint") + 1])))
     write_manifest(checkpoint, RunIdentity(run="earlier", model=model, ranks={}))
 
     def refusal(*extra: str) -> str:

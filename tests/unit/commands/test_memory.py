@@ -90,3 +90,7 @@ def test_the_loss_decides_what_else_is_kept(arguments: Arguments, monkeypatch: p
     trainer = next(line for line in text.splitlines() if line.startswith("│ 0 "))
     assert trainer.split("│")[5].strip() == "1.0"  # the reference model
     assert asked[0].entropy
+
+    adapted = replace(arguments, algorithm=algorithm, model=replace(arguments.model, lora_rank=8))
+    trainer = next(line for line in memory.memory_report(adapted).splitlines() if line.startswith("│ 0 "))
+    assert trainer.split("│")[5].strip() == "0.0"  # it is the model without its adapters

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from miles_async.arguments.model import ModelArguments
@@ -47,6 +49,15 @@ def test_fp32_keeps_no_second_copy_of_the_weights() -> None:
 def test_state_that_leaves_the_gpu_or_is_smaller(settings: str, bf16: bool, bytes_per_parameter: float) -> None:
     model = ModelArguments(bf16=bf16, megatron_extra=tuple(settings.split()))
     assert rank_bytes(STAGE, model, 1, reference=False, bucket=0).optimizer == bytes_per_parameter * 9000
+
+
+def test_gradients_and_optimizer_are_those_of_adapters() -> None:
+    stage = dataclasses.replace(STAGE, adapters=80, expert_adapters=40)
+    found = rank_bytes(stage, dataclasses.replace(MODEL, lora_rank=2), 64, reference=True, bucket=0)
+    assert found.weights == 2 * (9000 + 120)
+    assert found.reference == 2 * 9000
+    assert found.gradients == 4 * 120
+    assert found.optimizer == 12 * (80 // 8 + 40 // 4)
 
 
 def test_shards_that_do_not_divide_are_rounded_up() -> None:

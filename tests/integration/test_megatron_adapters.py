@@ -1,0 +1,346 @@
+"""LoRA and DoRA against explicit matrices in float64: values, gradients, optimizer steps, the merged export; a model
+without its adapters as the reference of a KL loss; checkpoints, on the same layout and another.
+
+One set of processes per number of ranks makes all observations; the tests below only compare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.errors import CheckpointError, ConfigurationError
+from tests.integration.megatron_scenario import (
+    CORRECTED,
+    LR,
+    PLAIN,
+    SEQUENCES,
+    Case,
+    Layout,
+    each_case,
+    export_differences,
+    leave_groups,
+    make_backend,
+    rollout_steps,
+)
+from tests.integration.plain_adapters import PlainAdapters, first_matrix, merged_weights
+from tests.integration.plain_reference import PlainTrainer
+from tests.integration.rank_processes import run_ranks
+from tests.integration.tiny_models import save_tiny
+from tests.integration.toy_batches import to_shards
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+RANK, ALPHA = 4, 8.0
+LAYOUTS = {
+    "one-rank": Layout(),
+    "one-rank-recompute": Layout(model={"recompute_granularity": "full"}),
+    "tp2-sequence-parallel": Layout(2, tensor=2),
+    "tp2": Layout(2, tensor=2, sequence_parallel=False),
+    "pp2": Layout(2, pipeline=2),
+    "ep2": Layout(2, expert=2, micro_batches=2),
+    "tp2-ep2": Layout(2, tensor=2, expert=2, expert_tensor=1),
+}
+CASES: list[Case] = [  # layout, family and adapters
+    ("one-rank", "qwen3 lora"),
+    ("one-rank", "qwen3-moe lora"),
+    ("one-rank", "deepseek-v3 dora"),
+    ("one-rank-recompute", "qwen2 dora"),
+    ("tp2-sequence-parallel", "qwen3 lora"),
+    ("tp2-sequence-parallel", "qwen2 dora"),
+    ("tp2", "qwen2 dora"),
+    ("tp2-sequence-parallel", "gemma2 dora"),  # a norm after attention and MLP
+    ("pp2", "qwen2 dora"),
+    ("ep2", "qwen3-moe lora"),
+    ("ep2", "qwen3-moe dora"),
+    ("tp2-ep2", "deepseek-v3 dora"),
+]
+RESHARDED = ("tp2-sequence-parallel", "qwen2 dora")  # is loaded on one rank, too
+STEPS = 4  # rollout steps, the last of which is made again after a load
+
+
+@dataclass
+class Observed:
+    """On one rank."""
+
+    differs_from_source: list[str]  # the export, before training
+    logprobs: list[list[float]]
+    steps: list[dict[str, float]]
+    exported: dict[str, np.ndarray]  # after training
+    logprobs_after: list[list[float]]
+    trained: set[str]  # kinds of parameters in the optimizer
+    resumed: dict[str, float]  # the last step, after a load
+    refusal: str  # of the checkpoint, without adapters
+    resumed_exports_alike: bool
+
+
+# ------------------------------------------------------------------------------------------- in the ranks
+def _observe_all(
+    rank: int, world_size: int, store: dist.Store, cases: list[Case], root: Path
+) -> dict[Case, Observed | str]:
+    def observe(store: dist.Store, case: Case) -> Observed:
+        return _observe(store, rank, world_size, case, root)
+
+    return each_case(cases, store, observe)
+
+
+def _adapted(store: dist.Store, rank: int, world_size: int, case: Case, root: Path, layout: Layout) -> MegatronBackend:
+    family, kind = case[1].split()
+    settings = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_type": kind, **layout.model}
+    layout = dataclasses.replace(layout, model=settings)
+    return make_backend(rank, world_size, store, root / family, layout, _algorithm(case))
+
+
+def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Path) -> Observed:
+    layout, checkpoint = LAYOUTS[case[0]], root / "checkpoints" / "-".join(case)
+    first = _adapted(dist.PrefixStore("first", store), rank, world_size, case, root, layout)
+    _set_first_matrices(first)
+    differs, logprobs = export_differences(first, root / case[1].split()[0]), first.logprobs(SEQUENCES)
+    shards = [
+        to_shards(step, dp_size=first.data_parallel_size, micro_batches=layout.micro_batches)[first.data_parallel_rank]
+        for step in _rollouts()
+    ]
+    steps = [first.train(shard) for shard in shards[:-1]]
+    first.save(checkpoint)
+    steps.append(first.train(shards[-1]))
+    exported, logprobs_after = _exported(first), first.logprobs(SEQUENCES)
+    trained = {
+        name.rpartition(".adapter.")[2]
+        for module in first._model.modules
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    first.close()
+
+    second = _adapted(dist.PrefixStore("second", store), rank, world_size, case, root, layout)
+    second.load(checkpoint)
+    resumed, alike = second.train(shards[-1]), _exported(second)
+    second.close()
+    refusal = ""
+    if case == CASES[0]:
+        whole = make_backend(rank, world_size, dist.PrefixStore("whole", store), root / "qwen3", layout)
+        try:
+            whole.load(checkpoint)
+        except CheckpointError as error:
+            refusal = str(error)
+        whole.close()
+    return Observed(
+        differs_from_source=differs,
+        logprobs=logprobs,
+        steps=steps,
+        exported=exported,
+        logprobs_after=logprobs_after,
+        trained=trained,
+        resumed=resumed,
+        refusal=refusal,
+        resumed_exports_alike=all(np.array_equal(exported[name], alike[name]) for name in exported),
+    )
+
+
+def _set_first_matrices(backend: MegatronBackend) -> None:
+    """Overwrite each A by the reference's; B is 0, whatever the layout."""
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+    from megatron.core import parallel_state
+
+    for module in backend._model.modules:
+        for name, wrapper in module.named_modules():
+            if not isinstance(wrapper, AdapterWrapper):
+                continue
+            layer, part = re.search(r"layers\.(\d+)\.(?:self_attention|mlp)\.(.*)$", name).groups()  # type: ignore[union-attr]
+            layer = int(layer) + parallel_state.get_pipeline_model_parallel_rank()  # one layer per stage
+            if expert := re.match(r"experts\.local_experts\.(\d+)\.(.*)", part):
+                count = len(module.get_submodule(name.rpartition(".local_experts.")[0]).local_experts)
+                number = int(expert[1]) + count * parallel_state.get_expert_model_parallel_rank()
+                part = f"experts.{number}.{expert[2]}"
+            weight, group = wrapper.adapter.linear_in.weight, wrapper.adapter.linear_in.tp_group
+            by_columns = wrapper.adapter.input_is_parallel
+            width = weight.shape[1] * (group.size() if by_columns else 1)
+            whole = first_matrix(f"{layer}.{part.replace('shared_experts', 'shared')}", RANK, width)
+            weight.data.copy_(whole.chunk(group.size(), dim=int(by_columns))[group.rank()])
+
+
+def _exported(backend: MegatronBackend) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy().copy() for name, tensor in backend.export_weights()}
+
+
+def _load_on_one_rank(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[str, np.ndarray]:
+    """The export of a checkpoint that two ranks saved, one step before their last."""
+    backend = _adapted(store, rank, world_size, RESHARDED, root, Layout())
+    backend.load(root / "checkpoints" / "-".join(RESHARDED))
+    for step in _rollouts()[-1:]:
+        backend.train(to_shards(step, dp_size=1, micro_batches=1)[0])
+    exported = _exported(backend)
+    backend.close()
+    return exported
+
+
+def _refusals(rank: int, world_size: int, store: dist.Store, root: Path) -> list[str]:
+    attempts: list[tuple[str, Layout]] = [
+        ("qwen3", Layout(model={"target_modules": ("linear_kv_up_proj",)})),
+        ("qwen3-moe", Layout(2, tensor=2)),
+    ]
+    found = []
+    for number, (family, layout) in enumerate(attempts):
+        settings = dataclasses.replace(layout, model={"lora_rank": RANK, **layout.model})
+        try:
+            make_backend(rank, world_size, dist.PrefixStore(f"{number}", store), root / family, settings)
+        except ConfigurationError as error:
+            found.append(str(error))
+        leave_groups()
+    return found
+
+
+def _rollouts() -> list[Any]:
+    return [step for _ in range(2) for step in rollout_steps(1)][:STEPS]
+
+
+def _algorithm(case: Case) -> AlgorithmArguments:
+    return CORRECTED if case[1] == "qwen3 lora" else PLAIN
+
+
+# -------------------------------------------------------------------------------------------------- tests
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for family in {model.split()[0] for _, model in CASES}:
+        save_tiny(family, root / family)
+    return root
+
+
+@pytest.fixture(scope="module")
+def seen(root: Path) -> Callable[[Case], list[Observed]]:
+    @cache
+    def of_size(world_size: int) -> list[dict[Case, Observed | str]]:
+        cases = [case for case in CASES if LAYOUTS[case[0]].world_size == world_size]
+        return run_ranks(world_size, _observe_all, cases, root, timeout=300)
+
+    def of_case(case: Case) -> list[Observed]:
+        ranks = [rank[case] for rank in of_size(LAYOUTS[case[0]].world_size)]
+        for rank in ranks:
+            assert isinstance(rank, Observed), rank
+        return ranks  # type: ignore[return-value]
+
+    return of_case
+
+
+@pytest.fixture(scope="module", params=CASES, ids="/".join)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks(seen: Callable[[Case], list[Observed]], case: Case) -> list[Observed]:
+    return seen(case)
+
+
+@dataclass
+class Plain:
+    logprobs: list[list[float]]
+    steps: list[dict[str, float]]
+    merged: Mapping[str, np.ndarray]
+    logprobs_after: list[list[float]]
+
+
+@pytest.fixture(scope="module")
+def plain(root: Path) -> Callable[[str], Plain]:
+    @cache
+    def of_model(model: str) -> Plain:
+        family, kind = model.split()
+        corrected = _algorithm(("", model)) == CORRECTED
+        trainer = PlainTrainer(
+            root / family,
+            lr=LR,
+            tis=corrected,
+            kl=0.3 if corrected else None,
+            adapters=PlainAdapters(RANK, ALPHA, dora=kind == "dora"),
+        )
+
+        def logprobs() -> list[list[float]]:
+            with torch.no_grad():
+                return [trainer.logprobs(sequence).tolist() if len(sequence) > 1 else [] for sequence in SEQUENCES]
+
+        before, steps = logprobs(), [trainer.train(step) for step in _rollouts()]
+        merged = {name: tensor.numpy() for name, tensor in merged_weights(trainer.model)}
+        return Plain(before, steps, merged, logprobs())
+
+    return of_model
+
+
+def test_new_adapters_change_nothing(ranks: list[Observed], case: Case, plain: Callable[[str], Plain]) -> None:
+    for rank in ranks:
+        assert rank.differs_from_source == []
+        _assert_close(rank.logprobs, plain(case[1]).logprobs, 1e-5)
+
+
+def test_losses_and_gradient_norms_equal_the_reference(
+    ranks: list[Observed], case: Case, plain: Callable[[str], Plain]
+) -> None:
+    """Gradients of B first, then of A too, and with DoRA of lengths; with a KL to the model without its adapters."""
+    for rank in ranks:
+        for ours, reference in zip(rank.steps, plain(case[1]).steps, strict=True):
+            assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4, abs=1e-6)
+            assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+
+
+def test_the_export_has_the_trained_adapters_merged_in(
+    ranks: list[Observed], case: Case, plain: Callable[[str], Plain], root: Path
+) -> None:
+    expected = plain(case[1])
+    source = PlainTrainer(root / case[1].split()[0], lr=0.0).model.state_dict()
+    for rank in ranks:
+        assert expected.merged.keys() <= rank.exported.keys()
+        for name, weight in expected.merged.items():
+            np.testing.assert_allclose(rank.exported[name], weight, rtol=0, atol=1e-4, err_msg=name)
+        for name in rank.exported.keys() - expected.merged.keys() & source.keys():
+            np.testing.assert_array_equal(rank.exported[name], source[name].numpy(), err_msg=name)
+        _assert_close(rank.logprobs_after, expected.logprobs_after, 1e-3)
+
+
+def test_only_adapters_are_trained(ranks: list[Observed], case: Case) -> None:
+    lengths = {"row_lengths"} if case[1].endswith("dora") else set()
+    for rank in ranks:
+        assert rank.trained == {"linear_in.weight", "linear_out.weight"} | lengths
+
+
+def test_training_resumed_from_a_checkpoint_equals_uninterrupted_training(ranks: list[Observed]) -> None:
+    # covers: C9
+    for rank in ranks:
+        assert {**rank.resumed, "step_seconds": 0} == {**rank.steps[-1], "step_seconds": 0}
+        assert rank.resumed_exports_alike
+
+
+def test_another_layout_resumes_too(seen: Callable[[Case], list[Observed]], root: Path) -> None:
+    # covers: C9
+    expected = seen(RESHARDED)[0].exported
+    [exported] = run_ranks(1, _load_on_one_rank, root)
+    for name, weight in exported.items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_a_checkpoint_of_adapters_is_none_of_a_whole_model(seen: Callable[[Case], list[Observed]], root: Path) -> None:
+    assert "it holds adapters" in seen(CASES[0])[0].refusal
+    saved = sum(file.stat().st_size for file in (root / "checkpoints" / "-".join(CASES[0])).rglob("*.distcp"))
+    assert 0 < saved < (root / "qwen3/model.safetensors").stat().st_size
+
+
+def test_what_cannot_be_adapted_is_refused(root: Path) -> None:
+    # covers: M21
+    for absent, shared in run_ranks(2, _refusals, root):
+        assert absent == "--target-modules: the model has no layer named linear_kv_up_proj"
+        assert "--expert-tensor-parallel-size 2" in shared
+
+
+def _assert_close(ours: list[list[float]], reference: list[list[float]], tolerance: float) -> None:
+    np.testing.assert_allclose(np.concatenate(ours), np.concatenate(reference), rtol=0, atol=tolerance)
