@@ -14,6 +14,11 @@ class CheckpointArguments:
 
     save: Path | None = flag(None, "directory for this run's checkpoints (default: none are written)")
     save_interval: int | None = flag(None, "rollout steps between checkpoints (default: only at the end)")
+    async_save: bool = flag(
+        True,
+        "write the trainer's part of a checkpoint while training goes on, from a copy in host memory (as large as that "
+        "part)",
+    )
     save_keep_last: int | None = flag(
         None, "keep only the newest N checkpoints (default: all; 1 with --save-retain-interval)", metavar="N"
     )

@@ -443,6 +443,48 @@ class TrainBackend(Protocol):
 
 
 @runtime_checkable
+class SavesInBackground(Protocol):
+    r"""A training backend whose checkpoints are written while it trains on (``--async-save``).
+
+    >>> class OneCopy:
+    ...     weight = torch.tensor([0.5])
+    ...
+    ...     def stage_save(self, directory):
+    ...         self.staged = directory, self.weight.clone()
+    ...
+    ...     def write_save(self):
+    ...         directory, copy = self.staged
+    ...         torch.save(copy, directory / "rank-0.pt")
+    ...         return b"rank-0.pt"
+    ...
+    ...     def finish_save(self, parts):
+    ...         (self.staged[0] / "index").write_bytes(b"\n".join(parts))
+    >>> backend = OneCopy()
+    >>> backend.stage_save(directory)
+    >>> _ = backend.weight.add_(1.0)  # training goes on
+    >>> backend.finish_save([backend.write_save()])
+    >>> torch.load(directory / "rank-0.pt")
+    tensor([0.5000])
+    """
+
+    def stage_save(self, directory: Path) -> None:
+        """Copy all that ``save(directory)`` would write. Collective. Nothing is copied before the last one is whole."""
+        ...
+
+    def write_save(self) -> bytes:
+        """Write this rank's files from the copy, in a thread of its own while training goes on: nothing collective.
+        Return what :meth:`finish_save` needs to know of them. Raises CheckpointError.
+        """
+        ...
+
+    def finish_save(self, parts: Sequence[bytes]) -> None:
+        """On rank 0, in the same thread, once all ranks have written: make the checkpoint loadable. ``parts``: what
+        each rank returned, in rank order. Raises CheckpointError.
+        """
+        ...
+
+
+@runtime_checkable
 class LeavesDevice(Protocol):
     """A training backend that engines may share GPUs with (``--colocate``).
 
@@ -466,7 +508,9 @@ class LeavesDevice(Protocol):
     """
 
     def offload(self) -> None:
-        """Free the device's memory until :meth:`onload`, keeping its contents. Nothing else is called meanwhile."""
+        """Free the device's memory until :meth:`onload`, keeping its contents. Nothing is called meanwhile, except to
+        write a staged checkpoint.
+        """
         ...
 
     def onload(self) -> None:

@@ -72,8 +72,8 @@ class Checkpoints(Protocol):
         """Snapshot the current state; return once training may resume."""
         ...
 
-    async def finish(self) -> None:
-        """Wait until the last save is complete."""
+    async def finish(self) -> Mapping[str, float]:
+        """Complete the last save; return its metrics, none if it was complete."""
         ...
 
     async def load(self) -> Position | None:
@@ -120,6 +120,8 @@ class Recorder(Protocol):
     def publication(self, record: Publication) -> None: ...
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,12 +223,17 @@ class Controller:
             self._publishing = scope.create_task(rest, name=f"publication of step {step + 1}")
             if self._checkpoint_at(step + 1):
                 await self._checkpoints.save(self.position)
-                scope.create_task(self._checkpoints.finish(), name=f"checkpoint of step {step + 1}")
+                scope.create_task(self._complete_checkpoint(step + 1), name=f"checkpoint of step {step + 1}")
             self._gpus.training_is_over()
         await self._published(Stopwatch())
         if self._evaluating is not None:
             await self._evaluating
-        await self._checkpoints.finish()
+        await self._complete_checkpoint(self._num_steps)
+
+    async def _complete_checkpoint(self, step: int) -> None:
+        """Write the checkpoint of ``step`` while training goes on."""
+        if metrics := await self._checkpoints.finish():
+            self._recorder.checkpoint(step, metrics)
 
     async def _advance(self, step: int, *, publishes: bool) -> None:
         """After a trained step: copy its weights for publication, or tell the rollout side that the version stays."""

@@ -192,6 +192,14 @@ class TrainerSide(WeightSenders, Protocol):
 
     async def save(self, directory: Path) -> None: ...
 
+    async def stage_save(self, directory: Path) -> None:
+        """Copy what :meth:`save` would write, for :meth:`write_save`; return once training may go on."""
+        ...
+
+    async def write_save(self) -> None:
+        """Write the staged copy while training goes on. Raises CheckpointError, which leaves the ranks as they are."""
+        ...
+
     async def save_hf(self, directory: Path) -> None:
         """Weights, config and tokenizer as Hugging Face files."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from miles_async.checkpoints.start import continues
 from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.ledger.readmission import read_readmissions
+from miles_async.runtime.clock import Stopwatch
 from miles_async.seams import RolloutSide, TrainerSide
 
 log = structlog.get_logger(__name__)
@@ -57,39 +59,50 @@ class RunCheckpoints:
         self._arguments = arguments
         self._identity = identity
         self._finishing = asyncio.Lock()
-        self._position: Position | None = None  # of a checkpoint that lacks the rollout side's part
+        self._position: Position | None = None  # of the last save, until it is whole
+        self._watch = Stopwatch()  # of the last save
         self._replaces = arguments.save_overwrite  # until this run's first checkpoint is there
 
     async def save(self, position: Position) -> None:
-        """Save the current state; return once the trainer's part is on disk and training may go on.
+        """Snapshot the current state of both sides; return once training may go on.
 
+        That is when the trainer's part is copied, or without ``--async-save`` on disk. Waits for the save before it.
         Raises CheckpointError.
         """
         assert self._rollout is not None
-        await self.finish()  # the one before
-        final = self._final(position)
-        try:
-            partial = await asyncio.to_thread(start_partial, final)
-            await self._rollout.snapshot()
-            await self._trainer.save(partial / "trainer")
-        except (OSError, CheckpointError) as error:
-            raise await self._failure(final, error) from error
-        self._position = position
-
-    async def finish(self) -> None:
-        """Complete what was saved. Raises CheckpointError."""
-        async with self._finishing:
-            if (position := self._position) is None:
-                return
-            final = self._final(position)
+        watch, final = Stopwatch(), self._final(position)
+        with watch.timed("blocked"):
+            if self._position is not None:
+                log.warning("a checkpoint waits until the one before is whole", waits=final.name)
+                with watch.timed("previous"):
+                    await self.finish()
             try:
-                assert self._rollout is not None
-                await self._rollout.save(final.with_suffix(".partial"))
-                await asyncio.to_thread(self._complete, position, final)
+                partial = await asyncio.to_thread(start_partial, final)
+                await self._rollout.snapshot()
+                stage = self._trainer.stage_save if self._arguments.async_save else self._trainer.save
+                await stage(partial / "trainer")
             except (OSError, CheckpointError) as error:
                 raise await self._failure(final, error) from error
+        self._position, self._watch = position, watch
+
+    async def finish(self) -> Mapping[str, float]:
+        """Complete what was saved. Returns its metrics, none if it was complete. Raises CheckpointError."""
+        async with self._finishing:
+            if (position := self._position) is None:
+                return {}
+            final = self._final(position)
+            with self._watch.timed("write"):
+                try:
+                    assert self._rollout is not None
+                    await self._rollout.save(final.with_suffix(".partial"))
+                    if self._arguments.async_save:
+                        await self._trainer.write_save()
+                    await asyncio.to_thread(self._complete, position, final)
+                except (OSError, CheckpointError) as error:
+                    raise await self._failure(final, error) from error
             self._position = None
             log.info("checkpoint saved", directory=str(final))
+            return {f"checkpoint/{name}_seconds": seconds for name, seconds in self._watch.seconds.items()}
 
     async def load(self) -> Position | None:
         """Restore both sides; None without ``--load``. Raises CheckpointError."""

@@ -29,6 +29,10 @@ class RunRecorder:
         """Record weights that became visible to rollouts."""
         self._summary.record_publication(record.pause_seconds, record.prepare_seconds, record.version)
 
+    def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a checkpoint that is whole."""
+        self._tracker.log(metrics, step=step)
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a complete evaluation of the weights after ``step`` steps; empty metrics are ignored."""
         if "eval/accuracy" not in metrics:

@@ -121,5 +121,7 @@ class Recording:
         self.publications.append((asyncio.get_running_loop().time(), record))
         self._log.add("published", version=record.version, engines=len(record.engines), fenced=len(record.fenced))
 
+    def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log.add("evaluated", step=step)

@@ -29,6 +29,7 @@ class SimulatedTrainer:
         self._settings = settings
         self._log = log
         self._steps = 0
+        self._staged = Path(), 0  # directory and state of the last save
         self._train_times = random.Random(f"{settings.seed} trainer")
         self._publish_times = random.Random(f"{settings.seed} publications")
         self.busy_seconds = 0.0
@@ -74,9 +75,18 @@ class SimulatedTrainer:
         await asyncio.sleep(self._settings.publish_seconds.draw(self._publish_times))
 
     async def save(self, directory: Path) -> None:
+        await self.stage_save(directory)
+        await self.write_save()
+
+    async def stage_save(self, directory: Path) -> None:
         await asyncio.sleep(self._settings.copy_seconds)  # about as long
+        self._staged = directory, self._steps
+
+    async def write_save(self) -> None:
+        directory, steps = self._staged
+        await asyncio.sleep(self._settings.copy_seconds)
         await asyncio.to_thread(directory.mkdir)
-        await asyncio.to_thread((directory / "steps").write_text, str(self._steps))
+        await asyncio.to_thread((directory / "steps").write_text, str(steps))
 
     async def save_hf(self, directory: Path) -> None: ...
 

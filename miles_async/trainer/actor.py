@@ -1,9 +1,9 @@
 """One trainer rank as a Ray actor: the training backend, and on a sending rank the weights' way out.
 
-Methods are blocking, since training is. They run in three threads: ``train`` and everything collective over the ranks
+Methods are blocking, since training is. They run in several threads: ``train`` and everything collective over the ranks
 in one, staging and transport of weights in another, and in the third the transport for repairs: neither files nor an
 engine which fails to answer hold up training, and one which fails in its repair holds up no delivery. A fourth thread
-answers pings.
+writes checkpoints while training goes on, and a fifth answers pings.
 
 All calls come through :meth:`TrainerActor.perform`, which executes each once however often it is repeated: no rank
 takes a step twice or runs ahead of the others when a link was lost.
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import ray
 
-from miles_async.api import LeavesDevice, TrainBackend
+from miles_async.api import LeavesDevice, SavesInBackground, TrainBackend
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.call_once import CallId, CallOnce
@@ -43,8 +43,9 @@ SenderFactory = Callable[..., WeightSender]
 
 WEIGHTS_THREAD = "weights"
 REPAIRS_THREAD = "repairs"  # of engines, beside deliveries to the others
+SAVES_THREAD = "saves"
 PINGS_THREAD = "pings"
-THREADS = (WEIGHTS_THREAD, REPAIRS_THREAD, PINGS_THREAD)  # beside the main one
+THREADS = (WEIGHTS_THREAD, REPAIRS_THREAD, SAVES_THREAD, PINGS_THREAD)  # beside the main one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +71,8 @@ class _Canary:
 class TrainerActor:
     """Made by TrainerRanks, which calls :meth:`perform` and :meth:`ping`; the former calls the other methods.
 
-    Every method is called on all ranks at once, except :meth:`listen`, and :meth:`stage_weights` and
-    :meth:`call_sender`, which are for sending ranks.
+    Every method is called on all ranks at once, except :meth:`listen`, :meth:`finish_save`, and :meth:`stage_weights`
+    and :meth:`call_sender`, which are for sending ranks.
     """
 
     def __init__(self, rank: int, world_size: int, *, network: Network, log_file: Path | None) -> None:
@@ -179,6 +180,21 @@ class TrainerActor:
 
     def save(self, directory: Path) -> None:
         self._ready.save(directory)
+
+    def stage_save(self, directory: Path) -> None:
+        if isinstance(self._ready, SavesInBackground):
+            self._ready.stage_save(directory)
+        else:
+            self._ready.save(directory)
+
+    def write_save(self) -> bytes:
+        """In the saves' thread."""
+        return self._ready.write_save() if isinstance(self._ready, SavesInBackground) else b""
+
+    def finish_save(self, parts: Sequence[bytes]) -> None:
+        """On rank 0, in the saves' thread."""
+        if isinstance(self._ready, SavesInBackground):
+            self._ready.finish_save(parts)
 
     def save_hf(self, directory: Path) -> None:
         self._ready.save_hf(directory)

@@ -30,6 +30,7 @@ from miles_async.runtime.tasks import gathered, quietly
 from miles_async.seams import WeightSender
 from miles_async.trainer.actor import (
     REPAIRS_THREAD,
+    SAVES_THREAD,
     THREADS,
     WEIGHTS_THREAD,
     BackendFactory,
@@ -165,17 +166,8 @@ class TrainerRanks:
     async def _on_sender(
         self, index: int, thread: str, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
     ) -> Answer:
-        """Call ``method`` on one sending rank. Errors don't concern the other ranks, unless the rank was lost."""
-        if not self._actors:
-            raise TrainerError("the trainer is not running")
-        rank = next(info.rank for info in self._ranks if info.sender == index)
-        try:
-            return await self._perform(rank, thread, method, arguments)
-        except RayTaskError as error:
-            raise _cause({rank: error}) from None
-        except (RayError, ProcessLostError) as error:
-            self._kill()
-            raise _cause({rank: error}) from None
+        rank = next((info.rank for info in self._ranks if info.sender == index), 0)
+        return await self._call_one(rank, thread, method, *arguments)
 
     async def offload(self) -> None:
         """Give up the GPUs' memory until :meth:`onload`; nothing else is called meanwhile."""
@@ -186,6 +178,22 @@ class TrainerRanks:
 
     async def save(self, directory: Path) -> None:
         await self._on_all(TrainerActor.save, directory)
+
+    async def stage_save(self, directory: Path) -> None:
+        await self._on_all(TrainerActor.stage_save, directory)
+
+    async def write_save(self) -> None:
+        try:
+            async with asyncio.timeout(self._step_timeout):
+                parts = await gathered(
+                    *(self._call_one(rank, SAVES_THREAD, TrainerActor.write_save) for rank in range(self._world_size))
+                )
+                await self._call_one(0, SAVES_THREAD, TrainerActor.finish_save, parts)
+        except TimeoutError:
+            self._kill()
+            raise StalledError(
+                f"trainer ranks did not write their checkpoint within {self._step_timeout:g} s"
+            ) from None
 
     async def save_hf(self, directory: Path) -> None:
         await self._on_all(TrainerActor.save_hf, directory)
@@ -243,6 +251,20 @@ class TrainerRanks:
             self._kill()
             raise _cause(errors)
         return [results[rank] for rank in range(len(arguments))]
+
+    async def _call_one(
+        self, rank: int, thread: str, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
+    ) -> Answer:
+        """Call ``method`` in a thread of one rank. Errors don't concern the other ranks, unless the rank was lost."""
+        if not self._actors:
+            raise TrainerError("the trainer is not running")
+        try:
+            return await self._perform(rank, thread, method, arguments)
+        except RayTaskError as error:
+            raise _cause({rank: error}) from None
+        except (RayError, ProcessLostError) as error:
+            self._kill()
+            raise _cause({rank: error}) from None
 
     async def _perform(
         self, rank: int, thread: str | None, method: Callable[[TrainerActor, *Ts], Answer], arguments: tuple[*Ts]

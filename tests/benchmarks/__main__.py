@@ -11,6 +11,7 @@ import time
 
 from tests.benchmarks import (
     buffer_cost,
+    checkpoint_saves,
     deltas,
     digests,
     hot_path,
@@ -41,6 +42,7 @@ PARTS = {
     "ledger_store": ledger_store.rows,
     "loop_lag": loop_lag.rows,
     "staging": staging.rows,
+    "checkpoint_saves": checkpoint_saves.rows,
     "publication": publication.rows,
     "publication_control": publication_control.rows,
     "sessions": sessions.rows,

@@ -1,7 +1,8 @@
 """Checkpoints of MegatronBackend in other layouts of ranks and under other flags; what cannot be written or read is one
 of our errors, whatever megatron and torch raise.
 
-Two ranks save in every layout and load each other's checkpoints, then one rank and four load them; tests only compare.
+Two ranks save in every layout, in the background of two more steps, and load each other's checkpoints; then one rank
+and four load them. Tests only compare.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.backends.megatron.distributed import together
 from miles_async.errors import CheckpointError
 from tests.integration.megatron_scenario import (
     LR,
@@ -93,9 +95,11 @@ def _train(backend: MegatronBackend, seeds: range) -> list[dict[str, float]]:
 def _save(rank: int, world_size: int, store: dist.Store, case: Case, root: Path) -> Resumed:
     backend = make_backend(rank, world_size, store, root / case[1], LAYOUTS[case[0]])
     _train(backend, range(SAVED_AT))
-    backend.save(root / "-".join(case) / "checkpoint")
+    backend.stage_save(root / "-".join(case) / "checkpoint")
     backend.save_hf(root / "-".join(case) / "hf")
     steps = _train(backend, range(SAVED_AT, SAVED_AT + 2))
+    parts = together(backend.write_save)  # of the state before these steps
+    together(lambda: backend.finish_save(parts) if rank == 0 else None)
     seen = Resumed([], steps, backend.logprobs(SEQUENCES), [])
     backend.close()
     return seen

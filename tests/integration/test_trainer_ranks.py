@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -242,7 +242,55 @@ async def test_checkpoint_and_hf_export(trainer: TrainerRanks, tmp_path: Path) -
     assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "hf").iterdir()}
 
 
+async def test_training_goes_on_while_a_checkpoint_is_written(trainer: TrainerRanks, tmp_path: Path) -> None:
+    # covers: C9, C10
+    await trainer.stage_save(tmp_path / "stuck")
+    reader = _stuck_disk(tmp_path / "stuck", rank=1)
+    writing = asyncio.ensure_future(trainer.write_save())
+    await trainer.train(references())
+    assert not writing.done()
+    await asyncio.to_thread(reader)  # a file that cannot be synced
+    with pytest.raises(CheckpointError, match=r"cannot write .*stuck: .*Illegal seek"):
+        await asyncio.wait_for(writing, 30)
+    await trainer.stage_save(tmp_path / "whole")  # a save that failed ends nobody
+    await trainer.save(tmp_path / "waited")
+    first = [await trainer.train(references(seed)) for seed in (1, 2)]
+    await trainer.write_save()
+    for file in (tmp_path / "waited").glob("*.distcp"):
+        assert (tmp_path / "whole" / file.name).read_bytes() == file.read_bytes()
+    await trainer.load(tmp_path / "whole")
+    again = [await trainer.train(references(seed)) for seed in (1, 2)]
+    assert [m["loss"] for m in again] == [m["loss"] for m in first]
+
+
+def _stuck_disk(directory: Path, *, rank: int) -> Callable[[], object]:
+    """Make the file of ``rank`` a pipe, whose writer waits until the result is called."""
+    pipe = directory / f"__{rank}_0.distcp"
+    os.mkfifo(pipe)
+    return pipe.read_bytes
+
+
 # ----------------------------------------------------------------------------------- in which somebody dies
+async def test_a_rank_that_dies_while_it_writes_a_checkpoint_surfaces_at_once(
+    model: Path, resources: RankResources, tmp_path: Path
+) -> None:
+    # covers: A1, C9, C10
+    running = trainer_ranks(model, resources, canary_tokens=())
+    await running.start()
+    pids = [info.pid for info in running.ranks]
+    await running.stage_save(tmp_path / "never")
+    _stuck_disk(tmp_path / "never", rank=1)
+    writing = asyncio.ensure_future(running.write_save())
+    await running.train(references())
+    assert not writing.done()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(ProcessLostError, match="trainer rank 1 died"):
+        await asyncio.wait_for(writing, 30)
+    await wait_until_gone(pids)
+    assert not (tmp_path / "never" / "metadata.json").exists()
+    await running.stop()
+
+
 async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path, resources: RankResources) -> None:
     # covers: A1, C10
     running = trainer_ranks(model, resources, canary_tokens=())

@@ -34,8 +34,9 @@ class NoCheckpoints:
     async def save(self, position: Position) -> None:
         self.events.append(f"save {position.step}/{position.version}")
 
-    async def finish(self) -> None:
+    async def finish(self) -> Mapping[str, float]:
         self.events.append("finish")
+        return {}
 
     async def load(self) -> Position | None:
         return self.position
@@ -55,6 +56,8 @@ class Records:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append(step)
+
+    def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 class Bench(msgspec.Struct):

@@ -23,6 +23,8 @@ from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.types import TrainShard
 
 if TYPE_CHECKING:
+    from miles_async.backends.megatron.checkpoint import StagedSave
+    from miles_async.backends.megatron.checkpoint_writer import HostBuffer
     from miles_async.backends.megatron.offload import HostStorages
 
 # Files of the source checkpoint that an export copies byte by byte: all that inference needs besides weights and
@@ -108,6 +110,8 @@ class MegatronBackend:
             device=self.device,
         )
         self._on_host: HostStorages | None = None
+        self._host_buffer: HostBuffer | None = None  # of staged saves
+        self._staged: StagedSave | None = None
 
     @property
     def data_parallel_rank(self) -> int:
@@ -178,6 +182,27 @@ class MegatronBackend:
         from miles_async.backends.megatron import checkpoint
 
         checkpoint.save(directory, self._model.modules, self._optimizer, self._scheduler)
+
+    def stage_save(self, directory: Path) -> None:
+        """Copy what :meth:`save` writes to the host, for :meth:`write_save`."""
+        from miles_async.backends.megatron.checkpoint import StagedSave
+        from miles_async.backends.megatron.checkpoint_writer import HostBuffer
+
+        if self._host_buffer is None:
+            self._host_buffer = HostBuffer()
+        self._staged = StagedSave(
+            directory, self._model.modules, self._optimizer, self._scheduler, copies=self._host_buffer
+        )
+
+    def write_save(self) -> bytes:
+        """Not collective; in any thread."""
+        assert self._staged is not None, "stage_save() comes first"
+        return self._staged.write()
+
+    def finish_save(self, parts: Sequence[bytes]) -> None:
+        """Not collective: on rank 0; in any thread."""
+        assert self._staged is not None, "stage_save() comes first"
+        self._staged.finish(parts)
 
     def load(self, directory: Path) -> None:
         from miles_async.backends.megatron import checkpoint

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -25,7 +25,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
@@ -33,7 +32,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_async.backends.megatron import adam_state
 from miles_async.backends.megatron.adapters import ADAPTER
-from miles_async.backends.megatron.checkpoint_writer import writing_in_process
+from miles_async.backends.megatron.checkpoint_writer import HostBuffer, PlannedSave
+from miles_async.backends.megatron.distributed import together
 from miles_async.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -61,26 +61,54 @@ FOREIGN_ERRORS = (
 )
 
 
+class StagedSave:
+    """A rank's part of a checkpoint: planned with the other ranks, and to be written. Raises CheckpointError."""
+
+    def __init__(
+        self,
+        directory: Path,
+        modules: list[Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        copies: HostBuffer | None = None,
+    ) -> None:
+        """Collective. ``directory`` must be absent or empty. ``copies``: where the state is copied to, so that training
+        may go on; without, the state must stay as it is until :meth:`write` is through.
+        """
+        self._failure = f"cannot write {directory}"
+        with _as_checkpoint_error(self._failure):
+            if dist.get_rank() == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+            dist.barrier()
+            if any(directory.iterdir()):
+                raise CheckpointError(f"{self._failure}: the directory is not empty")
+            dist.barrier()
+            state = {
+                **_parameters(modules, optimizer, loading=False),
+                "optimizer_step": _optimizer_step(optimizer),
+                "schedule_step": scheduler.num_steps,
+                "rng": _sharded_rng(),
+            }
+            self._planned = PlannedSave(directory, state, copies)
+
+    def write(self) -> bytes:
+        """Write this rank's files, in any thread. Return its part of the index."""
+        with _as_checkpoint_error(self._failure):
+            return self._planned.write()
+
+    def finish(self, parts: Sequence[bytes]) -> None:
+        """Complete the checkpoint with the parts of all ranks, in their order; on rank 0."""
+        with _as_checkpoint_error(self._failure):
+            self._planned.finish(parts)
+
+
 def save(
     directory: Path, modules: list[Module], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
 ) -> None:
     """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError."""
-    with _as_checkpoint_error(f"cannot write {directory}"):
-        if dist.get_rank() == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        if any(directory.iterdir()):
-            raise CheckpointError(f"cannot write {directory}: the directory is not empty")
-        dist.barrier()
-        state = {
-            **_parameters(modules, optimizer, loading=False),
-            "optimizer_step": _optimizer_step(optimizer),
-            "schedule_step": scheduler.num_steps,
-            "rng": _sharded_rng(),
-        }
-        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        with writing_in_process():
-            dist_checkpointing.save(state, str(directory), strategy)
+    staged = StagedSave(directory, modules, optimizer, scheduler)
+    parts = together(staged.write)
+    together(lambda: staged.finish(parts) if dist.get_rank() == 0 else None)
 
 
 def load(

@@ -1,42 +1,137 @@
-"""Write megatron checkpoints from the process that holds the tensors.
+"""One rank's part of a megatron checkpoint in three steps: plan it with all ranks, write it alone, write the index.
 
-megatron-core 0.16 spawns a queue manager and forks a writer per file even for a synchronous save. The spawn imports
-``__main__`` again (seconds, and wrong inside a Ray worker), and forking a process with running gloo or gRPC threads may
-deadlock. A save that waits for its own completion gains nothing from either.
+Only the first step is collective and looks at tensors that training changes, so the second may run in another thread
+while the rank trains on. megatron-core 0.16 plans the same way, but writes in processes: it spawns a queue manager and
+forks a writer per file, even for a synchronous save. The spawn imports ``__main__`` again (seconds, and wrong inside a
+Ray worker), forking a process with running gloo or gRPC threads may deadlock, and megatron's last step is collective,
+which needs all ranks between two training steps. A thread needs none of that: torch writes tensors without the
+interpreter's lock.
 """
 
 from __future__ import annotations
 
-import contextlib
+import pickle
 import queue
-from collections.abc import Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
+    from torch.distributed.checkpoint.metadata import Metadata
+
+FORMAT, VERSION = "torch_dist", 1
+ALIGNMENT = 64  # bytes: enough for every dtype
 
 
-class InProcessWriter(filesystem_async.FileSystemWriterAsync):
-    """Writes the files of one rank in turn; results go where megatron expects them."""
+class HostBuffer:
+    """Host memory for copies of a rank's state, kept from one save to the next; pinned if the state is on a GPU."""
 
-    @staticmethod
-    def write_preloaded_data_multiproc(
-        transform_list: Sequence[object], use_msc: bool, rank: int, write_buckets: Sequence[object], results_queue: Any
-    ) -> None:
-        written: dict[int, object] = {}
-        for index, bucket in enumerate(write_buckets):
-            results: queue.Queue[tuple[int, object]] = queue.Queue()
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy ``tensors``; the copies are valid until the next call."""
+        starts = [0]
+        for tensor in tensors:
+            starts.append(-(-(starts[-1] + tensor.nbytes) // ALIGNMENT) * ALIGNMENT)
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        if self._memory is None or self._memory.nbytes < starts[-1]:
+            self._memory = None  # freed before there is another
+            self._memory = _host_memory(starts[-1], pinned=on_gpu)
+        memory = self._memory.numpy()
+        copies = [_place(memory, start, tensor) for start, tensor in zip(starts, tensors, strict=False)]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+
+def _place(memory: np.ndarray, start: int, tensor: Tensor) -> Tensor:
+    """A tensor like ``tensor`` at ``start``. Its storage is its own, since torch saves whole storages."""
+    if tensor.numel() == 0:
+        return torch.empty_like(tensor, device="cpu")
+    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+
+
+def _host_memory(size: int, *, pinned: bool) -> Tensor:
+    memory = torch.empty(size, dtype=torch.uint8)
+    if pinned:  # in place: torch's allocator of pinned memory would take the next power of two
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
+    return memory
+
+
+class PlannedSave:
+    """A rank's part of a checkpoint that all ranks have planned together."""
+
+    def __init__(self, directory: Path, state: dict[str, Any], copies: HostBuffer | None) -> None:
+        """Collective. ``state``: megatron's sharded state. ``copies``: where to copy it; if None, it must not change
+        before :meth:`write` is through.
+        """
+        strategy = _Planner(FORMAT, VERSION, thread_count=1)
+        filesystem_async._results_queue = queue.Queue()  # else megatron spawns a process for one, which nothing uses
+        dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
+        self._directory = directory
+        self._writer, self._metadata = strategy.writer, strategy.metadata
+        buckets = self._writer.write_buckets or []
+        if copies is None:
+            self._buckets = self._writer.preload_tensors(buckets, non_blocking=torch.cuda.is_available())
+        else:
+            self._buckets = _copied(buckets, copies)
+
+    def write(self) -> bytes:
+        """Write this rank's files, in any thread. Return its part of the index."""
+        written: list[Any] = []
+        for index, bucket in enumerate(self._buckets):
+            results: queue.Queue[tuple[int, Any]] = queue.Queue()
             pending: queue.Queue[int] = queue.Queue()
             pending.put(index)
-            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-                transform_list, index, bucket, results, pending, use_fsync=True, use_msc=use_msc
+            self._writer.write_preloaded_data(
+                [self._writer.transforms], index, bucket, results, pending, use_fsync=True
             )
             _, outcome = results.get_nowait()
             if isinstance(outcome, Exception):
-                results_queue.put(_reason(outcome))
-                return
-            written[index] = outcome
-        results_queue.put(written)
+                raise _reason(outcome)
+            written += outcome
+        return pickle.dumps(written)
+
+    def finish(self, parts: Sequence[bytes]) -> None:
+        """Write the index, on rank 0, once all ranks have written. ``parts``: what each has returned."""
+        self._writer.finish(self._metadata, [pickle.loads(part) for part in parts])
+        save_config(CheckpointingConfig(FORMAT, VERSION), str(self._directory))
+
+
+class _Planner(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to the plan: which rank writes what, and the index without places in files."""
+
+    writer: FileSystemWriterAsync
+    metadata: Metadata | None  # on rank 0
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, planned: tuple[FileSystemWriterAsync, Metadata | None, object]
+    ) -> AsyncRequest:
+        self.writer, self.metadata = writer, planned[1]
+        return AsyncRequest(None, (), [])
+
+
+def _copied(buckets: list[WriteBucket], copies: HostBuffer) -> list[WriteBucket]:
+    live = [tensor for _, _, (_, tensors) in buckets for _, tensor in tensors]
+    copy = iter(copies.copy(live))
+    return [
+        (path, key, (objects, [(item, next(copy)) for item, _ in tensors])) for path, key, (objects, tensors) in buckets
+    ]
 
 
 def _reason(error: BaseException) -> BaseException:
@@ -45,15 +140,3 @@ def _reason(error: BaseException) -> BaseException:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return cause or error
-
-
-@contextlib.contextmanager
-def writing_in_process() -> Iterator[None]:
-    """Make saves inside the context use :class:`InProcessWriter`."""
-    writer, results = torch_strategy.FileSystemWriterAsync, filesystem_async._results_queue
-    torch_strategy.FileSystemWriterAsync = InProcessWriter
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        torch_strategy.FileSystemWriterAsync, filesystem_async._results_queue = writer, results

@@ -1,14 +1,16 @@
-"""Set-up of torch.distributed and megatron's process groups, and small reductions over them."""
+"""Set-up of torch.distributed and megatron's process groups, and small exchanges over them."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from miles_async.errors import MilesAsyncError
 
 T = TypeVar("T")
 
@@ -53,3 +55,20 @@ def from_last_stage(value: T) -> T:
     group = parallel_state.get_pipeline_model_parallel_group()
     dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return box[0]
+
+
+def together(work: Callable[[], T]) -> list[T]:
+    """Call ``work`` on every rank and return what each returned, on all of them. Collective.
+
+    If it raises a MilesAsyncError anywhere, all ranks raise the first one: none waits for a rank that gave up.
+    """
+    try:
+        mine: T | MilesAsyncError = work()
+    except MilesAsyncError as error:
+        mine = error
+    results: list[T | MilesAsyncError] = [mine] * dist.get_world_size()
+    dist.all_gather_object(results, mine)
+    done = [result for result in results if not isinstance(result, MilesAsyncError)]
+    if len(done) < len(results):
+        raise next(result for result in results if isinstance(result, MilesAsyncError))
+    return done

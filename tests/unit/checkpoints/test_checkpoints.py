@@ -45,6 +45,12 @@ class Side:
         await asyncio.to_thread(directory.mkdir, exist_ok=True)
         await asyncio.to_thread((directory / "state").write_bytes, b"x" * 100)
 
+    async def stage_save(self, directory: Path) -> None:
+        self.staged = directory
+
+    async def write_save(self) -> None:
+        await self.save(self.staged)
+
     async def load(self, directory: Path, **_: Any) -> None:
         if self.fails is not None:
             raise self.fails
@@ -275,17 +281,95 @@ async def test_the_next_save_removes_half_written_and_half_removed_checkpoints(t
     assert names(tmp_path) == ["iter_0000010", "iter_0000030", "notes.partial"]
 
 
+# ------------------------------------------------------------------------------------ saves while training goes on
+class Disk(Side):
+    """A trainer whose writes take as long as they are told to, and which trains on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = 0
+        self.may_write = asyncio.Event()
+
+    async def stage_save(self, directory: Path) -> None:
+        self.staged, self.copy = directory, self.state
+
+    async def write_save(self) -> None:
+        await self.may_write.wait()
+        await asyncio.to_thread(self.staged.mkdir)
+        await asyncio.to_thread((self.staged / "state").write_text, str(self.copy))
+
+
+def saving_in_background(save: Path) -> tuple[Disk, RunCheckpoints]:
+    disk, rollout = Disk(), Side()
+    identity = RunIdentity(run="mine", model=MODEL, ranks=RANKS)
+    arguments = CheckpointArguments(save=save, async_save=True)
+    return disk, RunCheckpoints(disk, rollout, arguments, identity)  # type: ignore[arg-type]
+
+
+async def test_a_checkpoint_becomes_the_newest_when_it_is_whole_and_holds_the_state_of_its_step(tmp_path: Path) -> None:
+    disk, checkpoints = saving_in_background(tmp_path)
+    disk.state = 10
+    await checkpoints.save(Position(step=10))
+    finishing = asyncio.ensure_future(checkpoints.finish())
+    disk.state = 11  # trained on
+    await asyncio.sleep(0.05)
+    assert steps(tmp_path) == []
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        find_checkpoint(tmp_path)
+    disk.may_write.set()
+    metrics = await finishing
+    assert problems(load=tmp_path) == []  # its manifest and all files
+    newest = find_checkpoint(tmp_path)
+    assert (newest.step, (newest.directory / "trainer" / "state").read_text()) == (10, "10")
+    assert metrics["checkpoint/write_seconds"] >= 0.05 > metrics["checkpoint/blocked_seconds"]
+    assert await checkpoints.finish() == {}
+
+
+async def test_a_save_waits_for_the_one_before_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk, checkpoints = saving_in_background(tmp_path)
+    await checkpoints.save(Position(step=10))
+    first = asyncio.ensure_future(checkpoints.finish())
+    assert "waits" not in capsys.readouterr().out
+    disk.state = 20
+    second = asyncio.ensure_future(checkpoints.save(Position(step=20)))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    assert disk.copy == 0  # what is being written stays as it is
+    assert "a checkpoint waits until the one before is whole" in capsys.readouterr().out
+    disk.may_write.set()
+    await second
+    assert (await first).keys() == {"checkpoint/blocked_seconds", "checkpoint/write_seconds"}
+    metrics = await checkpoints.finish()
+    assert metrics["checkpoint/blocked_seconds"] >= metrics["checkpoint/previous_seconds"] >= 0.05
+    states = [(tmp_path / f"iter_{step:07d}" / "trainer" / "state").read_text() for step in (10, 20)]
+    assert (steps(tmp_path), states) == ([10, 20], ["0", "20"])
+
+
+async def test_without_async_save_the_trainer_waits_until_its_part_is_written(tmp_path: Path) -> None:
+    checkpoints = run_checkpoints("mine", Side(), save=tmp_path, async_save=False)
+    await checkpoints.save(Position(step=10))
+    assert (tmp_path / "iter_0000010.partial" / "trainer" / "state").exists()
+    await checkpoints.finish()
+    assert problems(load=tmp_path) == []
+
+
 # ------------------------------------------------------------------------------------------------------- errors
+async def save_whole(checkpoints: RunCheckpoints) -> None:
+    await checkpoints.save(Position(step=7))
+    await checkpoints.finish()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), CheckpointError("No space left on device")]
 )
-async def test_a_full_disk_is_named_with_flag_and_directory(tmp_path: Path, error: Exception) -> None:
+async def test_a_full_disk_is_named_with_flag_and_directory(tmp_path: Path, error: Exception, async_save: bool) -> None:
     # covers: C10
     side = Side()
-    checkpoints = run_checkpoints("mine", side, save=tmp_path / "save")
+    checkpoints = run_checkpoints("mine", side, save=tmp_path / "save", async_save=async_save)
     side.fails = error
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        await checkpoints.save(Position(step=7))
+        await save_whole(checkpoints)
     text = str(caught.value)
     assert text.startswith(f"--save {tmp_path / 'save'}: iter_0000007 was not saved: ")
     assert f"the disk of {tmp_path / 'save'} has " in text
@@ -305,7 +389,7 @@ async def test_a_disk_that_stops_answering_does_not_hide_the_failure(
     side.fails = OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr("shutil.disk_usage", stale)
     with pytest.raises(CheckpointError, match=r"iter_0000007 was not saved: .*Input/output error; .*Stale file handle"):
-        await checkpoints.save(Position(step=7))
+        await save_whole(checkpoints)
 
 
 async def test_parts_that_cannot_be_restored_are_named_with_flag_and_directory(tmp_path: Path) -> None:
