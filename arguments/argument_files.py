@@ -58,13 +58,13 @@ def _words_of(path: Path, word: str, including: tuple[Path, ...]) -> list[str]:
     words: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
-            words += shlex.split(_without_comment(line).rstrip().removesuffix("\\"))
+            words += shlex.split(without_comment(line).rstrip().removesuffix("\\"))
         except ValueError as error:
             raise ConfigurationError(f"{path}:{number}: {error}: {line.strip()!r}") from None
     return words
 
 
-def _without_comment(line: str) -> str:
+def without_comment(line: str) -> str:
     """``line`` up to a ``#`` that starts a word outside of quotes (shlex would also cut inside of words)."""
     quote, previous, escaped = "", " ", False
     for index, character in enumerate(line):

@@ -27,6 +27,7 @@ Commands:
   scale          more or fewer engines while a run goes on; `miles-async scale --help`
   replay         take the decisions of a run with --record again, and compare; `miles-async replay --help`
   plan           predict step time, idle time and ages of settings; `miles-async plan --help`
+  migrate        a recipe of slime or miles as flags of ours; `miles-async migrate --help`
   doctor         check this machine, or a cluster, and say how to mend it; `miles-async doctor --help`
   --version      print the version ({__version__})
 
@@ -124,6 +125,12 @@ def _plan(words: Sequence[str]) -> int:
     return 0
 
 
+def _migrate(words: Sequence[str]) -> int:
+    from miles_async.commands.migrate import migrate
+
+    return migrate(words)
+
+
 def _doctor(words: Sequence[str]) -> int:
     from miles_async.commands.doctor import doctor
 
@@ -138,6 +145,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "scale": _scale,
     "replay": _replay,
     "plan": _plan,
+    "migrate": _migrate,
     "doctor": _doctor,
 }
 

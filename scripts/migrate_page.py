@@ -27,6 +27,13 @@ A command line of slime or miles is mostly one of ours. Give your paths, your cl
 fp32) and how old data may be: `--max-weight-staleness 2 --use-rollout-logprobs`, or `--on-policy` for their synchronous
 loop. `--dry-run` then lists every flag that changes nothing here, and refuses what cannot work with the reason.
 
+    miles-async migrate run-qwen3-4B.sh > qwen3-4b.args
+
+reads a script of theirs (arrays, variables, sourced files; it is not run) and prints the flags that are left of it
+here, what became of the others and why, and which variables it could not know. Exit code 1 says that something could
+not be mapped. A script in Python decides its flags as it runs: `miles-async migrate -` reads the command that it
+prints.
+
 Flags of Megatron-LM that are fields of its configs work under their own name, as `--megatron-X` and as `--X`;
 `miles-async train --help-megatron` lists them. Those that have a flag of ours, or that the run decides, are refused
 with what to do. `--sglang-X` reaches SGLang and `--router-X` smg, as `--X`.

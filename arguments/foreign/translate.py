@@ -26,7 +26,7 @@ class Translation:
 def translate(words: Sequence[str]) -> Translation:
     """Replace the flags of other systems in ``words``."""
     done = Translation()
-    for flag, values in _mentions(words):
+    for flag, values in mentions(words):
         row = FOREIGN_FLAGS.get(flag)
         if row is None:
             done.words += _ours(flag, values, done)
@@ -37,7 +37,7 @@ def translate(words: Sequence[str]) -> Translation:
     return done
 
 
-def _mentions(words: Sequence[str]) -> Iterator[tuple[str, Given]]:
+def mentions(words: Sequence[str]) -> Iterator[tuple[str, Given]]:
     """(flag, words up to the next flag); ("", words) before the first. ``--x=1`` is split if it is in the table."""
     flag, values = "", list[str]()
     for word in words:

@@ -1,0 +1,141 @@
+"""Read the command that a shell script would run, without running it: enough of bash for scripts of slime and miles.
+
+Arrays, assignments, ``source``, comments and continued lines are read; variables are put in where the script says their
+values. Conditions and loops are not followed, and what only the shell can know stays as it is: both are reported.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from miles_async.arguments.argument_files import without_comment
+from miles_async.errors import ConfigurationError
+
+_ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
+_SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S+)")
+_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_PLAIN = re.compile(r"\$\{?(\w+)\}?")
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?-([^}]*))?\}")
+_ONLY_THE_SHELL_KNOWS = ("$(", "`")
+
+
+@dataclass(kw_only=True, slots=True)
+class ShellCommand:
+    """A program's arguments, and what is uncertain about them."""
+
+    program: str  # the last part of its path
+    words: list[str]
+    unknown: list[str] = field(default_factory=list)  # variables that stand in words as they are
+    repeated: list[str] = field(default_factory=list)  # those whose last assignment was taken, of several
+    missing: list[str] = field(default_factory=list)  # files that the script sources and that are not there
+
+
+def find_command(text: str, programs: Sequence[str], directory: Path) -> ShellCommand:
+    """The last command that runs one of ``programs``. ``directory``: the script's, for what it sources.
+
+    Raises ConfigurationError if there is none, or a quote is never closed.
+    """
+    script = _Script(programs)
+    script.read(text, directory)
+    if script.command is None:
+        raise ConfigurationError(f"no command with {' or '.join(programs)} was found")
+    command = ShellCommand(program=script.program, words=[], missing=script.missing)
+    command.words = list(script.expand(script.command, command))
+    return command
+
+
+class _Script:
+    def __init__(self, programs: Sequence[str]) -> None:
+        self.command: list[str] | None = None
+        self.program = ""
+        self.missing: list[str] = []
+        # Only what follows is split into words: before it may be the end of a quoted text of several lines.
+        self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
+        self._values: dict[str, list[str] | None] = {}  # variable → its words; None: only the shell knows
+        self._times: dict[str, int] = {}  # variable → assignments
+
+    def read(self, text: str, directory: Path) -> None:
+        lines = iter(text.replace("\\\n", " ").split("\n"))
+        for line in lines:
+            if assigned := _ASSIGNMENT.fullmatch(line):
+                name, added, opened, value = assigned.groups()
+                words = list(_array(value, lines)) if opened else _scalar(value)
+                self._assign(name, words, bool(added))
+            elif sourced := _SOURCE.match(line):
+                self._source(shlex.split(sourced[1])[0], directory)
+            elif called := self._call.search(without_comment(line)):
+                self.program, self.command = called[1], _split(called[2] or "")
+
+    def _assign(self, name: str, words: list[str] | None, added: bool) -> None:
+        if added:
+            words = None if words is None else [*(self._values.get(name) or []), *words]
+        else:
+            self._times[name] = self._times.get(name, 0) + 1
+        self._values[name] = words
+
+    def _source(self, path: str, directory: Path) -> None:
+        known = "".join(self.expand([path], ShellCommand(program="", words=[])))
+        rest = re.sub(r"^.*\$\w+/|^.*\}/", "", known)  # a variable at its beginning is the script's own directory
+        file = directory / rest
+        if file.is_file():
+            self.read(file.read_text(encoding="utf-8"), file.parent)
+        else:
+            self.missing.append(rest)
+
+    def expand(self, words: Sequence[str], command: ShellCommand) -> Iterator[str]:
+        for word in words:
+            array = _ARRAY.fullmatch(word)
+            whole = array or _PLAIN.fullmatch(word)
+            if whole is None:
+                yield _VARIABLE.sub(lambda found: self._value(found, command), word)
+                continue
+            self._note(whole[1], command)
+            values = self._values.get(whole[1])
+            if values is not None:
+                yield from self.expand(values, command)
+            elif array is None:  # a flag's value; of an array only the name is told
+                yield word
+
+    def _value(self, found: re.Match[str], command: ShellCommand) -> str:
+        name, default = found[1] or found[2], found[3]
+        values = self._values.get(name)
+        if values is None and default is not None:
+            return default
+        self._note(name, command)
+        return found[0] if values is None else " ".join(self.expand(values, command))
+
+    def _note(self, name: str, command: ShellCommand) -> None:
+        if self._values.get(name) is None and name not in command.unknown:
+            command.unknown.append(name)
+        if self._times.get(name, 0) > 1 and name not in command.repeated:
+            command.repeated.append(name)
+
+
+def _array(first: str, lines: Iterator[str]) -> Iterator[str]:
+    """Words up to the closing bracket, which ends a line."""
+    line: str | None = first
+    while line is not None:
+        inner = without_comment(line).rstrip()
+        yield from _split(inner.removesuffix(")"))
+        if inner.endswith(")"):
+            return
+        line = next(lines, None)
+
+
+def _scalar(value: str) -> list[str] | None:
+    """Words of a value: several only where it holds flags, as scripts keep them in one variable."""
+    if any(mark in value for mark in _ONLY_THE_SHELL_KNOWS) or value.count('"') % 2 or value.count("'") % 2:
+        return None
+    words = _split(value)
+    return [word for part in words for word in (_split(part) if part.startswith("--") else [part])]
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(without_comment(line))
+    except ValueError as error:
+        raise ConfigurationError(f"{error}: {line.strip()!r}") from None
