@@ -216,6 +216,7 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
 def run_notes(arguments: Arguments) -> Iterator[str]:
     """Yield what works as asked, and differs from what one may think."""
     from miles_async.arguments.megatron_settings import megatron_settings
+    from miles_async.arguments.model_files import read_config
     from miles_async.backends.megatron.host_limits import ignored_on_cpu
     from miles_async.runtime.device import choose_device
 
@@ -224,6 +225,13 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
         yield (
             "--use-kl-loss with --kl-loss-coef 0: the KL to the reference model is computed and logged, which takes a "
             "pass and that model's memory, and does not move the weights; leave both out to save that"
+        )
+    model = arguments.model
+    if model.hf_checkpoint is not None and (extra := read_config(model.hf_checkpoint).get("num_nextn_predict_layers")):
+        yield (
+            f"num_nextn_predict_layers {extra} of config.json: layers for multi-token prediction are neither trained "
+            "nor published, and --save-hf copies them from --hf-checkpoint. Engines that speculate with them "
+            "(--sglang-speculative-algorithm) sample the same, and accept fewer proposals the longer training goes on"
         )
     settings = megatron_settings(arguments.model.megatron_extra)
     ignored = ignored_on_cpu({**settings.provider, **settings.optimizer, **settings.ddp})

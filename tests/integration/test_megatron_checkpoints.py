@@ -141,7 +141,7 @@ def _observe_all(rank: int, world_size: int, store: dist.Store, root: Path) -> d
 
 
 def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Path) -> list[str] | str:
-    """Differences of the export from the files, or the refusal."""
+    """Differences of the export, and of what save_hf() writes, from the files; or the refusal."""
     from miles_async.backends.megatron import host_spec
 
     class WithBias(host_spec.RMSNorm):
@@ -164,8 +164,11 @@ def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Pat
         leave_groups()
         return str(refusal)
     differences = export_differences(backend, root / attempt.family)
+    backend.save_hf(root / "saved" / name)
+    source, saved = (load_file(directory / FILE) for directory in (root / name, root / "saved" / name))
     backend.close()
-    return differences
+    kept = source.keys() - {"lm_head.weight"}  # of a tied model it is the embedding
+    return differences + [name for name in kept if name not in saved or not torch.equal(saved[name], source[name])]
 
 
 def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Path) -> Observed:

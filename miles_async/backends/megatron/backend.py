@@ -221,7 +221,7 @@ class MegatronBackend:
                 config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
                 config_file.write_text(json.dumps(config, indent=2) + "\n")
             dist.barrier()
-            self._model.bridge.hf_pretrained.state.source.save_generator(self._model.exported(cpu=True), directory)
+            self._model.bridge.hf_pretrained.state.source.save_generator(self._model.saved(), directory)
             dist.barrier()
             if dist.get_rank() == 0:
                 for file in directory.glob("*.safetensors"):

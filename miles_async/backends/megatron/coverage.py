@@ -37,7 +37,7 @@ def check(bridge: AutoBridge, modules: list[Module]) -> None:
         left_out.discard("lm_head.weight")
     extra_layers = {name for name in left_out if _layer(name) >= config.num_hidden_layers}
     if extra_layers:  # transformers ignores them too
-        logger.warning("layers for multi-token prediction are neither trained nor exported: %s", _some(extra_layers))
+        logger.warning("layers for multi-token prediction stay as they are: %s", _some(extra_layers))
     problems = {
         "tensors of the checkpoint that the model has no place for": left_out - extra_layers,
         "tensors of the model that the checkpoint lacks": in_model - in_files,

@@ -266,6 +266,20 @@ def test_a_dry_run_refuses_a_model_that_cannot_be_trained(flags: list[str], caps
     assert "model_type 'mamba' is not trained" in capsys.readouterr().err
 
 
+def test_a_dry_run_says_what_becomes_of_layers_for_multi_token_prediction(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+):
+    change_config(flags, num_nextn_predict_layers=1)
+    assert main([*flags, "--dry-run"]) == 0
+    note = (
+        "num_nextn_predict_layers 1 of config.json: layers for multi-token prediction are neither trained nor published"
+    )
+    assert note in capsys.readouterr().out
+    for asked in (("--enable-mtp-training",), ("--mtp-num-layers", "1"), ("--mtp-loss-scaling-factor", "0.2")):
+        assert main([*flags, *asked, "--dry-run"]) == 2
+        assert "layers for multi-token prediction are not trained" in capsys.readouterr().err
+
+
 def test_a_dry_run_refuses_weights_that_are_not_those_of_the_config(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ):
