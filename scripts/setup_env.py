@@ -7,10 +7,13 @@ and in the syntax of Python 3.6, so that an interpreter that is too old can say 
 import argparse
 import collections
 import hashlib
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -19,12 +22,27 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup-stamp"
 LOCK = ROOT / "requirements" / "requirements.lock"
-PYTHON_VERSION = (3, 11)
-NEEDED_GIB = 4  # 2 GiB installed, the rest for downloads on their way
+PLATFORM = ROOT / "requirements" / "platform.json"
+NEEDED_GIB = {"": 4, "gpu": 40}  # half of it installed, the rest for downloads and objects of the compiler on their way
+# What Transformer Engine's extension for torch includes: CUDA's own headers, and by torch's ATen/cudnn those of cuDNN.
+CUDA_HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cusparse.h", "cusolverDn.h")
+CUDNN_HEADER = "cudnn.h"
+SYSTEM_INCLUDES = ("/usr/include", "/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu")
 TAIL_LINES = 12
 LINE_LENGTH = 300  # pip names all packages in one line
 OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+# Of gcc, nvcc and the linker.
+COMPILER_ERROR = re.compile(
+    r"[:(]\d+\)?: (fatal )?error|: fatal error: |nvcc fatal|undefined reference|cannot find -l|CMake Error"
+)
 NOT_LOCKED = {"pip", "miles-async"}  # pip comes with the environment; the project is what is being set up
+
+
+def platform_version(name: str) -> str:
+    return json.loads(PLATFORM.read_text())["variable"][name]["default"]
+
+
+PYTHON_VERSION = tuple(int(number) for number in platform_version("PYTHON_VERSION").split("."))
 
 
 def fail(message: str) -> None:
@@ -48,7 +66,7 @@ def read_pins(path: Path) -> dict:
 def fingerprint(extras: str) -> str:
     """Changes with all that decides what is in .venv, and when the tree has moved (scripts hold its path)."""
     digest = hashlib.sha256((str(ROOT) + "\n" + extras).encode())
-    for path in [ROOT / "pyproject.toml", *sorted((ROOT / "requirements").glob("*.[il]*"))]:
+    for path in [ROOT / "pyproject.toml", PLATFORM, *sorted((ROOT / "requirements").glob("*.[il]*"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -70,17 +88,83 @@ def check_machine(extras: str) -> None:
             "`apt-get install python3.11-venv`).".format(found)
         )
     free = shutil.disk_usage(str(ROOT)).free / 2**30
-    if free < NEEDED_GIB:
+    if free < NEEDED_GIB[extras]:
         fail(
             "{:.1f} GiB are free at {}, but the environment needs about {} GiB: "
-            "make room and run `make setup` again.".format(free, ROOT, NEEDED_GIB)
+            "make room and run `make setup` again.".format(free, ROOT, NEEDED_GIB[extras])
         )
-    missing = [tool for tool in ("c++", "nvcc") if extras == "gpu" and not shutil.which(tool)]
-    if missing:
+    problems = gpu_problems() if extras == "gpu" else []
+    if problems:
         fail(
-            "{} not found: Transformer Engine is compiled during the set-up; install a C++ compiler and the "
-            "CUDA toolkit and put them on PATH.".format(" and ".join(missing))
+            "this machine cannot build Transformer Engine, which is compiled during the set-up:\n  - "
+            + "\n  - ".join(problems)
         )
+
+
+def gpu_problems() -> list:
+    """What the build for GPUs lacks, each with what to do."""
+    wanted = platform_version("CUDA_VERSION")
+    toolkit = "apt-get install cuda-toolkit-{}".format(wanted.replace(".", "-"))
+    problems = []
+    if not shutil.which("c++"):
+        problems.append("there is no C++ compiler on PATH: apt-get install g++")
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        problems.append("there is no nvcc on PATH: {}, and add /usr/local/cuda/bin to PATH".format(toolkit))
+    else:
+        told = subprocess.run([nvcc, "--version"], universal_newlines=True, **OUTPUT).stdout
+        release = re.search(r"release (\d+)\.(\d+)", told)
+        if release is None:
+            problems.append("{} --version names no release: {}".format(nvcc, " ".join(told.split())[:LINE_LENGTH]))
+        elif release.group(1) != wanted.split(".")[0]:
+            problems.append(
+                "{} is of CUDA {}.{}, and torch of requirements/gpu.in of CUDA {}: {}".format(
+                    nvcc, release.group(1), release.group(2), wanted, toolkit
+                )
+            )
+        problems += header_problems(nvcc, toolkit)
+    python_header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not python_header.is_file():
+        problems.append("there is no {}: apt-get install python{}.{}-dev".format(python_header, *PYTHON_VERSION))
+    return problems + glibc_problems()
+
+
+def header_problems(nvcc: str, toolkit: str) -> list:
+    """Headers that the compiler would not find, by the rules of torch.utils.cpp_extension."""
+    named = next((os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+    home = Path(named or os.path.dirname(os.path.dirname(os.path.realpath(nvcc))))
+    includes = home / "include"
+    problems = []
+    missing = [header for header in CUDA_HEADERS if not (includes / header).is_file()]
+    if missing:
+        where = "CUDA_HOME={}".format(home) if named else "{}, where nvcc is (CUDA_HOME is not set)".format(home)
+        problems.append(
+            "{} has no include/{}: {}, or set CUDA_HOME to the toolkit".format(
+                where, ", include/".join(missing), toolkit
+            )
+        )
+    cudnn = next((os.environ[name] for name in ("CUDNN_HOME", "CUDNN_PATH") if os.environ.get(name)), None)
+    places = [Path(cudnn) / "include" if cudnn else includes, includes, *map(Path, SYSTEM_INCLUDES)]
+    if not any((place / CUDNN_HEADER).is_file() for place in places):
+        package = "libcudnn{}-dev-cuda-{}".format(
+            platform_version("CUDNN_VERSION"), platform_version("CUDA_VERSION").split(".")[0]
+        )
+        problems.append(
+            "there is no {}: apt-get install {}, or set CUDNN_PATH to the folder above its include/".format(
+                CUDNN_HEADER, package
+            )
+        )
+    return problems
+
+
+def glibc_problems() -> list:
+    """Wheels for GPUs are of a manylinux that older C libraries cannot load."""
+    found = os.confstr("CS_GNU_LIBC_VERSION") or "none"  # glibc 2.36
+    wanted = platform_version("GLIBC_VERSION")
+    numbers = re.search(r"(\d+)\.(\d+)", found)
+    if numbers and [int(number) for number in numbers.groups()] >= [int(number) for number in wanted.split(".")]:
+        return []
+    return ["the C library is {}, and wheels for GPUs need glibc {}: use a newer system".format(found, wanted)]
 
 
 def environment_is_usable() -> bool:
@@ -106,10 +190,13 @@ def pip(arguments: list, total: int = 0) -> None:
     """Runs the environment's pip, tells how far it is (of ``total`` packages), on failure shows its end."""
     command = [str(VENV_PYTHON), "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
     tail = collections.deque(maxlen=TAIL_LINES)  # type: collections.deque
+    compiler = []  # its errors stand far above the end
     seen = 0
     with subprocess.Popen(command, cwd=str(ROOT), universal_newlines=True, **OUTPUT) as process:
         for line in process.stdout:
             tail.append(line.rstrip()[:LINE_LENGTH])
+            if COMPILER_ERROR.search(line) and len(compiler) < TAIL_LINES:
+                compiler.append(line.strip()[:LINE_LENGTH])
             if line.startswith(("Collecting ", "Processing ", "Requirement already satisfied")):
                 seen += 1
                 if total and seen % 25 == 0:
@@ -119,8 +206,10 @@ def pip(arguments: list, total: int = 0) -> None:
     if process.returncode == 0:
         return
     print("\n".join(tail), file=sys.stderr)
-    if any("No space left" in line for line in tail):
+    if any("No space left" in line for line in [*tail, *compiler]):
         fail("the disk is full (pip's last lines are above): make room and run `make setup` again.")
+    if compiler:
+        fail("a package could not be compiled:\n  " + "\n  ".join(compiler))
     fail(
         "pip failed (its last lines are above): if it was the network, run `make setup` again; "
         "packages that were downloaded are not downloaded twice."

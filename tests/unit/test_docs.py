@@ -72,7 +72,13 @@ MADE_LATER = {
 """Files that pages may name though the repository does not hold them."""
 
 RAY_START_FLAGS = {"--head", "--port", "--address", "--node-ip-address", "--labels"}
-OTHER_TOOLS_FLAGS = {"--no-deps", "--help", "--version", "--X"} | RAY_START_FLAGS  # pip's; the command's; a placeholder
+DOCKER_FLAGS = {
+    *("--rm", "--entrypoint", "--gpus", "--shm-size", "--ulimit", "--network", "--volume", "--stop-timeout"),
+    "--file",
+}
+OTHER_TOOLS_FLAGS = (
+    DOCKER_FLAGS | {"--no-deps", "--help", "--version", "--X"} | RAY_START_FLAGS
+)  # pip's; the command's; a placeholder
 
 
 def on_pages(pages: list[Path] = PAGES) -> pytest.MarkDecorator:

@@ -70,11 +70,12 @@ def test_there_are_workflows_for_pushes_nights_gpus_and_tags() -> None:
 def test_structure(workflow: Yaml) -> None:
     assert set(workflow) <= {"name", "on", "permissions", "concurrency", "jobs"}
     assert set(workflow["on"]) <= EVENTS
-    assert set(workflow["permissions"]) == {"contents"}  # the token can do no more
+    assert set(workflow["permissions"]) == {"contents"}  # the token can do no more, but for publishing images
     for entry in workflow["on"].get("schedule", ()):
         assert len(entry["cron"].split()) == 5
     for job in jobs(workflow):
         assert set(job) <= JOB_KEYS
+        assert set(job.get("permissions", {})) <= {"contents", "packages"}
         assert {"runs-on", "timeout-minutes", "steps"} <= set(job)
         assert job["runs-on"] in HOSTED or job["runs-on"] == "${{ matrix.runner }}"
         needed = job.get("needs", [])
@@ -82,7 +83,7 @@ def test_structure(workflow: Yaml) -> None:
     for step in steps(workflow):
         assert set(step) <= STEP_KEYS
         assert ("uses" in step) != ("run" in step)
-        assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"])
+        assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+(\.\d+)*", step["uses"])
         assert "with" not in step or "uses" in step
 
 
@@ -134,7 +135,7 @@ def test_scripts_targets_and_files_exist(workflow: Yaml) -> None:
             if first.startswith(".venv/bin/"):
                 assert first.removeprefix(".venv/bin/") in ("python", "pip", "miles-async"), line
     for step in steps(workflow):
-        for key in ("python-version-file", "cache-dependency-path"):
+        for key in ("python-version-file", "cache-dependency-path", "config"):
             assert (ROOT / step.get("with", {}).get(key, ".")).exists()
 
 

@@ -166,6 +166,8 @@ def test_disk_that_is_too_small_is_refused(setup_env: ModuleType, monkeypatch: p
     monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: usage(2**40, 2**40 - 2**30, 2**30))
     with pytest.raises(SystemExit, match=r"1\.0 GiB are free .* needs about 4 GiB"):
         setup_env.check_machine("")
+    with pytest.raises(SystemExit, match=r"needs about 40 GiB"):
+        setup_env.check_machine("gpu")
 
 
 def test_other_python_is_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +182,134 @@ def test_missing_venv_module_is_named(setup_env: ModuleType, monkeypatch: pytest
         setup_env.check_machine("")
 
 
-def test_missing_compiler_matters_on_gpu_machines_only(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+class Toolkit:
+    """A machine with all that the build for GPUs needs, in a folder; tests take parts away."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, setup_env: ModuleType) -> None:
+        self.home = folder / "cuda"
+        self.includes = self.home / "include"
+        self.includes.mkdir(parents=True)
+        for header in (*setup_env.CUDA_HEADERS, setup_env.CUDNN_HEADER):
+            (self.includes / header).touch()
+        for path in (folder / "bin" / "c++", self.home / "bin" / "nvcc"):
+            path.parent.mkdir()
+            path.touch()
+            path.chmod(0o755)
+        self.is_of("13.0")
+        monkeypatch.setenv("PATH", f"{folder / 'bin'}:{self.home / 'bin'}:/bin")
+        for name in ("CUDA_HOME", "CUDA_PATH", "CUDNN_HOME", "CUDNN_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(setup_env, "SYSTEM_INCLUDES", ())
+        usage = namedtuple("usage", "total used free")
+        monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: usage(2**40, 0, 2**40))
+
+    def is_of(self, release: str) -> None:
+        lines = f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.48'\n"
+        (self.home / "bin" / "nvcc").write_text(lines)
+
+
+@pytest.fixture
+def toolkit(setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
+    return Toolkit(tmp_path / "machine", monkeypatch, setup_env)
+
+
+def test_a_machine_with_a_toolkit_builds_for_gpus(setup_env: ModuleType, toolkit: Toolkit) -> None:
+    setup_env.check_machine("gpu")
+
+
+def test_missing_compilers_matter_on_gpu_machines_only(
+    setup_env: ModuleType, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(setup_env.shutil, "which", lambda _: None)
     setup_env.check_machine("")
-    with pytest.raises(SystemExit, match=r"c\+\+ and nvcc not found"):
+    with pytest.raises(SystemExit) as refused:
         setup_env.check_machine("gpu")
+    assert "- there is no C++ compiler on PATH: apt-get install g++" in str(refused.value)
+    assert "- there is no nvcc on PATH: apt-get install cuda-toolkit-13-0" in str(refused.value)
+
+
+def test_a_toolkit_without_headers_is_refused_before_the_download(
+    setup_env: ModuleType, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """nvcc alone, as some packages and Conda install it."""
+    (toolkit.includes / "cuda_runtime_api.h").unlink()
+    with pytest.raises(SystemExit, match=r"cuda, where nvcc is .* has no include/cuda_runtime_api\.h: apt-get install"):
+        setup_env.check_machine("gpu")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "absent"))  # the compiler would look there
+    with pytest.raises(
+        SystemExit, match=r"CUDA_HOME=.*absent has no include/cuda_runtime_api\.h, include/cublas_v2\.h"
+    ):
+        setup_env.check_machine("gpu")
+
+
+def test_missing_headers_of_cudnn_are_named(
+    setup_env: ModuleType, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (toolkit.includes / "cudnn.h").unlink()
+    with pytest.raises(SystemExit, match=r"there is no cudnn\.h: apt-get install libcudnn9-dev-cuda-13"):
+        setup_env.check_machine("gpu")
+    (tmp_path / "cudnn" / "include").mkdir(parents=True)
+    (tmp_path / "cudnn" / "include" / "cudnn.h").touch()
+    monkeypatch.setenv("CUDNN_PATH", str(tmp_path / "cudnn"))
+    setup_env.check_machine("gpu")
+
+
+def test_missing_headers_of_python_are_named(
+    setup_env: ModuleType, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Debian ships them apart."""
+    monkeypatch.setattr(setup_env.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(SystemExit, match=r"there is no .*/Python\.h: apt-get install python3\.11-dev"):
+        setup_env.check_machine("gpu")
+
+
+@pytest.mark.parametrize(("release", "accepted"), [("13.2", True), ("12.8", False)])
+def test_another_major_version_of_cuda_is_refused(
+    setup_env: ModuleType, toolkit: Toolkit, release: str, accepted: bool
+) -> None:
+    toolkit.is_of(release)
+    if accepted:
+        setup_env.check_machine("gpu")
+        return
+    with pytest.raises(SystemExit, match=r"is of CUDA 12\.8, and torch of requirements/gpu\.in of CUDA 13\.0"):
+        setup_env.check_machine("gpu")
+
+
+@pytest.mark.parametrize(("found", "accepted"), [("glibc 2.34", True), ("glibc 2.31", False), (None, False)])
+def test_an_old_c_library_is_refused(
+    setup_env: ModuleType, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, found: str | None, accepted: bool
+) -> None:
+    monkeypatch.setattr(setup_env.os, "confstr", lambda name: found)
+    if accepted:
+        setup_env.check_machine("gpu")
+        return
+    with pytest.raises(SystemExit, match=r"the C library is (glibc 2\.31|none), and wheels for GPUs need glibc 2\.34"):
+        setup_env.check_machine("gpu")
+
+
+BUILD = """
+  error: subprocess-exited-with-error
+  [400 lines of output]
+    /site-packages/torch/include/c10/cuda/CUDAStream.h:3:10: fatal error: cuda_runtime_api.h: No such file or directory
+        3 | #include <cuda_runtime_api.h>
+    compilation terminated.
+{}
+  RuntimeError: Error compiling objects for extension
+  ERROR: Failed building wheel for transformer_engine_torch
+"""
+
+
+def test_a_failed_compilation_shows_the_compilers_error(setup_env: ModuleType, tmp_path: Path) -> None:
+    """It stands hundreds of lines above the end, and the network has nothing to do with it."""
+    (tmp_path / "output").write_text(BUILD.format("    File setup.py, line 9\n" * 300))
+    make_venv_python(setup_env, f"cat {tmp_path / 'output'}; exit 1")
+    with pytest.raises(SystemExit) as refused:
+        setup_env.pip(["install", "anything"])
+    message = str(refused.value)
+    assert "a package could not be compiled" in message
+    assert "CUDAStream.h:3:10: fatal error: cuda_runtime_api.h: No such file" in message
+    assert "network" not in message
+    assert "subprocess-exited" not in message
 
 
 def test_unknown_extras_are_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,182 @@
+"""Files of images, without Docker: every source, argument and version is there, and scripts of the images run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from miles_async.backends.megatron.families import FAMILIES
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE, FAMILY = ROOT / "docker" / "Dockerfile", ROOT / "docker" / "family.Dockerfile"
+BAKE: dict[str, Any] = json.loads((ROOT / "docker" / "docker-bake.json").read_text())
+PLATFORM: dict[str, Any] = json.loads((ROOT / "requirements" / "platform.json").read_text())["variable"]
+PREDEFINED = {"family.name", "family.types"}  # of the bake file's matrix
+
+Instruction = tuple[str, str]
+
+
+def instructions(path: Path) -> list[Instruction]:
+    """Name and rest of each instruction; continued lines joined, comments left out."""
+    lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+def of_kind(path: Path, kind: str) -> list[str]:
+    return [rest for name, rest in instructions(path) if name == kind]
+
+
+def copied(path: Path) -> list[str]:
+    """Sources of COPY in the tree."""
+    return [word for rest in of_kind(path, "COPY") for word in rest.split()[:-1] if not word.startswith("--")]
+
+
+def arguments_of(target: str) -> dict[str, str]:
+    entry = BAKE["target"][target]
+    inherited = [arguments_of(parent) for parent in entry.get("inherits", ())]
+    return {name: value for each in [*inherited, entry.get("args", {})] for name, value in each.items()}
+
+
+@pytest.mark.parametrize("path", [DOCKERFILE, FAMILY], ids=lambda path: path.name)
+def test_every_source_exists_and_is_sent_to_the_builder(path: Path) -> None:
+    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for source in copied(path):
+        assert (ROOT / source).exists(), source
+        assert any(source == each or fnmatch(source, f"{each}/*") for each in sent), source
+
+
+@pytest.mark.parametrize(("path", "targets"), [(DOCKERFILE, ("cpu", "gpu")), (FAMILY, ("family",))])
+def test_every_argument_has_a_value(path: Path, targets: tuple[str, ...]) -> None:
+    declared = {argument.partition("=")[0] for argument in of_kind(path, "ARG")}
+    for target in targets:
+        assert declared == set(arguments_of(target)), target
+        assert ROOT / BAKE["target"][target].get("dockerfile", "docker/Dockerfile") == path
+    # A stage sees its own ARGs only, and what an instruction uses is declared before.
+    seen: set[str] = set()
+    for name, rest in instructions(path):
+        seen = set() if name == "FROM" and seen and "AS" in rest and "system" not in rest else seen
+        if name == "ARG":
+            seen.add(rest.partition("=")[0])
+        elif name == "RUN":
+            used = set(re.findall(r"\$\{(\w+)", rest)) & declared
+            assert used <= seen, (rest, seen)
+
+
+def test_variables_of_the_bake_file_have_values_and_versions_are_not_repeated() -> None:
+    text = (ROOT / "docker" / "docker-bake.json").read_text()
+    used = set(re.findall(r"\$\{([\w.]+)\}", text))
+    assert used <= {*BAKE["variable"], *PLATFORM, *PREDEFINED}
+    for name, entry in PLATFORM.items():
+        version = entry["default"]
+        for path in (DOCKERFILE, FAMILY, ROOT / "docker" / "docker-bake.json"):
+            assert not re.search(rf"(?<![\w.]){re.escape(version)}(?![\w.])", path.read_text()), (name, path.name)
+    assert set(PLATFORM) - used == {"DRIVER_VERSION", "GLIBC_VERSION"}  # of the machine below
+
+
+def test_versions_of_the_platform_are_those_of_the_packages() -> None:
+    python = PLATFORM["PYTHON_VERSION"]["default"]
+    assert f'requires-python = "=={python}.*"' in (ROOT / "pyproject.toml").read_text()
+    cuda = PLATFORM["CUDA_VERSION"]["default"].split(".")[0]
+    assert f"core_cu{cuda}" in (ROOT / "requirements" / "gpu.in").read_text()
+
+
+def test_nobody_is_root_the_command_is_ours_and_health_is_looked_at() -> None:
+    for path in (DOCKERFILE, FAMILY):
+        assert of_kind(path, "USER")[-1] not in ("root", "0")
+    last_stage = instructions(DOCKERFILE)[[name for name, _ in instructions(DOCKERFILE)].index("USER") :]
+    assert last_stage[0] == ("USER", "miles")
+    assert json.loads(of_kind(DOCKERFILE, "ENTRYPOINT")[0]) == ["tini", "--", "miles-async"]
+    (health,) = of_kind(DOCKERFILE, "HEALTHCHECK")
+    (script,) = json.loads(health.partition("CMD ")[2])
+    assert script in copied(DOCKERFILE)
+    assert (ROOT / script).stat().st_mode & 0o111
+
+
+def test_a_release_has_a_tag_of_its_own_and_is_the_latest() -> None:
+    for target in ("cpu", "gpu", "family"):
+        version, latest = BAKE["target"][target]["tags"]
+        assert version.startswith("${REGISTRY}:${VERSION}")
+        assert latest == version.replace("${VERSION}", "latest")
+    for group in BAKE["group"].values():
+        assert set(group["targets"]) <= set(BAKE["target"])
+
+
+def test_every_family_has_one_image() -> None:
+    entries = BAKE["target"]["family"]["matrix"]["family"]
+    types = [name for entry in entries for name in entry["types"].split()]
+    assert sorted(types) == sorted(FAMILIES)
+    assert BAKE["target"]["family"]["contexts"] == {"base": "target:gpu"}
+    assert instructions(FAMILY)[0] == ("FROM", "base")
+
+
+def test_families_are_checked_against_the_trainer_and_the_installed_engine() -> None:
+    def check(*types: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "docker/check_family.py", " ".join(types)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+
+    done = check(*FAMILIES)
+    assert done.returncode == 0, done.stderr
+    done = check("qwen3", "mamba")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: mamba is not trained; the types that are: llama")
+
+
+def test_the_package_is_set_up_from_what_was_copied_by_then(tmp_path: Path) -> None:
+    """Before the sources: pyproject.toml reads no other file."""
+    for name, rest in instructions(DOCKERFILE):
+        if name == "RUN" and "setup_env.py" in rest:
+            break
+        if name == "COPY":
+            *sources, target = [word for word in rest.split() if not word.startswith("--")]
+            for source in sources:
+                place = tmp_path / target / (Path(source).name if (ROOT / source).is_file() else "")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                (shutil.copy if (ROOT / source).is_file() else shutil.copytree)(ROOT / source, place)
+    code = "import setuptools.build_meta as b; print(b.prepare_metadata_for_build_editable('.'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    assert "Requires-Dist: megatron-core" in metadata.read_text()
+    assert 'extra == "gpu"' in metadata.read_text()
+
+
+def test_hadolint_looks_at_every_dockerfile() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    files = {entry["file"] for entry in jobs["dockerfiles"]["strategy"]["matrix"]["include"]}
+    assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "docker").glob("*Dockerfile")}
+
+
+@pytest.mark.parametrize("shell", [text for path in (DOCKERFILE, FAMILY) for text in of_kind(path, "RUN")])
+def test_shell_is_well_formed(shell: str) -> None:
+    assert subprocess.run(["bash", "-n"], input=shell, text=True).returncode == 0
+    assert shell.count("apt-get install") == shell.count("--no-install-recommends")
+    assert "apt-get" not in shell or "rm -rf /var/lib/apt/lists/*" in shell
+
+
+def test_a_container_is_healthy_while_its_run_answers(tmp_path: Path) -> None:
+    answer = tmp_path / "miles-async"
+    answer.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\ntest -e "$2/answers"\n')
+    answer.chmod(0o755)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+
+    def health() -> int:
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MILES_ASYNC_RUN_DIR": str(run_dir)}
+        return subprocess.run([ROOT / "docker" / "healthcheck.sh"], env=environment, timeout=10).returncode
+
+    assert health() == 0  # a node of Ray's
+    (run_dir / "run.json").touch()
+    assert health() == 1
+    (run_dir / "answers").touch()
+    assert health() == 0
+    assert (tmp_path / "calls").read_text() == f"scale {run_dir}\n" * 2
