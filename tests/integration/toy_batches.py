@@ -22,18 +22,25 @@ class ToySample:
 
 
 def toy_samples(count: int, *, vocab: int = 64, seed: int = 0) -> list[ToySample]:
-    """Different lengths; prompts, and a masked stretch inside of every third response, as after a tool call."""
+    """Different lengths; prompts that two have each, and a masked stretch inside of every third response, as after a
+    tool call.
+    """
     draw = np.random.default_rng(seed)
-    samples = []
+    samples: list[ToySample] = []
+    prompt = 0
     for index in range(count):
-        prompt, response = int(draw.integers(1, 6)), int(draw.integers(3, 12))
+        own, response = int(draw.integers(1, 6)), int(draw.integers(3, 12))
+        prompt = prompt if index % 2 else own
         mask = np.r_[np.zeros(prompt), np.ones(response)].astype(np.uint8)
         if index % 3 == 0:
             mask[prompt + 1] = 0
         versions = np.where(mask, VERSION - index % 2, -1).astype(np.int32)
+        tokens = draw.integers(0, vocab, prompt + response).astype(np.int32)
+        if index % 2:
+            tokens[:prompt] = samples[-1].tokens[:prompt]
         samples.append(
             ToySample(
-                tokens=draw.integers(0, vocab, prompt + response).astype(np.int32),
+                tokens=tokens,
                 loss_mask=mask,
                 rollout_logprobs=(draw.normal(-4.0, 0.3, prompt + response) * mask).astype(np.float32),
                 weight_versions=versions,

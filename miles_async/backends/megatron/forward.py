@@ -19,6 +19,7 @@ from miles_async.algorithms.objective import LossSums
 from miles_async.backends.megatron.model_output import ModelOutput, output_of
 from miles_async.backends.megatron.packing import PackedBatch, PackedSequences
 from miles_async.backends.megatron.scores import Scorer
+from miles_async.backends.megatron.shared_prompts import rotary_positions
 
 LossFunction = Callable[[PackedBatch, ModelOutput], LossSums]
 """(micro-batch, output of the model) → sums over the micro-batch."""
@@ -86,7 +87,8 @@ def _forward_step(
     micro_batches: Iterator[tuple[PackedSequences, OfOutput]], module: Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     packed, of_output = next(micro_batches)
-    output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
+    with rotary_positions(module, packed.attention, packed.position_ids[0]):
+        output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
     # With forward_only the schedule passes non_loss_data=True and stores what comes back.
     return output, lambda hidden, **_: of_output(output_of(module, hidden))
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from miles_async.backends.megatron.context_split import gathered_order
+from miles_async.backends.megatron.shared_prompts import SharedPrompts
 
 
 class SdpaAttention(MegatronModule):
@@ -56,7 +57,7 @@ class SdpaAttention(MegatronModule):
         if self.config.context_parallel_size > 1:
             return self._attend_split(query, key, value, packed_seq_params.cu_seqlens_q)
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        for index, valid in padded_groups(packed_seq_params.cu_seqlens_q):
+        for index, valid in _samples(packed_seq_params):
             group = self._attend(query[index], key[index], value[index])
             out = out.index_put((index[valid],), group[valid])
         return out.reshape(out.shape[0], -1)
@@ -117,6 +118,15 @@ class SdpaAttention(MegatronModule):
         """Which keys each query sees, bool [q, k]; the queries are those of the last of k tokens."""
         distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
         return (distance >= 0) & (distance <= (keys if self.before is None else self.before))
+
+
+def _samples(packed: PackedSeqParams) -> Iterator[tuple[Tensor, Tensor]]:
+    """The samples as right-padded batches: (position [b, s], whether its output is taken from here [b, s] bool)."""
+    if not isinstance(packed, SharedPrompts):
+        yield from padded_groups(packed.cu_seqlens_q)
+        return
+    for index, valid in padded_groups(packed.samples):
+        yield packed.places[index], valid & packed.first[index]
 
 
 def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -29,6 +29,7 @@ from miles_async.backends.megatron import (
     glm4_bridge,  # noqa: F401  # registers itself
     hf_config,
     overrides,
+    shared_prompts,
 )
 from miles_async.backends.megatron.adapters import add_adapters, merged, switched_off
 from miles_async.backends.megatron.families import FAMILIES
@@ -51,6 +52,7 @@ class LoadedModel:
     modules: list[Module]
     bridge: AutoBridge
     adapted: bool = False  # only adapters are trained
+    share_prompts: bool = False
 
     @property
     def pack_layout(self) -> PackLayout:
@@ -60,6 +62,7 @@ class LoadedModel:
             share=config.tensor_model_parallel_size if config.sequence_parallel else 1,
             context_size=parallel_state.get_context_parallel_world_size(),
             context_rank=parallel_state.get_context_parallel_rank(),
+            share_prompts=self.share_prompts,
         )
 
     def pipeline(self, device: torch.device) -> Pipeline:
@@ -149,7 +152,9 @@ def load_model(directory: Path, model: ModelArguments, platform: Platform, *, tr
         module.train(trainable)
         if not trainable:
             module.requires_grad_(False)
-    return LoadedModel(modules, bridge, adapted)
+        if model.share_prompts:
+            shared_prompts.check_module(module)
+    return LoadedModel(modules, bridge, adapted, model.share_prompts)
 
 
 def make_optimizer(

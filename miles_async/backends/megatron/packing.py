@@ -3,6 +3,9 @@
 The samples stand one behind another; ``cu_seqlens`` keeps attention and positions inside each. A padding tail, itself a
 sequence without loss, rounds T up to what sequence parallelism needs.
 
+With ``--share-prompts`` tokens before the first that carries loss have one position for all samples that begin with
+them (``shared_prompts``).
+
 Under context parallelism every sample is padded to a multiple of 2 × ranks, and each rank gets its part of every sample
 (``context_split``). What goes into the model is split; arrays for the loss are whole on every rank, in the order of the
 tokens, and each rank knows which tokens' log-probs come from its part.
@@ -20,13 +23,18 @@ from torch import Tensor
 
 from miles_async.api import TokenBatch
 from miles_async.backends.megatron.context_split import positions_of_rank
+from miles_async.backends.megatron.shared_places import first_uses, shared_places
+from miles_async.backends.megatron.shared_prompts import SharedPrompts
 from miles_async.train_data.batch import token_advantages
 from miles_async.types import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedSequences:
-    """One forward pass on one rank. N tokens of sequences; T positions with padding, of which this rank has T / CP."""
+    """One forward pass on one rank. N tokens of sequences; T positions with padding, of which this rank has T / CP.
+
+    T is less than N where prompts are shared.
+    """
 
     tokens: Tensor  # int64 [1, T / CP]
     position_ids: Tensor  # int64 [1, T / CP], from 0 in every sample
@@ -44,6 +52,7 @@ class PackLayout:
     share: int = 1  # ranks that split each context-parallel rank's positions: those of sequence parallelism
     context_size: int = 1  # context-parallel ranks
     context_rank: int = 0
+    share_prompts: bool = False  # without context parallelism only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,34 +98,51 @@ def _pack(
 ) -> PackedSequences:
     """``needed``: bool [N], the tokens that get a log-prob if a prefix predicts them."""
     lengths = np.diff(offsets)
-    boundaries = _padded_boundaries(lengths, layout)
-    padded = np.diff(boundaries)
-    positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], padded)
-    places = np.arange(len(tokens)) + np.repeat(boundaries[: len(lengths)] - offsets[:-1], lengths)  # [N], in [0, T)
+    if layout.share_prompts:
+        places = shared_places(tokens, offsets, needed)  # [N], in [0, T)
+        boundaries = _padded_boundaries(np.array([places.max(initial=-1) + 1]), layout)
+        positions = np.zeros(boundaries[-1], dtype=np.int64)
+        positions[places] = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
+    else:
+        boundaries = _padded_boundaries(lengths, layout)
+        positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], np.diff(boundaries))
+        places = np.arange(len(tokens)) + np.repeat(boundaries[: len(lengths)] - offsets[:-1], lengths)
     all_tokens = np.zeros(boundaries[-1], dtype=np.int64)
     all_tokens[places] = tokens
     held = positions_of_rank(boundaries, layout.context_size, layout.context_rank)
     row_of = np.full(boundaries[-1], -1)
     row_of[held] = np.arange(len(held))
     scored = np.flatnonzero(needed & (positions[places] > 0))
-    rows = row_of[places[scored] - 1]
+    rows = row_of[places[scored - 1]]
     scored, rows = scored[rows >= 0], rows[rows >= 0]
-    cu_seqlens = _tensor(boundaries, torch.int32, device)
-    longest = int(padded.max())
+    attention = _sequences(boundaries, device)
+    if layout.share_prompts:
+        attention = SharedPrompts(
+            **vars(attention),
+            samples=_tensor(offsets, torch.int32, device),
+            places=_tensor(places, torch.int64, device),
+            first=_tensor(first_uses(places), torch.bool, device),
+        )
     return PackedSequences(
         tokens=_tensor(all_tokens[held], torch.int64, device)[None],
         position_ids=_tensor(positions[held], torch.int64, device)[None],
         scored=_tensor(scored, torch.int64, device),
         rows=_tensor(rows, torch.int64, device),
         labels=_tensor(tokens[scored], torch.int64, device),
-        attention=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        attention=attention,
         num_tokens=len(tokens),
+    )
+
+
+def _sequences(boundaries: np.ndarray, device: torch.device) -> PackedSeqParams:
+    cu_seqlens = _tensor(boundaries, torch.int32, device)
+    longest = int(np.diff(boundaries).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 

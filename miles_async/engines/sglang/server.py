@@ -21,12 +21,17 @@ _KEEP_ALIVE_SECONDS = "86400"  # closing a connection of the router's just as a 
 # meant for a batch that hangs: a publication that holds the scheduler up comes on top.
 _BATCH_SECONDS = 300
 
-# Flags without which SGLang does not run on a CPU.
 _CPU_FLAGS = (
+    # Without these SGLang does not run on a CPU.
     "--attention-backend=torch_native",
     "--sampling-backend=pytorch",
     "--disable-cuda-graph",
     "--disable-overlap-schedule",
+    # The samples of a group have one prompt and come together, also after a pause that took them out of the engine.
+    # Of requests that begin alike this policy puts one to the front of the queue. As prefills are that small the others
+    # wait for the next one, and find the prompt in the cache; and an engine never computes long without listening.
+    "--schedule-policy=lpm",
+    "--chunked-prefill-size=512",
 )
 
 

@@ -408,6 +408,16 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "--recompute-modules: expected some of core_attn, mlp, moe, moe_act, shared_experts, layernorm, mla_up",
             "found norm",
         ),
+        case(
+            "shared prompts on GPUs",
+            {"share_prompts": True, "device": "cuda"},
+            "--share-prompts with --device cuda: attention on GPUs takes whole samples",
+        ),
+        case(
+            "shared prompts that are split",
+            {"share_prompts": True, "device": "cpu", "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "--share-prompts with --context-parallel-size 2, which splits every sample",
+        ),
         case("learning rates", {"min_lr": 1.0}, "--min-lr 1.0 is larger than --lr"),
         case(
             "choice",
@@ -496,6 +506,7 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
         {"lora_rank": 8, "lora_type": "dora", "target_modules": ("q_proj,k_proj,v_proj", "linear_fc2")},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
+        {"share_prompts": True, "device": "cpu"},
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ def test_engines_know_grammars_where_agents_may_ask_for_them() -> None:
 def test_only_cpu_servers_get_flags_for_machines_without_a_gpu() -> None:
     cpu = server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
     assert "--attention-backend=torch_native" in cpu
+    assert {"--schedule-policy=lpm", "--chunked-prefill-size=512"} <= set(cpu)  # a group's prompt is computed once
     cuda = server_command(
         ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=4),
         "10.0.0.7",

@@ -1,0 +1,1 @@
+"""A real language model learns sums on a laptop: SmolLM2-135M-Instruct."""

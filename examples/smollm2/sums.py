@@ -1,0 +1,67 @@
+"""The task: sums of two numbers from 1 to 20, and what an answer is worth."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+from miles_async.types import JsonObject, Prompt, Sample
+
+LARGEST = 20
+HELD_OUT_PAIRS = 34  # of 210; 64 questions or a few less, as both orders of a pair are held out together
+SEED = 1234
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A sum to ask for."""
+
+    a: int
+    b: int
+    held_out: bool
+
+    def row(self) -> JsonObject:
+        """Row of the prompt data.
+
+        >>> Question(17, 5, held_out=False).row()["prompt"][0]["content"]
+        'What is 17 + 5? Reply with only the number.'
+        """
+        text = f"What is {self.a} + {self.b}? Reply with only the number."
+        return {
+            "prompt": [{"role": "user", "content": text}],
+            "label": str(self.a + self.b),
+            "metadata": {"held_out": self.held_out},
+        }
+
+
+def split() -> tuple[list[Question], list[Question]]:
+    """Training and test questions, shuffled, the same on every machine. No sum of the test is in training, in either
+    order.
+    """
+    chance = random.Random(SEED)
+    pairs = list(combinations_with_replacement(range(1, LARGEST + 1), 2))
+    chance.shuffle(pairs)
+    train, test = _questions(pairs[HELD_OUT_PAIRS:], held_out=False), _questions(pairs[:HELD_OUT_PAIRS], held_out=True)
+    chance.shuffle(train)
+    chance.shuffle(test)
+    return train, test
+
+
+def _questions(pairs: list[tuple[int, int]], *, held_out: bool) -> list[Question]:
+    return [Question(*numbers, held_out) for a, b in pairs for numbers in sorted({(a, b), (b, a)})]
+
+
+async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_async/api.py
+    """1 for the sum and nothing else, 0.2 to 0.5 for another number, more the nearer it is: almost no sample of the
+    untrained model is right, and rewards that are all equal teach nothing.
+
+    Of answers to held-out questions only right ones count, so that their mean is the accuracy.
+    """
+    text = sample.text.strip()
+    if prompt.metadata["held_out"]:
+        return float(sample.finish_reason == "stop" and text == prompt.label)
+    if sample.finish_reason == "stop" and text.isdecimal() and text.isascii():
+        off = abs(int(text) - int(prompt.label))
+        return 1.0 if off == 0 else 0.2 + 0.3 / off
+    return 0.0
