@@ -47,7 +47,10 @@ def machine_state(arguments: Arguments) -> Iterator[Finding]:
 
     cluster, observability, save = arguments.cluster, arguments.observability, arguments.checkpoint.save
     directories = {"--run-dir": observability.run_dir} | ({"--save": save} if save is not None else {})
-    yield from machine_findings(Intent(device=cluster.device, ports=cluster.ports, directories=directories))
+    alone = cluster.ray_address is None
+    yield from machine_findings(
+        Intent(device=cluster.device, own_gpus=alone, ports=cluster.ports, directories=directories)
+    )
     if observability.use_wandb and observability.wandb_mode == "online":
         yield from service_findings(WANDB)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -49,7 +50,7 @@ def doctor(words: Sequence[str], show: Callable[[str], None]) -> int:
     address = _address(parsed.ray_address) if parsed.cluster else None
     report = Report(show)
     show(f"miles-async {__version__} on {socket.gethostname()}\n")
-    for finding in _here(intent, parsed.hf_checkpoint):
+    for finding in _here(replace(intent, own_gpus=not parsed.cluster), parsed.hf_checkpoint):
         report.add(finding)
     if address is not None:
         asyncio.run(_cluster(address, intent, report))

@@ -26,6 +26,7 @@ class Intent:
     """What a run would do on the machine."""
 
     device: DeviceChoice = "auto"
+    own_gpus: bool = True  # False: those of other nodes, so this machine may have none
     ports: range | None = None  # of its servers; None: any
     directories: Mapping[str, Path] = field(default_factory=dict)  # that it writes to, by what they are for
 
@@ -34,8 +35,9 @@ def machine_findings(intent: Intent) -> Iterator[Finding]:
     """Check this machine. Takes milliseconds once torch is imported, and asks nobody outside."""
     device = choose_device(intent.device)
     yield from package_findings(versions_tested(device), device)
-    yield from gpu_findings(gpu_facts(), intent.device)
-    yield from shared_memory_findings(device)
+    if intent.own_gpus:
+        yield from gpu_findings(gpu_facts(), intent.device)
+    yield from shared_memory_findings(device if intent.own_gpus else "cpu")
     yield from disk_findings({**intent.directories, "TMPDIR": Path(tempfile.gettempdir())})
     yield from process_findings()
     yield from locked_memory_findings()

@@ -45,25 +45,25 @@ def gpu_findings(facts: GpuFacts, device: DeviceChoice) -> Iterator[Finding]:
     if device == "cpu" or (device == "auto" and facts.driver is None and facts.cuda is None):
         yield Finding(check="GPUs", verdict="ok", found="runs here use the CPU")
         return
-    verdict: Verdict = "failure" if device == "cuda" or facts.gpus else "warning"
+    verdict: Verdict = "failure" if device == "cuda" else "warning"
     if facts.cuda is None:
         found = "torch is a CPU build" + (f", beside the driver {facts.driver}" if facts.driver else "")
         yield Finding(check="GPUs", verdict=verdict, found=found, mend="make setup EXTRAS=gpu")
         return
     built = f"torch is built for CUDA {facts.cuda}"
     oldest = platform_version("DRIVER_VERSION")
-    if facts.driver is None and not facts.gpus:
-        yield Finding(check="GPUs", verdict=verdict, found=f"{built}, and there is no driver", mend=_PASS_ON)
-    elif facts.driver is not None and int(facts.driver.split(".")[0]) < int(oldest):
-        found = f"{built}, which needs driver {oldest} or newer; found {facts.driver}"
-        yield Finding(check="GPUs", verdict=verdict, found=found, mend=f"apt-get install nvidia-driver-{oldest}")
-    elif not facts.gpus:
-        found = f"driver {facts.driver}, and CUDA shows torch no GPU"
-        yield Finding(check="GPUs", verdict=verdict, found=found, mend="nvidia-smi; echo $CUDA_VISIBLE_DEVICES")
-    else:
+    if facts.gpus:  # also with an older driver, if NVIDIA's compatibility package stands in
         names = ", ".join(f"{facts.gpus.count(name)} × {name}" for name in dict.fromkeys(facts.gpus))
         found = f"{names}; driver {facts.driver or 'unknown'}, CUDA {facts.cuda}, NCCL {facts.nccl}"
         yield Finding(check="GPUs", verdict="ok", found=found)
+    elif facts.driver is None:
+        yield Finding(check="GPUs", verdict=verdict, found=f"{built}, and there is no driver", mend=_PASS_ON)
+    elif int(facts.driver.split(".")[0]) < int(oldest):
+        found = f"{built}, which needs driver {oldest} or newer; found {facts.driver}"
+        yield Finding(check="GPUs", verdict=verdict, found=found, mend=f"apt-get install nvidia-driver-{oldest}")
+    else:
+        found = f"driver {facts.driver}, and CUDA shows torch no GPU"
+        yield Finding(check="GPUs", verdict=verdict, found=found, mend="nvidia-smi; echo $CUDA_VISIBLE_DEVICES")
 
 
 def _driver_version(driver_file: Path) -> str | None:

@@ -43,7 +43,9 @@ def shared_memory_findings(device: Device, place: Path = SHARED_MEMORY) -> Itera
 def disk_findings(directories: Mapping[str, Path]) -> Iterator[Finding]:
     """Check bytes and files that can still be written. ``directories``: by what they are for; they may not exist."""
     for name, directory in directories.items():
-        place = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
+        place = next(
+            parent for parent in (directory.absolute(), *directory.absolute().parents) if os.path.exists(parent)
+        )
         status = os.statvfs(place)
         free = status.f_frsize * status.f_bavail
         found = f"{name}: {place} has {gib(free)} free"

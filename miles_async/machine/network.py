@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import threading
 import time
@@ -74,10 +75,12 @@ def _ask(url: str, seconds: float) -> Reply:
             headers = answer.headers
     except urllib.error.HTTPError as error:  # an answer, too
         headers = error.headers
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return Reply(error=str(getattr(error, "reason", error)))
-    date = headers.get("Date")
-    return Reply(seconds_ahead=parsedate_to_datetime(date).timestamp() - time.time() if date else None)
+    try:
+        return Reply(seconds_ahead=parsedate_to_datetime(headers["Date"]).timestamp() - time.time())
+    except (TypeError, ValueError):  # it says none, or something else
+        return Reply()
 
 
 def service_findings(service: Service, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:

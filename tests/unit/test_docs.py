@@ -67,6 +67,7 @@ MADE_LATER = {
         "logs/agents.log",
     ),
     *("docs/staleness_study.md", "docs/staleness_study.png"),  # by `make study`
+    "examples/smollm2/data",  # by its prepare.py
     "my_hooks.py",  # by the reader
 }
 """Files that pages may name though the repository does not hold them."""

@@ -15,6 +15,7 @@ from miles_async.commands import checks, doctor
 from miles_async.commands.checks import check_surroundings, machine_state
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
+from miles_async.runtime.device import count_gpus
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "assets" / "reverse" / "model"
 CLOSED = "http://127.0.0.1:9"
@@ -89,6 +90,18 @@ def test_a_run_asks_for_wandb_only_if_it_logs_there() -> None:
     assert "network" in checked(use_wandb=True, wandb_mode="online")
     assert "network" not in checked(use_wandb=True, wandb_mode="offline")
     assert "network" not in checked(wandb_mode="online")
+
+
+def test_the_machine_of_a_run_on_a_cluster_needs_no_gpu() -> None:
+    """Those of other nodes are meant."""
+
+    def failures(address: str | None) -> set[str]:
+        arguments = Arguments(cluster=ClusterArguments(device="cuda", ray_address=address))
+        return {found.check for found in machine_state(arguments) if found.verdict == "failure"}
+
+    if count_gpus() == 0:
+        assert "GPUs" in failures(None)
+    assert "GPUs" not in failures("10.0.0.1:6379")
 
 
 def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ def facts(driver: str | None, cuda: str | None, *gpus: str) -> GpuFacts:
         (facts("580.65", "13.0", "H100"), "cpu", "ok", "use the CPU", ""),
         (facts("580.65", "13.0", "H100", "H100"), "auto", "ok", "2 × H100; driver 580.65, CUDA 13.0, NCCL 2.28.3", ""),
         (facts(None, "13.0", "H100"), "auto", "ok", "driver unknown", ""),  # a container may hide /proc/driver
+        (facts("570.10", "13.0", "H100"), "cuda", "ok", "driver 570.10", ""),  # with NVIDIA's compatibility package
         (facts("580.65", None), "auto", "warning", "CPU build, beside the driver 580.65", "make setup EXTRAS=gpu"),
         (facts(None, None), "cuda", "failure", "torch is a CPU build", "make setup EXTRAS=gpu"),
         (facts(None, "13.0"), "cuda", "failure", "there is no driver", "docker run --gpus all"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ CLOSED = "http://127.0.0.1:9"
 @pytest.fixture
 def service() -> Iterator[SimpleNamespace]:
     """A server that answers every request with 404, and whose clock can be wrong."""
-    told = SimpleNamespace(ahead=0.0, asked=0)
+    told = SimpleNamespace(ahead=0.0, asked=0, date=None)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -30,7 +31,7 @@ def service() -> Iterator[SimpleNamespace]:
             self.end_headers()
 
         def date_time_string(self, timestamp: float | None = None) -> str:
-            return formatdate(time.time() + told.ahead, usegmt=True)
+            return told.date or formatdate(time.time() + told.ahead, usegmt=True)
 
         def log_message(self, format: str, *arguments: object) -> None:
             pass
@@ -49,6 +50,27 @@ def test_a_service_that_answers_anything_is_reached(service: SimpleNamespace) ->
     reached, clock = service_findings(HUB, {"HF_ENDPOINT": service.url})
     assert (reached.verdict, clock.verdict) == ("ok", "ok")
     assert service.url in reached.found
+
+
+def test_a_service_whose_date_cannot_be_read_says_nothing_of_the_clock(service: SimpleNamespace) -> None:
+    service.date = "today"
+    [reached] = service_findings(HUB, {"HF_ENDPOINT": service.url})
+    assert reached.verdict == "ok"
+
+
+def test_a_service_that_speaks_no_http_is_out_of_reach() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with server.accept()[0] as client:
+                client.sendall(b"SSH-2.0\r\n\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        [finding] = service_findings(HUB, {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}"})
+        thread.join(10)
+    assert finding.verdict == "warning"
+    assert "cannot be reached" in finding.found
 
 
 def test_a_service_that_is_out_of_reach_is_a_warning_with_the_way_round_it() -> None:
