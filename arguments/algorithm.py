@@ -17,6 +17,8 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 RejectionStatistic = Literal["ratio", "k1", "k2", "k3"]
 ProxLogpMethod = Literal["recompute", "loglinear"]
 KlLossType = Literal["k1", "k2", "k3", "low_var_kl"]
+RoutingReplay = Literal["rollout", "old_policy"]
+"""Whose experts the training pass of a mixture takes: those of the engines, or of the pass for old log-probs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +118,14 @@ class AlgorithmArguments:
     ref_hf_checkpoint: Path | None = flag(
         None, "reference model of the KL loss and the KL in the reward (default: --hf-checkpoint)"
     )
+    use_rollout_routing_replay: bool = flag(
+        False, "mixtures: the trainer passes each token through the experts that the engine chose for it"
+    )
+    use_routing_replay: bool = flag(
+        False,
+        "mixtures: optimizer steps pass each token through the experts that computed its old log-prob (covered by "
+        "--use-rollout-routing-replay)",
+    )
     log_entropy: bool = flag(False, "compute the policy's entropy, a pass over all logits, and log it as train/entropy")
     allow_uncorrected_off_policy: bool = flag(
         False,
@@ -127,6 +137,13 @@ class AlgorithmArguments:
     def weighs_ages(self) -> bool:
         """True if tokens count by their age."""
         return self.max_token_age is not None or self.token_age_decay != 1
+
+    @property
+    def routing_replay(self) -> RoutingReplay | None:
+        """Replayed choices of experts; None: the trainer's routers choose."""
+        if self.use_rollout_routing_replay:
+            return "rollout"
+        return "old_policy" if self.use_routing_replay else None
 
     @property
     def heeds_rollout_logprobs(self) -> bool:

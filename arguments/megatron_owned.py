@@ -83,7 +83,7 @@ FIELDS: Mapping[str, str] = {
                     "it would route other than the engines: remove it"),
     **dict.fromkeys(("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
                     "tokens reach experts by alltoall: remove it"),
-    "moe_enable_routing_replay": _ABSENT,
+    "moe_enable_routing_replay": "use --use-rollout-routing-replay or --use-routing-replay",
     **dict.fromkeys(
         (
             *("num_moe_experts", "layernorm_epsilon", "layernorm_zero_centered_gamma", "gated_linear_unit"),

@@ -21,6 +21,7 @@ from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.ranges import range_problems
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
+from miles_async.arguments.routing_checks import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
 from miles_async.arguments.sessions import TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR
@@ -328,6 +329,7 @@ CHECKS: tuple[Check, ...] = (
     check_sampling,
     check_staleness,
     check_off_policy_correction,
+    check_routing_replay,
     check_rewards,
     check_group_filters,
     check_evaluation,

@@ -22,6 +22,8 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
+RoutedExperts = npt.NDArray[np.uint8 | np.int16]
+"""[T, layers × top-k] experts by which each layer of a mixture passed each token on (``arguments/routing.py``)."""
 
 NO_VERSION = -1
 """Entry of ``Sample.weight_versions`` for tokens that no engine generated (prompt, tool output)."""
@@ -56,6 +58,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: JsonObject  # the engine's sampling parameters
     routing_key: str  # requests with the same key go to the same engine, whose prefix cache has what they share
     multimodal_inputs: JsonObject = {}  # fields that the engine's request has for them; opaque to us
+    experts_from: int = 0  # first token whose experts are asked for, by runs that replay them
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -76,6 +79,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     cached_tokens: int  # prompt tokens served from the prefix cache
     prompt_tokens: int
+    routed_experts: RoutedExperts | None = None  # of prompt and output from ``experts_from`` up to the last but one
 
 
 class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +92,7 @@ class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     weight_version: object  # version label as the server reports it; ``staleness.versions.parse_spans`` judges both
     weight_versions: object  # spans as the server reports them, None if it reports none
+    routed_experts: RoutedExperts | None = None  # flat, as reported
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +103,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     loss_mask: UInt8  # [T] 1 where the token carries loss: the model sampled it, and no branch before has it
     rollout_logprobs: Float32  # [T] 0 where loss_mask is 0
     weight_versions: Int32  # [T] NO_VERSION where no engine generated the token
+    routed_experts: RoutedExperts | None = None  # [T, ...] 0 for the last token, which no engine has read
 
     @property
     def response_length(self) -> int:
@@ -191,6 +197,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: Float32  # [S] or [N], see above
     rewards: Float32  # [S]
     sample_ids: Int64  # [S] the sample's position in the batch before any split; the same for all its branches
+    routed_experts: RoutedExperts | None = None  # [N, ...] as in Branch, if they are replayed
 
     @property
     def num_branches(self) -> int:

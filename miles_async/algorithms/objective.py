@@ -26,7 +26,7 @@ from miles_async.api import (
     TokenAdvantages,
     TokenBatch,
 )
-from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.algorithm import AlgorithmArguments, RoutingReplay
 from miles_async.errors import ContractViolation
 
 OldPolicy = Literal["trainer", "rollout", "interpolated"]
@@ -54,6 +54,7 @@ class Objective:
     token_advantages: TokenAdvantages | None = None  # comes before the first optimizer step on a batch
     old_policy: OldPolicy = "trainer"  # whose log-probs ``old_logprobs`` are
     log_entropy: bool = False
+    routing_replay: RoutingReplay | None = None  # experts that a mixture's tokens pass through; None: routers choose
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -108,6 +109,7 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         token_advantages=registry.token_advantages(arguments),
         old_policy=_old_policy(arguments),
         log_entropy=arguments.log_entropy,
+        routing_replay=arguments.routing_replay,
     )
 
 

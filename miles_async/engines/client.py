@@ -21,9 +21,11 @@ import aiohttp
 import msgspec
 import structlog
 
+from miles_async.arguments.routing import RouterShape
 from miles_async.engines.http import ERROR_TEXT, Http
 from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.routed_experts import experts_of
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.runtime.clock import now
@@ -76,10 +78,12 @@ class RouterClient:
         gate_timeout: float,
         keep_aborted: bool = True,
         backoff_seconds: float = 0.2,
+        routers: RouterShape | None = None,
     ) -> None:
         """``keep_aborted``: when a publication aborts requests, return what was generated instead of repeating them.
         ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
         ``backoff_seconds``: before the first retry, with jitter; doubles up to 10 s.
+        ``routers``: of the model, if requests ask for the experts that they choose.
         """
         self._traffic = traffic
         self._http = http
@@ -92,6 +96,7 @@ class RouterClient:
         self._gate_timeout = gate_timeout
         self._keep_aborted = keep_aborted
         self._backoff_seconds = backoff_seconds
+        self._routers = routers
         self._abort_calls = 0  # under way
         self._next_warning = 0.0
         self._answers_read = LoopTurns(_READ_AT_ONCE)
@@ -136,7 +141,7 @@ class RouterClient:
             response = await self._request(request, tried)
             await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
             await self._verified(response.engine_url)
-            generation = self._generation(response)
+            generation = self._generation(response, request)
             if self._keep_aborted or generation.finish_reason != "abort":
                 return generation
         raise TransientEngineError(f"{generation.engine_id} aborted a request {_ABORTS} times in a row")
@@ -154,7 +159,8 @@ class RouterClient:
 
     async def _request(self, request: GenerateRequest, tried: int) -> _Response:
         request_id, version = uuid.uuid4().hex, self._registry.version
-        body = self._server.encode(request, request_id=request_id, version=version)
+        experts = self._routers is not None
+        body = self._server.encode(request, request_id=request_id, version=version, experts=experts)
         url = self._router_url()
         if tried:  # each time at another engine, where there is one; the prefix cache is a small loss then
             url = self._registry.pick_serving(zlib.crc32(request.routing_key.encode()) + tried)
@@ -222,7 +228,7 @@ class RouterClient:
         if self._registry.answering_at(engine_url) is None:
             raise TransientEngineError(f"engine at {engine_url} was fenced while it answered")
 
-    def _generation(self, response: _Response) -> Generation:
+    def _generation(self, response: _Response, request: GenerateRequest) -> Generation:
         answer = self._server.decode(response.body, response.content_type, response.engine_url)
         engine = self._registry.answering_at(response.engine_url)
         assert engine is not None
@@ -238,6 +244,9 @@ class RouterClient:
                 f"{response.engine_url} began a request of version {response.dispatch_version} with version "
                 f"{spans[0].version}: the router still listed it when it was out"
             )
+        experts = None
+        if self._routers is not None:
+            experts = experts_of(answer, request, self._routers, response.engine_url)
         self._traffic.completed[engine.engine_id] += 1
         return Generation(
             output_ids=answer.output_ids,
@@ -247,6 +256,7 @@ class RouterClient:
             engine_id=engine.engine_id,
             cached_tokens=answer.cached_tokens,
             prompt_tokens=answer.prompt_tokens,
+            routed_experts=experts,
         )
 
 

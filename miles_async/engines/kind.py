@@ -54,6 +54,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     dummy_weights: bool = False  # it starts with random weights, which a publication replaces
     weight_version: int | None = None  # of the weights that it starts with, if they are to be trained on
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)
+    routed_experts: bool = False  # requests may ask for them (--use-rollout-routing-replay)
     weight_group_seconds: float | None = None  # waiting for other members of a process group; None: the server's own
     publication_seconds: float = 0.0  # that a publication may take, during which the server generates nothing
     keys: EngineKeys | None = None  # of its HTTP doors; None on loopback only
@@ -105,8 +106,10 @@ class InferenceServer(Protocol):
 
     generate_path: str  # of generation requests, such as "/generate"
 
-    def encode(self, request: GenerateRequest, *, request_id: str, version: int) -> bytes:
-        """Body of a generation request. It must not reuse cached prefixes of requests with another ``version``."""
+    def encode(self, request: GenerateRequest, *, request_id: str, version: int, experts: bool) -> bytes:
+        """Body of a generation request. It must not reuse cached prefixes of requests with another ``version``.
+        ``experts``: it asks for those of the tokens from ``experts_from`` on.
+        """
         ...
 
     def decode(self, body: bytes, content_type: str, url: str) -> ServerAnswer:

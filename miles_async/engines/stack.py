@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from miles_async.arguments.engines import EnginesArguments
+from miles_async.arguments.routing import RouterShape
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.engines.client import ParseVersions, RouterClient
 from miles_async.engines.fleet import Fleet
@@ -46,11 +47,13 @@ class EngineStack:
         name: str = "router",
         port: int | None = None,
         keys: EngineKeys | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
         """Nothing runs and no socket is open before :meth:`start`.
 
         ``calls``: makes the calls that the engines understand. ``name``: name of the router and its log. ``port``: the
-        router's, None for a free one. ``keys``: of engines and router, None on loopback only.
+        router's, None for a free one. ``keys``: of engines and router, None on loopback only. ``routers``: of the
+        model's mixtures, if answers tell the experts that they chose.
         """
         self.http = Http(keys, network.tls)
         self.registry = EngineRegistry()
@@ -91,6 +94,7 @@ class EngineStack:
             self.traffic,
             router_url=lambda: self.router.url,
             parse_versions=parse_versions,
+            routers=routers,
             keep_aborted=weights.keep_aborted,
             request_timeout=arguments.request_timeout,
             retries=arguments.request_retries,

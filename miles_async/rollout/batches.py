@@ -36,10 +36,13 @@ class BatchMaker:
     quadratic_work: float = 0.0  # of the model that is trained, see ``train_data.work``
     samples_per_optimizer_step: int
     bound: int | None  # C1
+    routed: bool = False  # experts that engines chose go with the tokens
     record: RecordBatch | None = None  # told of every batch that was made, and of what
 
     def make(self, groups: tuple[Group, ...], target_version: int) -> Converted:
-        """Raises ContractViolation if a sample is too old, or is nothing that can be trained on."""
+        """Raises ContractViolation if a sample is too old, or is nothing that can be trained on; ConfigurationError if
+        experts are replayed and it has none.
+        """
         table = self._tabulate(groups)
         check_ages(table.oldest_versions.tolist(), target_version, self.bound)
         shards = split(
@@ -64,4 +67,4 @@ class BatchMaker:
         return table.join(range(len(table.branches)))
 
     def _tabulate(self, groups: tuple[Group, ...]) -> BranchTable:
-        return tabulate(groups, self.estimator(groups))
+        return tabulate(groups, self.estimator(groups), routed=self.routed)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_async.errors import DataError
-from miles_async.types import Attempt, Branch, FinishReason, Group, Prompt, Sample
+from miles_async.types import Attempt, Branch, FinishReason, Group, Int32, Prompt, RoutedExperts, Sample
 
 if TYPE_CHECKING:
     import pyarrow
@@ -30,6 +30,9 @@ PER_TOKEN: Mapping[str, npt.DTypeLike] = {
     "weight_versions": np.int32,
 }
 """Columns with an array per row; see ``types.Branch``."""
+
+EXPERTS = "routed_experts"
+"""Column of ``Branch.routed_experts``, flat; absent where no engine reported them."""
 
 
 class RolloutDump(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,9 @@ def write_dump(path: Path, dump: RolloutDump) -> None:
             {name: [getattr(row, name) for row in rows] for name in Row.__struct_fields__}
             | {name: _to_lists([getattr(branch, name) for branch in branches]) for name in PER_TOKEN}
         )
+        experts = [branch.routed_experts for branch in branches if branch.routed_experts is not None]
+        if len(experts) == len(branches):
+            table = table.append_column(EXPERTS, _to_lists([of_branch.ravel() for of_branch in experts]))
         path.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, partial, compression="zstd")
         partial.replace(path)
@@ -98,9 +104,14 @@ def read_dump(path: Path) -> RolloutDump:
         for name, array in arrays.items():
             if list(map(len, array)) != list(map(len, arrays["tokens"])):
                 raise ValueError(f"arrays of {name} don't have the length of tokens")
+        experts = _read_experts(table, arrays["tokens"])
         branches = [
-            Branch(prompt_length=row.prompt_length, **{name: array[index] for name, array in arrays.items()})
-            for index, row in enumerate(rows)
+            Branch(
+                prompt_length=row.prompt_length,
+                routed_experts=of_branch,
+                **{name: array[index] for name, array in arrays.items()},
+            )
+            for index, (row, of_branch) in enumerate(zip(rows, experts, strict=True))
         ]
         of_attempts = groupby(zip(rows, branches, strict=True), lambda pair: pair[0].attempt_id)
         return RolloutDump(
@@ -170,6 +181,18 @@ def _sample(pairs: Sequence[Pair]) -> Sample:
         metadata=msgspec.json.decode(row.metadata),
         more_branches=tuple(branch for _, branch in pairs[1:]),
     )
+
+
+def _read_experts(table: pyarrow.Table, tokens: Sequence[Int32]) -> Sequence[RoutedExperts | None]:
+    """One array per row, [T, ...]. Raises ValueError if tokens don't have the same number of experts."""
+    if EXPERTS not in table.column_names:
+        return [None] * len(tokens)
+    column = table.column(EXPERTS)
+    one_byte = column.type.value_type.bit_width == 8
+    return [
+        flat.reshape(len(of_row), -1)
+        for flat, of_row in zip(_from_lists(column, np.uint8 if one_byte else np.int16), tokens, strict=True)
+    ]
 
 
 def _to_lists(arrays: Sequence[npt.NDArray[Any]]) -> pyarrow.LargeListArray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
-from miles_async.trajectory.turn import SampledTurn, take_turn
+from miles_async.trajectory.turn import SampledTurn, take_turn, with_last_token
 from miles_async.types import NO_VERSION, Attempt, JsonObject, Prompt, Sample
 
 Began = Callable[[str, int], None]
@@ -78,6 +78,7 @@ def build_sample(prompt: Prompt, turn: SampledTurn, decode: Callable[[Sequence[i
         loss_mask=loss_mask,
         rollout_logprobs=logprobs,
         weight_versions=weight_versions,
+        routed_experts=with_last_token(turn.routed_experts),
         text=decode(turn.output_ids.tolist()),
         finish_reason=turn.finish_reason,
         metadata={

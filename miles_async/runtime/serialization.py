@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, TypeVar, get_args
 
 import msgspec
@@ -14,7 +14,7 @@ LENGTH_BYTES = 8
 
 
 def encode(record: object) -> bytes:
-    """msgpack; one-dimensional arrays as their bytes.
+    """msgpack; one-dimensional arrays as their bytes, others with dtype and shape.
 
     Raises:
         TypeError: the record holds something else than plain data and arrays; names its type.
@@ -50,14 +50,16 @@ def read_frames(file: BinaryIO, record_type: type[T]) -> Iterator[T]:
 
 def _plain(value: object) -> object:
     if isinstance(value, np.ndarray):
-        assert value.ndim == 1, value.shape
-        return value.tobytes()
+        return value.tobytes() if value.ndim == 1 else (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, np.generic):  # in a user's metadata
         return value.item()
     raise TypeError(f"expected plain data in a record, found {type(value).__name__}")
 
 
-def _array(array_type: object, content: bytes) -> np.ndarray:
+def _array(array_type: object, content: bytes | tuple[str, Sequence[int], bytes]) -> np.ndarray:
     """``array_type``: an alias such as ``types.Int32``."""
-    (dtype,) = get_args(get_args(array_type)[1])
-    return np.frombuffer(content, dtype=dtype)
+    if isinstance(content, bytes):
+        (dtype,) = get_args(get_args(array_type)[1])
+        return np.frombuffer(content, dtype=dtype)
+    name, shape, values = content
+    return np.frombuffer(values, dtype=name).reshape(shape)

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_async.algorithms.advantages.rewards import rewards_of
-from miles_async.errors import ContractViolation
+from miles_async.errors import ConfigurationError, ContractViolation
 from miles_async.staleness.versions import count_versions
-from miles_async.types import Branch, Float32, Group, Int32, Int64, TrainBatch
+from miles_async.types import Branch, Float32, Group, Int32, Int64, RoutedExperts, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,7 @@ class BranchTable:
     advantages: Float32  # [S] of the sample, or per token, as in TrainBatch
     rewards: Float32  # [S] of the sample
     sample_ids: Int64  # [S] the sample's position in the batch
+    routed: bool = False  # experts of every token go with it
 
     def join(self, indices: npt.ArrayLike) -> TrainBatch:
         """Flatten the given branches, integers in [0, S), in the given order."""
@@ -49,6 +50,7 @@ class BranchTable:
             advantages=self._advantages(chosen),
             rewards=self.rewards[chosen],
             sample_ids=self.sample_ids[chosen],
+            routed_experts=np.concatenate([experts_of(branch) for branch in branches]) if self.routed else None,
         )
 
     def _advantages(self, chosen: Int64) -> Float32:
@@ -58,14 +60,16 @@ class BranchTable:
         return np.concatenate([self.advantages[offsets[index] : offsets[index + 1]] for index in chosen.tolist()])
 
 
-def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
+def tabulate(groups: Sequence[Group], advantages: Float32, *, routed: bool = False) -> BranchTable:
     """Tabulate the branches of all samples of the groups, in order.
 
     Args:
         groups: at least one.
         advantages: one per sample in the same order, or one per token of all their branches.
+        routed: experts that were chosen for the tokens go with them.
 
     Raises:
+        ConfigurationError: ``routed``, and a sample has no experts.
         VersionUnknownError: a branch has no loss token, or one without a version.
         ContractViolation: a loss token has no finite log-prob or advantage; ``rollout.sample_guard`` and the guards of
             rewards let none in.
@@ -76,7 +80,7 @@ def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
     sample_ids = np.repeat(np.arange(len(samples), dtype=np.int64), [len(sample.branches) for sample in samples])
     for branch in branches:
         arrays = (branch.tokens, branch.loss_mask, branch.rollout_logprobs, branch.weight_versions)
-        lengths = {len(array) for array in arrays}
+        lengths = {len(array) for array in arrays} | ({len(experts_of(branch))} if routed else set())
         assert len(lengths) == 1, f"per-token arrays of a sample differ in length: {lengths}"
     no_logprob = [not _has_logprobs(branch) for branch in branches]
     _refuse("log-prob for every loss token", sample_ids[np.flatnonzero(no_logprob)])
@@ -90,7 +94,19 @@ def tabulate(groups: Sequence[Group], advantages: Float32) -> BranchTable:
         advantages=_checked(np.asarray(advantages, dtype=np.float32), branches, sample_ids),
         rewards=rewards_of(groups)[sample_ids],
         sample_ids=sample_ids,
+        routed=routed,
     )
+
+
+def experts_of(branch: Branch) -> RoutedExperts:
+    """Experts by which the tokens of a branch passed. Raises ConfigurationError if nobody told."""
+    if branch.routed_experts is None:
+        raise ConfigurationError(
+            "--use-rollout-routing-replay: expected the experts of every token, found a sample without them: it was "
+            "generated without this flag (a checkpoint, a dump), or --custom-generate-function-path left them out; "
+            "remove the flag, or let generated samples have routed_experts"
+        )
+    return branch.routed_experts
 
 
 def _checked(advantages: Float32, branches: Sequence[Branch], sample_ids: Int64) -> Float32:
@@ -123,6 +139,7 @@ def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
         advantages=batch.advantages[branches if _per_branch(batch) else tokens],
         rewards=batch.rewards[branches],
         sample_ids=batch.sample_ids[branches],
+        routed_experts=None if batch.routed_experts is None else batch.routed_experts[tokens],
     )
 
 

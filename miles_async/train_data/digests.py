@@ -14,7 +14,7 @@ DIGEST_BYTES = 16
 
 def digests(shards: Sequence[TrainShard]) -> dict[str, str]:
     """Field of TrainBatch → hash of that array over all micro-batches of all ranks, in order; and ``layout``: how
-    they are dealt to ranks and optimizer steps.
+    they are dealt to ranks and optimizer steps. Arrays that batches don't have are left out.
     """
     batches = [batch for shard in shards for step in shard.optimizer_steps for batch in step]
     layout = [
@@ -23,8 +23,11 @@ def digests(shards: Sequence[TrainShard]) -> dict[str, str]:
     ]
     result = {"layout": hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=DIGEST_BYTES).hexdigest()}
     for name in TrainBatch.__struct_fields__:
+        arrays = [getattr(batch, name) for batch in batches]
+        if any(array is None for array in arrays):
+            continue
         hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for batch in batches:
-            hasher.update(getattr(batch, name))  # offsets are hashed too, so where one ends is
+        for array in arrays:
+            hasher.update(array.data)  # offsets are hashed too, so where one ends is
         result[name] = hasher.hexdigest()
     return result

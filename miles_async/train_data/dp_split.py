@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 import numpy as np
 
 from miles_async.train_data.balance import balance
-from miles_async.train_data.batch import BranchTable, part
+from miles_async.train_data.batch import BranchTable, experts_of, part
 from miles_async.train_data.work import sequence_work
 from miles_async.types import Int64, TrainBatch, TrainShard
 
@@ -87,4 +87,5 @@ def _filler(table: BranchTable, index: int) -> TrainBatch:
         advantages=np.zeros(1, dtype=np.float32),
         rewards=np.zeros(1, dtype=np.float32),
         sample_ids=np.full(1, FILLER, dtype=np.int64),
+        routed_experts=experts_of(branch)[:1].copy() if table.routed else None,
     )

@@ -102,7 +102,8 @@ class TurnTaker:
         if constraint is not None:
             style, splits = parser.call_style, parser.splits_reasoning
             sampling[GRAMMAR] = grammar(constraint, context.text, call_style=style, splits_reasoning=splits)
-        sampled = await take_turn(self.client, input_ids, sampling, routing_key=self.routing_key)
+        key = self.routing_key
+        sampled = await take_turn(self.client, input_ids, sampling, routing_key=key, routed=context.routed)
         add = partial(self.trajectory.add, context, sampled, stops=stop, parallel_calls=parallel_calls)
         turn: Turn = add() if len(sampled.output_ids) <= _FEW_TOKENS else await self.in_thread(add)
         # Neither a stop token, in whose place the template may write another, nor what a grammar dictates carries loss.

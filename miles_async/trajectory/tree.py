@@ -26,8 +26,18 @@ from miles_async.errors import TrajectoryError
 from miles_async.trajectory.messages import Message, canonical, is_echo
 from miles_async.trajectory.rendering import Renderer, check_unchanged
 from miles_async.trajectory.replies import ReplyParser
-from miles_async.trajectory.turn import SampledTurn
-from miles_async.types import NO_VERSION, Branch, FinishReason, Float32, Int32, JsonObject, Sample, UInt8
+from miles_async.trajectory.turn import SampledTurn, with_last_token
+from miles_async.types import (
+    NO_VERSION,
+    Branch,
+    FinishReason,
+    Float32,
+    Int32,
+    JsonObject,
+    RoutedExperts,
+    Sample,
+    UInt8,
+)
 
 Tools = Sequence[JsonObject]
 
@@ -46,6 +56,12 @@ class Context:
     length: int  # tokens in all
     prompt_length: int  # of these, before the first turn of the branch
     appended_text: str  # of ``appended``
+
+    @property
+    def routed(self) -> int:
+        """Tokens whose experts the turns before have: all of theirs but the last one, which no engine has read."""
+        parent = self.parent
+        return 0 if parent is None else parent.context.length + min(self.kept, len(parent.sampled.output_ids) - 1)
 
     def input_ids(self) -> Int32:
         """Tokens for the engine to continue, [length]. Built on each call: storing them would take quadratic memory."""
@@ -260,7 +276,18 @@ def _branch(leaf: Turn, counted: set[Turn]) -> Branch:
         loss_mask=np.concatenate(arrays.loss_mask),
         rollout_logprobs=np.concatenate(arrays.logprobs),
         weight_versions=np.concatenate(arrays.versions),
+        routed_experts=with_last_token(_experts(path)),
     )
+
+
+def _experts(path: Sequence[Turn]) -> RoutedExperts | None:
+    """Experts of all tokens of a path but the last; None unless every turn has them."""
+    pieces: list[RoutedExperts] = []
+    for turn, following in zip(path, [*path[1:], None], strict=True):
+        if (experts := turn.sampled.routed_experts) is None:
+            return None
+        pieces.append(experts if following is None else experts[: following.context.routed - turn.context.routed])
+    return np.concatenate(pieces)
 
 
 class _Arrays:

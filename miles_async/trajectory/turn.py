@@ -15,7 +15,7 @@ from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
 from miles_async.staleness.versions import versions_per_token
 from miles_async.trajectory.constraints import GRAMMAR
-from miles_async.types import FinishReason, Float32, GenerateRequest, Generation, Int32, JsonObject
+from miles_async.types import FinishReason, Float32, GenerateRequest, Generation, Int32, JsonObject, RoutedExperts
 
 MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token after which the engine counts as broken
 
@@ -31,6 +31,7 @@ class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int  # generation calls: 1 + aborts survived
     prompt_tokens: int  # over all chunks
     cached_tokens: int  # of these, served from the prefix cache
+    routed_experts: RoutedExperts | None = None  # of the tokens from ``routed`` on, prompt included, but for the last
     constrained: bool = False  # sampled under a grammar: the log-probs are those of the policy restricted to it
 
 
@@ -41,9 +42,13 @@ async def take_turn(
     *,
     routing_key: str,
     kept: Callable[[int], None] = lambda version: None,
+    routed: int = 0,
 ) -> SampledTurn:
-    """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there. ``kept`` receives the version of
-    the first token of every chunk.
+    """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
+
+    ``kept`` receives the version of the first token of every chunk. ``routed``: tokens at the beginning whose experts
+    are known; those of the others are asked for. A token keeps the experts of the first pass that read it, since the
+    log-probs of what was sampled after it are of that pass.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
@@ -54,12 +59,15 @@ async def take_turn(
     empty = 0
     while True:
         sampling = {**sampling, "max_new_tokens": budget}
-        chunk = await client.generate(GenerateRequest(input_ids=input_ids, sampling=sampling, routing_key=routing_key))
+        chunk = await client.generate(
+            GenerateRequest(input_ids=input_ids, sampling=sampling, routing_key=routing_key, experts_from=routed)
+        )
         aborted = chunk.finish_reason == "abort"
         thrown_away = aborted and constrained
         keeps = 0 if thrown_away else len(chunk.output_ids)
         if not thrown_away:
             chunks.append(chunk)
+            routed += 0 if chunk.routed_experts is None else len(chunk.routed_experts)
         if keeps:
             kept(chunk.spans[0].version)
         budget -= keeps
@@ -73,6 +81,7 @@ async def take_turn(
 
 def _joined(chunks: Sequence[Generation], constrained: bool) -> SampledTurn:
     finish_reason = chunks[-1].finish_reason
+    experts = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
     return SampledTurn(
         output_ids=np.concatenate([chunk.output_ids for chunk in chunks]),
         logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
@@ -82,5 +91,11 @@ def _joined(chunks: Sequence[Generation], constrained: bool) -> SampledTurn:
         chunks=len(chunks),
         prompt_tokens=sum(chunk.prompt_tokens for chunk in chunks),
         cached_tokens=sum(chunk.cached_tokens for chunk in chunks),
+        routed_experts=np.concatenate(experts) if experts else None,
         constrained=constrained,
     )
+
+
+def with_last_token(experts: RoutedExperts | None) -> RoutedExperts | None:
+    """Append a row of 0 for the token after those that have experts."""
+    return None if experts is None else np.pad(experts, ((0, 1), (0, 0)))

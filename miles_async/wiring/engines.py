@@ -12,6 +12,8 @@ import msgspec
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
+from miles_async.arguments.model_files import read_config
+from miles_async.arguments.routing import RouterShape, router_shape
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.frozen import FrozenEngines
@@ -139,6 +141,7 @@ class StackMaker:
             name=name,
             port=port,
             keys=self.keys,
+            routers=_replayed_routers(self.arguments) if of_role(groups, "train") else None,
         )
 
     def _group(self, group: ServerGroup) -> EngineGroup:
@@ -179,6 +182,13 @@ class StackMaker:
         )
 
 
+def _replayed_routers(arguments: Arguments) -> RouterShape | None:
+    """Routers of the model, if the trainer replays what those of the engines choose."""
+    assert arguments.model.hf_checkpoint is not None
+    replayed = arguments.algorithm.routing_replay == "rollout"
+    return router_shape(read_config(arguments.model.hf_checkpoint)) if replayed else None
+
+
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:
     """Settings of the servers of a group."""
     alone = arguments.debug.sides == "rollout"
@@ -201,6 +211,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         dummy_weights=published,
         weight_version=CHECKPOINT_VERSION if alone else None,
         grammars=arguments.sessions.runs_agent,
+        routed_experts=group.role == "train" and arguments.algorithm.routing_replay == "rollout",
         weight_group_seconds=arguments.weights.group_timeout,
         publication_seconds=arguments.weights.publication_timeout if published else 0.0,
         extra=(*arguments.engines.sglang_extra, *group.sglang_extra),

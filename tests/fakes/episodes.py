@@ -127,6 +127,7 @@ class Episode:
     def sampled(self, context: Context, output_ids: Sequence[int]) -> SampledTurn:
         self.said += 1
         length = len(output_ids)
+        read = [*context.input_ids().tolist(), *output_ids][context.routed : -1]
         return SampledTurn(
             output_ids=np.array(output_ids, np.int32),
             logprobs=np.linspace(-1, -0.5, length).astype(np.float32) - self.said,
@@ -136,6 +137,7 @@ class Episode:
             chunks=1,
             prompt_tokens=context.length,
             cached_tokens=0,
+            routed_experts=np.array([(token, self.said) for token in read]).astype(np.int16).reshape(-1, 2),
         )
 
 

@@ -7,11 +7,13 @@ output token of a request has id ``n % 50 + 3`` and log-prob ``-0.5``.
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
@@ -44,6 +46,7 @@ class FakeEngine:
     respond: Callable[[dict[str, Any]], web.Response | None] = lambda body: None  # misbehave instead of generating
     transform: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply  # spoil the answer
     packs: bool = True  # answers are packed where requests ask for it; an engine that is not ours knows nothing of it
+    tells_experts: bool = True  # where requests ask for them: one layer, twice the number of the token
     weight_version: str = "default"
     server_info: dict[str, Any] = field(default_factory=lambda: {"speculative_algorithm": None})
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of /generate
@@ -228,6 +231,9 @@ class FakeEngine:
         }
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = [[-0.5, token, None] for token in running.output]
+        if body.get("return_routed_experts") and self.tells_experts:
+            read = [*running.prompt, *running.output][body["routed_experts_start_len"] : -1]
+            meta["routed_experts"] = b64encode(np.repeat(np.array(read, np.int32), 2)).decode()
         if body.get("logprob_start_len") == 0:
             shifted = [[-1.0 + self.canary_shift, token, None] for token in running.prompt[1:]]
             meta["input_token_logprobs"] = [[None, running.prompt[0], None], *shifted]

@@ -15,7 +15,9 @@ Script = Callable[[int, list[int]], Sequence[int] | Exception]
 
 
 class ScriptedModel:
-    """Log-prob of the n-th token of a call: -(n + 1) / 10. ``aborts``: calls that end after that many tokens."""
+    """Log-prob of the n-th token of a call: -(n + 1) / 10; "experts" of a token: its id and the number of the call.
+    ``aborts``: calls that end after that many tokens.
+    """
 
     def __init__(self, script: Script, *, version: int = 0, seconds: float = 0.0) -> None:
         self.script = script
@@ -40,6 +42,7 @@ class ScriptedModel:
         output = np.array(said[:room], np.int32)
         if call in self.aborts:
             output, finish = output[: self.aborts[call]], "abort"
+        read = [*self.requests[-1], *output.tolist()][request.experts_from : -1]
         return Generation(
             output_ids=output,
             logprobs=-(np.arange(len(output), dtype=np.float32) + 1) / 10,
@@ -48,4 +51,5 @@ class ScriptedModel:
             engine_id="engine-0",
             cached_tokens=len(request.input_ids) // 2,
             prompt_tokens=len(request.input_ids),
+            routed_experts=np.array([(token, call) for token in read]).astype(np.int16).reshape(-1, 2),
         )

@@ -58,6 +58,7 @@ def _make_branch(versions: Sequence[int], prompt_length: int, first_token: int) 
         loss_mask=loss_mask,
         rollout_logprobs=(-0.25 * tokens * loss_mask).astype(np.float32),
         weight_versions=weight_versions,
+        routed_experts=np.stack([tokens % 251, tokens // 251], axis=1).astype(np.uint8),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from miles_async.arguments import (
+    AlgorithmArguments,
     Arguments,
     ClusterArguments,
     ObservabilityArguments,
@@ -47,6 +48,7 @@ def random_arguments(chance: random.Random) -> Arguments:
             min_group_fraction=chance.choice([1.0, 0.5]),
             batch_order=chance.choice(["oldest_first", "completion"]),
         ),
+        algorithm=AlgorithmArguments(use_rollout_routing_replay=chance.choice([False, True])),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ logprobs = st.floats(-(2.0**100), 0.0, width=32) | st.floats(-(2.0**100), 0.0)
 def replies(draw: st.DrawFn) -> dict[str, Any]:
     """An answer as SGLang has it before it is written."""
     tokens = draw(st.lists(st.tuples(token_ids, logprobs), max_size=40))
+    experts = draw(st.none() | st.lists(st.integers(-1, 400), max_size=20) | st.lists(st.integers(0, 255)))
+    encoded = None if experts is None else b64encode(np.array(experts, np.int32)).decode()
     return {
         "text": draw(st.text(max_size=10)),
         "output_ids": [token for token, _ in tokens],
@@ -37,6 +40,7 @@ def replies(draw: st.DrawFn) -> dict[str, Any]:
             "weight_version": draw(st.sampled_from(["3", "default"])),
             "weight_versions": draw(st.sampled_from([None, [{"version": "3", "start": 0, "end": len(tokens)}]])),
             "output_token_logprobs": [(logprob, token, None) for token, logprob in tokens],
+            **({} if encoded is None else {"routed_experts": encoded}),
         },
     }
 
@@ -59,6 +63,20 @@ def test_both_forms_are_the_same_to_the_last_bit(reply: dict[str, Any]) -> None:
     expected = np.array([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]], np.float32)
     assert packed["logprobs"] == ("<f4", expected.tobytes())
     assert packed["output_ids"] == ("<i4", np.array(reply["output_ids"], np.int32).tobytes())
+
+
+@given(replies())
+def test_experts_come_in_as_few_bytes_as_hold_them(reply: dict[str, Any]) -> None:  # covers: M19
+    encoded = reply["meta_info"].get("routed_experts")
+    for body, content_type in both_forms(reply):
+        found = read_answer(body, content_type, URL).routed_experts
+        if encoded is None:
+            assert found is None
+            continue
+        expected = np.frombuffer(b64decode(encoded), np.int32).tolist()
+        assert found is not None
+        assert found.tolist() == expected
+        assert found.itemsize == (1 if all(0 <= expert < 256 for expert in expected) else 2)
 
 
 @given(replies(), st.data())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -46,7 +47,10 @@ def _bytes(shards: tuple[TrainShard, ...]) -> list[object]:
     return [
         (
             (shard.dp_rank, shard.dp_size, shard.target_version, shard.loss_tokens),
-            [[[getattr(batch, name).tobytes() for name in FIELDS] for batch in step] for step in shard.optimizer_steps],
+            [
+                [[np.asarray(getattr(batch, name)).tobytes() for name in FIELDS] for batch in step]
+                for step in shard.optimizer_steps
+            ],
         )
         for shard in shards
     ]

@@ -1,6 +1,6 @@
 """No sample is lost, doubled or misaligned between a cut and the ranks; ranks are in step.
 
-# covers: M2, M5, R10
+# covers: M2, M5, M19, R10
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 def tables(draw: st.DrawFn) -> BranchTable:
     """Up to five groups of one to four samples of one to three branches; every token differs from all others.
 
-    An advantage per sample, or per token.
+    An advantage per sample, or per token; with experts, or without.
     """
     versions = st.lists(st.integers(NO_VERSION, 4), max_size=7).flatmap(
         lambda before: st.integers(0, 4).map(lambda last: [*before, last])
@@ -48,9 +48,10 @@ def tables(draw: st.DrawFn) -> BranchTable:
             samples.append(sample)
         groups.append(group_of(make_attempt(attempt_id), samples))
     rewards = np.array([s.reward for g in groups for s in g.samples], dtype=np.float32)
+    routed = draw(st.booleans())
     if draw(st.booleans()):
-        return tabulate(groups, np.arange(1, next_token + 1, dtype=np.float32))
-    return tabulate(groups, grpo(rewards, np.array(sizes)))
+        return tabulate(groups, np.arange(1, next_token + 1, dtype=np.float32), routed=routed)
+    return tabulate(groups, grpo(rewards, np.array(sizes)), routed=routed)
 
 
 def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
@@ -64,6 +65,8 @@ def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
         per_branch = (batch.oldest_versions, batch.rewards, batch.sample_ids)
         first = int(batch.tokens[batch.offsets[s]])
         result[first] = (*(tuple(a[tokens]) for a in per_token), *(a[s].item() for a in per_branch))
+        if (experts := batch.routed_experts) is not None:  # they tell which token they belong to
+            assert (experts[tokens] @ np.array([1, 251])).tolist() == batch.tokens[tokens].tolist()
     assert len(result) == batch.num_branches
     return result
 
@@ -123,6 +126,8 @@ def test_splitting_bins_reaches_any_count_up_to_one_sample_each(
 def test_split(table: BranchTable, dp_size: int, max_tokens: int, per_step: int | None) -> None:
     batch = whole(table)
     shards = split(table, dp_size, max_tokens, per_step, target_version=4, quadratic_work=0.05)
+    routed = {m.routed_experts is not None for s in shards for step in s.optimizer_steps for m in step}
+    assert routed == {table.routed}
     assert [(s.dp_rank, s.dp_size, s.target_version) for s in shards] == [(r, dp_size, 4) for r in range(dp_size)]
     assert_every_branch_once(batch, shards)
     assert_in_step(shards, max_tokens)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from miles_async.trajectory.messages import canonical
 from miles_async.trajectory.tree import Turn
-from miles_async.types import NO_VERSION
+from miles_async.types import NO_VERSION, Branch
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.episodes import Episode, anything, canonical_answers, follow_ups, questions
 
@@ -150,7 +150,25 @@ def test_an_agent_that_goes_back_forks_and_each_sampled_token_carries_loss_once(
         assert carrying.count(number) in ({said, said - 1} if turn in parents else {said})
     for branch in sample.branches:
         assert ((branch.weight_versions != NO_VERSION) == (branch.loss_mask == 1)).all()
+        assert_experts_of_first_readers(branch, turns)
     assert sample.text == episode.chat.decode(turns[-1].sampled.output_ids)
+
+
+def assert_experts_of_first_readers(branch: Branch, turns: list[Turn]) -> None:
+    """Each token but the last has the experts of the first turn that read it behind the same tokens."""
+    # covers: M19
+    read = [[*turn.context.input_ids().tolist(), *turn.sampled.output_ids.tolist()][:-1] for turn in turns]
+    tokens = branch.tokens.tolist()
+    on_path = [tokens[: turn.context.length] == turn.context.input_ids().tolist() for turn in turns]
+    assert branch.routed_experts is not None
+    assert branch.routed_experts[:, 0].tolist() == [*tokens[:-1], 0]
+    for position, number in enumerate(branch.routed_experts[:-1, 1].tolist()):
+        readers = (
+            n
+            for n, (ids, known) in enumerate(zip(read, on_path, strict=True), start=1)
+            if known and ids[: position + 1] == tokens[: position + 1]
+        )
+        assert number == next(readers)
 
 
 @each_style

@@ -87,12 +87,13 @@ class MegatronBackend:
         self._seed = model.seed
         self._directory = directory
         self._dtype = "bfloat16" if model.bf16 else "float32"
-        self._model = load_model(directory, model, platform, trainable=True)
+        minimised = objective()
+        replays_routing = minimised.routing_replay is not None
+        self._model = load_model(directory, model, platform, trainable=True, replays_routing=replays_routing)
         self._optimizer, self._scheduler = make_optimizer(
             self._model.modules, optimizer, model, platform, total_steps=total_steps
         )
         reference = None
-        minimised = objective()
         if "ref_logprobs" in minimised.needs:
             if self._model.adapted and ref_hf_checkpoint is None:
                 reference = self._model.without_adapters(self.device)
@@ -145,7 +146,7 @@ class MegatronBackend:
         scorer = self._runner.scorer
         if temperature is not None:
             scorer = dataclasses.replace(scorer, temperature=temperature)
-        scores = self._runner.model.score([packed], scorer)
+        scores = self._runner.model.score([packed], scorer).logprobs
         flat = from_last_stage(scores[0].tolist() if scores else [])
         ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
@@ -232,7 +233,9 @@ class MegatronBackend:
     def close(self) -> None:
         """Destroy the process groups, so that this process can build another backend. Collective."""
         from megatron.core import parallel_state
+        from megatron.core.transformer.moe.router_replay import RouterReplay
 
+        RouterReplay.clear_global_router_replay_instances()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import Module
 from miles_async.algorithms.objective import LossSums
 from miles_async.backends.megatron.model_output import ModelOutput, output_of
 from miles_async.backends.megatron.packing import PackedBatch, PackedSequences
+from miles_async.backends.megatron.routing_replay import Experts, Routers
 from miles_async.backends.megatron.scores import Scorer
 from miles_async.backends.megatron.shared_prompts import rotary_positions
 
@@ -29,21 +31,41 @@ OfOutput = Callable[[ModelOutput], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Results of a scoring pass, one per micro-batch."""
+
+    logprobs: list[Tensor]  # float32 [N], on the last pipeline stage; empty on the others
+    experts: list[Experts]  # that this rank's routers chose, if they were recorded; else without layers
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One micro-batch on its way through the pipeline stages of this rank."""
+
+    packed: PackedSequences
+    of_output: OfOutput
+    recorded: dict[int, Tensor] | None = None  # experts by layer, if they are recorded
+
+
+@dataclass(frozen=True, slots=True)
 class Pipeline:
     """This rank's part of a model: one module, or one per virtual pipeline stage."""
 
     modules: Sequence[Module]
-    filler: PackedSequences  # a micro-batch without tokens
-    inside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # entered to score
+    filler: PackedSequences  # a micro-batch without tokens, with experts where they are replayed
+    routers: Mapping[Module, Routers] = field(default_factory=dict)
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to score
 
-    def score(self, packs: Sequence[PackedSequences], scorer: Scorer) -> list[Tensor]:
-        """Log-probs float32 [N] per micro-batch, on the last pipeline stage; empty on the others. Collective."""
+    def score(self, packs: Sequence[PackedSequences], scorer: Scorer, *, record: bool = False) -> Scored:
+        """Log-probs, and the experts of each micro-batch if ``record``. Collective."""
 
         def of_output(packed: PackedSequences, output: ModelOutput) -> Tensor:
             return scorer(output, packed).logprobs
 
+        passes = [Pass(packed, partial(of_output, packed), {} if record else None) for packed in packs]
         with torch.no_grad(), _evaluating(self.modules), self.inside():
-            return self._run(packs, [partial(of_output, packed) for packed in packs], forward_only=True)
+            logprobs = self._run(passes, forward_only=True)
+        return Scored(logprobs, [each.recorded or {} for each in passes])
 
     def accumulate_gradients(self, packs: Sequence[PackedBatch], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Forward and backward of one optimizer step; leaves gradients reduced over ranks, and divided by the count
@@ -58,39 +80,42 @@ class Pipeline:
             count = sums.count if parallel_state.get_context_parallel_rank() == 0 else torch.zeros_like(sums.count)
             return sums.loss, count.int(), sums.metrics
 
-        losses = [partial(of_output, packed) for packed in packs]
-        return self._run([packed.sequences for packed in packs], losses, forward_only=False)
+        return self._run([Pass(packed.sequences, partial(of_output, packed)) for packed in packs], forward_only=False)
 
-    def _run(
-        self, packs: Sequence[PackedSequences], last_stage: Sequence[OfOutput], *, forward_only: bool
-    ) -> list[Any]:
-        """The results of ``last_stage``, one per micro-batch, where that stage is."""
-        micro_batches = list(zip(packs, last_stage, strict=True))
+    def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> list[Any]:
+        """The results of ``of_output``, one per micro-batch, where the last stage is."""
+        micro_batches = list(passes)
         if len(self.modules) > 1:  # the interleaved schedule works on as many micro-batches at a time as stages
-            missing = -len(packs) % parallel_state.get_pipeline_model_parallel_world_size()
-            micro_batches += [(self.filler, _no_loss)] * missing
+            missing = -len(passes) % parallel_state.get_pipeline_model_parallel_world_size()
+            # In the backward pass, either all micro-batches replay experts or none.
+            filler = self.filler if passes[0].packed.experts else dataclasses.replace(self.filler, experts=None)
+            micro_batches += [Pass(filler, _no_loss)] * missing
         iterators = [iter(micro_batches) for _ in self.modules]
-        results = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=list(self.modules),
-            num_microbatches=len(micro_batches),
-            seq_length=max(packed.tokens.shape[1] for packed, _ in micro_batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return list(results[: len(packs)])
+        try:
+            results = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=list(self.modules),
+                num_microbatches=len(micro_batches),
+                seq_length=max(each.packed.tokens.shape[1] for each in micro_batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        finally:
+            for routers in self.routers.values():
+                routers.forget()
+        return list(results[: len(passes)])
 
-
-def _forward_step(
-    micro_batches: Iterator[tuple[PackedSequences, OfOutput]], module: Module
-) -> tuple[Tensor, Callable[..., Any]]:
-    packed, of_output = next(micro_batches)
-    with rotary_positions(module, packed.attention, packed.position_ids[0]):
-        output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
-    # With forward_only the schedule passes non_loss_data=True and stores what comes back.
-    return output, lambda hidden, **_: of_output(output_of(module, hidden))
+    def _forward_step(self, micro_batches: Iterator[Pass], module: Module) -> tuple[Tensor, Callable[..., Any]]:
+        each = next(micro_batches)
+        packed = each.packed
+        routers = self.routers.get(module)
+        choosing = routers.choosing(packed.experts, each.recorded, packed.tokens.device) if routers else nullcontext()
+        with choosing, rotary_positions(module, packed.attention, packed.position_ids[0]):
+            output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
+        # With forward_only the schedule passes non_loss_data=True and stores what comes back.
+        return output, lambda hidden, **_: each.of_output(output_of(module, hidden))
 
 
 def _no_loss(output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:

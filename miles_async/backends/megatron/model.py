@@ -35,9 +35,10 @@ from miles_async.backends.megatron.adapters import add_adapters, merged, switche
 from miles_async.backends.megatron.families import FAMILIES
 from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.model_output import return_hidden_states
-from miles_async.backends.megatron.packing import PackLayout, pack_sequences
+from miles_async.backends.megatron.packing import PackLayout, pack_filler
 from miles_async.backends.megatron.platform import Platform
 from miles_async.backends.megatron.provider_fields import provider_fields
+from miles_async.backends.megatron.routing_replay import Routers, RoutingLayout
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -58,20 +59,37 @@ class LoadedModel:
     def pack_layout(self) -> PackLayout:
         """The form in which this rank needs packed sequences."""
         config = get_model_config(self.modules[0])
+        share = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        routing = None
+        if config.moe_enable_routing_replay:
+            routing = RoutingLayout(
+                layers=tuple(router.layer for routers in self.routers.values() for router in routers.routers),
+                topk=config.moe_router_topk,
+                experts=config.num_moe_experts,
+                share=share,
+                share_rank=parallel_state.get_tensor_model_parallel_rank() % share,
+            )
         return PackLayout(
-            share=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            share=share,
             context_size=parallel_state.get_context_parallel_world_size(),
             context_rank=parallel_state.get_context_parallel_rank(),
             share_prompts=self.share_prompts,
+            routing=routing,
         )
+
+    @property
+    def routers(self) -> dict[Module, Routers]:
+        """Routers whose choices are replayed, of the modules that have any."""
+        routers = {module: Routers.of(module) for module in self.modules}
+        return {module: found for module, found in routers.items() if found.routers}
 
     def pipeline(self, device: torch.device) -> Pipeline:
         """The part of the model on this rank, as it is run."""
-        return Pipeline(self.modules, pack_sequences([], self.pack_layout, device))
+        return Pipeline(self.modules, pack_filler(self.pack_layout, device), self.routers)
 
     def without_adapters(self, device: torch.device) -> Pipeline:
-        """The same part of the model, as it was loaded."""
-        return replace(self.pipeline(device), inside=partial(switched_off, self.modules))
+        """The same part of the model, as it was loaded; its routers always choose."""
+        return replace(self.pipeline(device), routers={}, inside=partial(switched_off, self.modules))
 
     def exported(self, *, cpu: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors, in a fixed order; adapters are merged into them. Collective."""
@@ -102,17 +120,27 @@ class LoadedModel:
         return bool(get_model_config(self.modules[0]).share_embeddings_and_output_weights)
 
 
-def load_model(directory: Path, model: ModelArguments, platform: Platform, *, trainable: bool) -> LoadedModel:
+def load_model(
+    directory: Path,
+    model: ModelArguments,
+    platform: Platform,
+    *,
+    trainable: bool,
+    replays_routing: bool = False,
+) -> LoadedModel:
     """Load the model onto this rank's device. Collective.
 
     ``trainable`` wraps it in DistributedDataParallel with a distributed optimizer's buffers; without, it is
-    frozen, for use as a reference. Raises ConfigurationError for what would be trained wrongly.
+    frozen, for use as a reference. ``replays_routing``: experts can be chosen for its routers. Raises
+    ConfigurationError for what would be trained wrongly.
     """
     hf_config.check_model(hf_config.read_config(directory), directory)
     bridge = AutoBridge.from_hf_pretrained(str(directory))
     config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
     hf_config.check_model(config, directory)
     provider = make_provider(bridge, config, model, platform, load_weights=True)
+    if replays_routing:
+        provider.moe_enable_routing_replay, provider.moe_router_fusion = True, False  # a fused router asks nobody
 
     adapted = trainable and model.lora_rank > 0
 

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from miles_async.api import TokenBatch
 from miles_async.backends.megatron.context_split import positions_of_rank
+from miles_async.backends.megatron.routing_replay import Experts, RoutingLayout, replayed_experts
 from miles_async.backends.megatron.shared_places import first_uses, shared_places
 from miles_async.backends.megatron.shared_prompts import SharedPrompts
 from miles_async.train_data.batch import token_advantages
-from miles_async.types import TrainBatch
+from miles_async.types import RoutedExperts, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,7 @@ class PackedSequences:
     labels: Tensor  # int64 [n]: these tokens
     attention: PackedSeqParams  # of all T positions
     num_tokens: int  # N
+    experts: Experts | None = None  # to replay, of the positions that this rank's routers see; None: they choose
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,7 @@ class PackLayout:
     context_size: int = 1  # context-parallel ranks
     context_rank: int = 0
     share_prompts: bool = False  # without context parallelism only
+    routing: RoutingLayout | None = None  # None: nothing is replayed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +72,7 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
     carries_loss = batch.loss_mask != 0
     oldest_versions = np.repeat(batch.oldest_versions, np.diff(batch.offsets))
     return PackedBatch(
-        sequences=_pack(batch.tokens, batch.offsets, carries_loss, layout, device),
+        sequences=_pack(batch.tokens, batch.offsets, carries_loss, layout, device, batch.routed_experts),
         batch=TokenBatch(
             tokens=_tensor(batch.tokens, torch.int64, device),
             offsets=_tensor(batch.offsets, torch.int64, device),
@@ -93,12 +96,27 @@ def pack_sequences(sequences: Sequence[Sequence[int]], layout: PackLayout, devic
     return _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), layout, device)
 
 
+def pack_filler(layout: PackLayout, device: torch.device) -> PackedSequences:
+    """Pack no sequence at all; with experts where they are replayed."""
+    nothing = np.zeros(0, dtype=np.int64)
+    experts = None
+    if (routing := layout.routing) is not None:
+        experts = np.zeros((0, (max(routing.layers, default=-1) + 1) * routing.topk), dtype=np.int16)
+    return _pack(nothing, np.zeros(1, dtype=np.int64), nothing.astype(bool), layout, device, experts)
+
+
 def _pack(
-    tokens: np.ndarray, offsets: np.ndarray, needed: np.ndarray, layout: PackLayout, device: torch.device
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    needed: np.ndarray,
+    layout: PackLayout,
+    device: torch.device,
+    experts: RoutedExperts | None = None,
 ) -> PackedSequences:
     """``needed``: bool [N], the tokens that get a log-prob if a prefix predicts them."""
     lengths = np.diff(offsets)
-    if layout.share_prompts:
+    shares = layout.share_prompts and experts is None  # engines may have read a prompt with different experts
+    if shares:
         places = shared_places(tokens, offsets, needed)  # [N], in [0, T)
         boundaries = _padded_boundaries(np.array([places.max(initial=-1) + 1]), layout)
         positions = np.zeros(boundaries[-1], dtype=np.int64)
@@ -116,13 +134,19 @@ def _pack(
     rows = row_of[places[scored - 1]]
     scored, rows = scored[rows >= 0], rows[rows >= 0]
     attention = _sequences(boundaries, device)
-    if layout.share_prompts:
+    if shares:
         attention = SharedPrompts(
             **vars(attention),
             samples=_tensor(offsets, torch.int32, device),
             places=_tensor(places, torch.int64, device),
             first=_tensor(first_uses(places), torch.bool, device),
         )
+    replayed = None
+    if experts is not None and layout.routing is not None:
+        token_at = np.full(boundaries[-1], -1)
+        token_at[places] = np.arange(len(tokens))
+        token_at[places[offsets[1:] - 1]] = -1  # no engine has read the last token, and nothing follows from it
+        replayed = replayed_experts(experts, token_at[held], layout.routing)
     return PackedSequences(
         tokens=_tensor(all_tokens[held], torch.int64, device)[None],
         position_ids=_tensor(positions[held], torch.int64, device)[None],
@@ -131,6 +155,7 @@ def _pack(
         labels=_tensor(tokens[scored], torch.int64, device),
         attention=attention,
         num_tokens=len(tokens),
+        experts=replayed,
     )
 
 

@@ -30,6 +30,7 @@ from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.metrics import accumulate, step_metrics
 from miles_async.backends.megatron.model_output import ModelOutput
 from miles_async.backends.megatron.packing import PackedBatch, PackLayout, pack_batch
+from miles_async.backends.megatron.routing_replay import Experts
 from miles_async.backends.megatron.scores import Scorer
 from miles_async.errors import ContractViolation, TrainerError
 from miles_async.types import TrainShard
@@ -102,15 +103,20 @@ class StepRunner:
         # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet.
         early = objective.token_advantages is not None and "old_logprobs" in objective.token_advantages.needs
         first = 0 if early else 1
-        return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.model)
+        record = objective.routing_replay == "old_policy"
+        return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.model, record=record)
 
-    def _with_scores(self, steps: list[Packs], name: Need, model: Pipeline) -> list[Packs]:
+    def _with_scores(self, steps: list[Packs], name: Need, model: Pipeline, *, record: bool = False) -> list[Packs]:
+        """``record``: also add the experts that were chosen, for the optimizer steps to choose them again."""
         if not steps:
             return steps
-        scores = model.score([packed.sequences for packs in steps for packed in packs], self.scorer)
-        if not scores:  # not the last pipeline stage: no loss here
+        scored = model.score([packed.sequences for packs in steps for packed in packs], self.scorer, record=record)
+        if record:
+            recorded = iter(scored.experts)
+            steps = [[_routed(packed, next(recorded)) for packed in packs] for packs in steps]
+        if not scored.logprobs:  # not the last pipeline stage: no loss here
             return steps
-        remaining = iter(scores)
+        remaining = iter(scored.logprobs)
         return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
 
     def _with_advantages(self, steps: list[Packs]) -> list[Packs]:
@@ -169,6 +175,10 @@ class StepRunner:
 
 def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:
     return dataclasses.replace(packed, batch=packed.batch.with_computed(name, values))
+
+
+def _routed(packed: PackedBatch, experts: Experts) -> PackedBatch:
+    return dataclasses.replace(packed, sequences=dataclasses.replace(packed.sequences, experts=experts))
 
 
 def _with_advantages(packed: PackedBatch, advantages: Tensor) -> PackedBatch:

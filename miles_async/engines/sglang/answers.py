@@ -3,23 +3,26 @@
 They come in two forms. *Plain* is the JSON that every SGLang server writes, some 40 bytes per token in nested lists.
 *Packed* is msgpack that holds token ids and log-probs as arrays, 8 bytes per token and no Python object for any of
 them; engines that we launch send it (``packed_answers.py``) to requests with the field ``PACK``. Other servers ignore
-the field. Both forms give the same float32 log-probs, bit for bit.
+the field. Both forms give the same float32 log-probs, bit for bit, and the same experts, where requests ask for them:
+plain as int32 in base64, packed in one or two bytes each.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from miles_async.errors import TransientEngineError
-from miles_async.types import FinishReason, Float32, Int32, ServerAnswer
+from miles_async.types import FinishReason, Float32, Int32, RoutedExperts, ServerAnswer
 
 PACK = "packed_answer"  # field of a request: true asks for the packed form
 MEDIA_TYPE = "application/msgpack"  # of a packed answer
 
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+_EXPERTS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2")}  # bytes of each → form when packed
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -44,10 +47,13 @@ class _Packed(msgspec.Struct):
     meta_info: Meta
     output_ids: bytes  # int32 [T], little-endian
     output_logprobs: bytes  # float32 [T], little-endian; NaN for null
+    expert_bytes: int = 0
+    routed_experts: bytes | None = None
 
 
 class _PlainMeta(Meta):
     output_token_logprobs: list[tuple[float | None, int, object]] = []
+    routed_experts: str | None = None
 
 
 class _Plain(msgspec.Struct):
@@ -72,9 +78,10 @@ def read_answer(body: bytes, content_type: str, source: str) -> ServerAnswer:
             finite, or other than one log-prob per token.
     """
     try:
-        meta, output_ids, logprobs = _read_packed(body) if content_type == MEDIA_TYPE else _read_plain(body, source)
+        read = _read_packed(body) if content_type == MEDIA_TYPE else _read_plain(body, source)
     except (ValueError, OverflowError) as error:  # a token id above int32; msgspec.DecodeError is a ValueError
         raise TransientEngineError(f"cut or malformed answer of {source}: {error}") from error
+    meta, output_ids, logprobs, experts = read
     finish_reason = _FINISH_REASONS.get(meta.finish_reason.type)
     if finish_reason is None:
         raise TransientEngineError(f"{source}: finish reason {meta.finish_reason}")
@@ -90,6 +97,7 @@ def read_answer(body: bytes, content_type: str, source: str) -> ServerAnswer:
         cached_tokens=meta.cached_tokens,
         weight_version=meta.weight_version,
         weight_versions=meta.weight_versions,
+        routed_experts=experts,
     )
 
 
@@ -106,21 +114,40 @@ def pack(reply: Any) -> bytes | None:
         return None
     logprobs = np.array([entry[0] for entry in entries], _LOGPROBS)
     packed = _Packed(msgspec.convert(meta, Meta), np.array(output_ids, _IDS).tobytes(), logprobs.tobytes())
+    if (encoded := meta.get("routed_experts")) is not None:
+        experts = _compact(encoded)
+        packed.expert_bytes, packed.routed_experts = experts.itemsize, experts.tobytes()
     return msgspec.msgpack.encode(packed)
 
 
-def _read_packed(body: bytes) -> tuple[Meta, Int32, Float32]:
+_Read = tuple[Meta, Int32, Float32, RoutedExperts | None]
+
+
+def _read_packed(body: bytes) -> _Read:
     packed = _packed_decoder.decode(body)
-    return packed.meta_info, np.frombuffer(packed.output_ids, _IDS), np.frombuffer(packed.output_logprobs, _LOGPROBS)
+    experts = None
+    if packed.routed_experts is not None:
+        experts = np.frombuffer(packed.routed_experts, _EXPERTS[packed.expert_bytes])
+    output_ids, logprobs = np.frombuffer(packed.output_ids, _IDS), np.frombuffer(packed.output_logprobs, _LOGPROBS)
+    return packed.meta_info, output_ids, logprobs, experts
 
 
-def _read_plain(body: bytes, source: str) -> tuple[Meta, Int32, Float32]:
+def _read_plain(body: bytes, source: str) -> _Read:
     plain = _plain_decoder.decode(body)
     entries = plain.meta_info.output_token_logprobs
     if [entry[1] for entry in entries] != plain.output_ids:
         raise _mismatch(len(plain.output_ids), len(entries), source)
     # float32 makes NaN of SGLang's null, which was not a number.
-    return plain.meta_info, np.array(plain.output_ids, np.int32), np.array([entry[0] for entry in entries], np.float32)
+    logprobs = np.array([entry[0] for entry in entries], np.float32)
+    experts = None if plain.meta_info.routed_experts is None else _compact(plain.meta_info.routed_experts)
+    return plain.meta_info, np.array(plain.output_ids, np.int32), logprobs, experts
+
+
+def _compact(encoded: str) -> RoutedExperts:
+    """Experts as SGLang writes them, in one byte each if that holds all of them. -1 stands for what is no expert."""
+    experts = np.frombuffer(b64decode(encoded, validate=True), _IDS)
+    few = not len(experts) or (experts.min() >= 0 and experts.max() <= 255)
+    return experts.astype(_EXPERTS[1 if few else 2])
 
 
 def _mismatch(tokens: int, logprobs: int, source: str) -> TransientEngineError:

@@ -103,7 +103,7 @@ class SGLangServer:
     def __init__(self, http: Http) -> None:
         self._http = http
 
-    def encode(self, request: GenerateRequest, *, request_id: str, version: int) -> bytes:
+    def encode(self, request: GenerateRequest, *, request_id: str, version: int, experts: bool) -> bytes:
         """``extra_key`` is part of SGLang's prefix-cache key: after an in-place update, which flushes nothing, new
         requests never reuse what older weights computed. (Under a rolling publication an updated server gets requests
         with the key of the version before, too. It has flushed its cache, so they find nothing older than itself;
@@ -118,6 +118,8 @@ class SGLangServer:
             "extra_key": f"v{version}",
             PACK: True,
         }
+        if experts:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
         return msgspec.json.encode(body)
 
     def decode(self, body: bytes, content_type: str, url: str) -> ServerAnswer:

@@ -93,10 +93,13 @@ if is_absent("sgl_kernel"):
 # sglang.srt.debug_utils.dumper imports megatron.core, and through it wandb, wherever it finds it.
 sys.modules["megatron"] = None  # type: ignore[assignment]
 
-from miles_async.engines.sglang import load_file, weight_stream  # noqa: E402  (after the packages that torch looks for)
+# After the packages that torch looks for.
+from miles_async.engines.sglang import host_buffers, load_file, weight_stream  # noqa: E402
 
 load_file.register()
 weight_stream.register()
+if _runs_on_cpu(sys.argv) and host_buffers.FLAG in sys.argv:
+    host_buffers.register()
 if HELD_WEIGHTS_VARIABLE in os.environ:
     from miles_async.engines.sglang import held_weights
 

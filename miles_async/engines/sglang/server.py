@@ -12,6 +12,7 @@ import aiohttp
 
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
+from miles_async.engines.sglang import host_buffers
 from miles_async.engines.sglang.cpu_memory import memory_flags
 from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 
@@ -66,6 +67,8 @@ def server_command(
     if spec.dummy_weights:
         # A draft model for speculative decoding gets no publications: it keeps what its checkpoint has.
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]
+    if spec.routed_experts:
+        command.append(host_buffers.FLAG)
     if spec.weight_version is not None:
         command.append(f"--weight-version={spec.weight_version}")
     if spec.gpus:

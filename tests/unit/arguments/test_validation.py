@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -572,6 +573,38 @@ def test_experts_that_cannot_be_split(
 def test_experts_that_can_be_split(valid: dict[str, Any], change: dict[str, Any]):
     describe_model(valid, MIXTURE)
     validate(assemble(valid | {"actor_num_gpus_per_node": 4} | change, {}))
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        ({}, {"use_rollout_routing_replay": True}, "--use-rollout-routing-replay: --hf-checkpoint .* is a dense model"),
+        ({}, {"use_routing_replay": True}, "--use-routing-replay: --hf-checkpoint .* is a dense model"),
+        (MIXTURE, {"use_rollout_routing_replay": True}, "num_experts_per_tok, found 2 and None"),
+        (MIXTURE, {"use_routing_replay": True}, "--use-routing-replay with --use-rollout-logprobs has no effect"),
+    ],
+)
+def test_routing_that_cannot_be_replayed(valid: dict[str, Any], config: Any, change: Any, message: str):
+    # covers: M19
+    describe_model(valid, config)
+    assert re.search(message, refusal(valid | change))
+
+
+def test_routers_that_nobody_asks_cannot_be_replayed(valid: dict[str, Any]):
+    # covers: M19
+    describe_model(valid, MIXTURE | {"num_experts_per_tok": 2})
+    arguments = assemble(valid | {"use_rollout_routing_replay": True}, {})
+    model = dataclasses.replace(arguments.model, megatron_extra=("--moe-router-fusion",))
+    with pytest.raises(ConfigurationError, match="--megatron-moe-router-fusion passes over what --use-rollout-routing"):
+        validate(dataclasses.replace(arguments, model=model))
+
+
+def test_routing_that_can_be_replayed(valid: dict[str, Any]):
+    # covers: M19
+    describe_model(valid, MIXTURE | {"num_experts_per_tok": 2})
+    validate(assemble(valid | {"use_rollout_routing_replay": True}, {}))
+    old_policy = {"use_routing_replay": True, "use_rollout_logprobs": False, "use_tis": True}
+    validate(assemble(valid | old_policy, {}))
 
 
 def describe_model(values: dict[str, Any], more: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class EchoServer:
     def __init__(self, network: Network) -> None:
         self._network = network
 
-    def encode(self, request: GenerateRequest, *, request_id: str, version: int) -> bytes:
+    def encode(self, request: GenerateRequest, *, request_id: str, version: int, experts: bool) -> bytes:
         return msgspec.json.encode({"heard": list(request.input_ids)})
 
     def decode(self, body: bytes, content_type: str, url: str) -> ServerAnswer:

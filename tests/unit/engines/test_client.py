@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from miles_async.arguments.routing import RouterShape
 from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
@@ -19,6 +20,7 @@ from miles_async.engines.sglang.answers import PACK
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import (
+    ConfigurationError,
     RequestRejectedError,
     StalledError,
     TransientEngineError,
@@ -32,6 +34,9 @@ SAMPLING = {"max_new_tokens": 4, "temperature": 1.0}
 EDGE_AT_ONE = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
 
 
+ROUTERS = RouterShape(layers=1, topk=2, experts=64)
+
+
 @dataclass
 class Setup:
     engine: FakeEngine
@@ -41,10 +46,13 @@ class Setup:
     client: RouterClient
 
     def generate(
-        self, input_ids: Sequence[int] = (5,), key: str = "a", **sampling: float
+        self, input_ids: Sequence[int] = (5,), key: str = "a", experts_from: int = 0, **sampling: float
     ) -> Coroutine[Any, Any, Generation]:
         request = GenerateRequest(
-            input_ids=np.array(input_ids, np.int32), sampling={**SAMPLING, **sampling}, routing_key=key
+            input_ids=np.array(input_ids, np.int32),
+            sampling={**SAMPLING, **sampling},
+            routing_key=key,
+            experts_from=experts_from,
         )
         return self.client.generate(request)
 
@@ -83,6 +91,47 @@ async def test_an_answer_becomes_arrays_and_spans(setup: Setup, packs: bool) -> 
     assert generation.spans == (VersionSpan(3, 0, 4),)
     assert (generation.engine_id, generation.finish_reason, generation.prompt_tokens) == ("engine-0", "length", 3)
     assert setup.traffic.completed == {"engine-0": 1}
+
+
+@pytest.mark.parametrize("packs", [True, False])
+async def test_experts_are_asked_for_where_they_are_replayed(setup: Setup, packs: bool) -> None:  # covers: M19
+    setup.engine.packs = packs
+    assert (await setup.generate([7, 8, 9])).routed_experts is None
+    assert "return_routed_experts" not in setup.engine.requests[-1]
+    setup.client._routers = ROUTERS
+    generation = await setup.generate([7, 8, 9], experts_from=2)
+    assert generation.routed_experts is not None
+    assert generation.routed_experts.dtype == np.uint8
+    assert generation.routed_experts.tolist() == [[token, token] for token in (9, 3, 4, 5)]
+
+
+async def test_an_engine_that_tells_no_experts_ends_the_run(setup: Setup) -> None:  # covers: M19
+    setup.client._routers, setup.engine.tells_experts = ROUTERS, False
+    with pytest.raises(ConfigurationError, match="start this engine with --enable-return-routed-experts, or leave out"):
+        await setup.generate()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (RouterShape(layers=2, topk=2, experts=64), "expected 2 experts in each of 2 layers for 4 tokens, found 8"),
+        (RouterShape(layers=1, topk=2, experts=5), "expected experts from 0 to 4, found 3 to 5"),
+    ],
+)
+async def test_experts_of_another_model_are_refused(setup: Setup, shape: RouterShape, message: str) -> None:
+    # covers: M19
+    setup.client._routers = shape
+    with pytest.raises(TransientEngineError, match=message):
+        await setup.generate()
+
+
+async def test_a_request_that_was_aborted_before_it_began_has_no_experts(setup: Setup) -> None:  # covers: M19
+    setup.client._routers = ROUTERS
+    setup.engine.transform = lambda reply: {
+        "output_ids": [],
+        "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_version": "3"},
+    }
+    assert (await setup.generate()).routed_experts is None
 
 
 async def test_tokens_in_flight_count_as_old_as_what_sampled_them(setup: Setup) -> None:  # covers: C1, M1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from miles_async.algorithms.advantages.grpo import Grpo
 from miles_async.arguments import AlgorithmArguments
-from miles_async.errors import ContractViolation
+from miles_async.errors import ConfigurationError, ContractViolation
 from miles_async.rollout.batches import BatchMaker
 from tests.property.builders import make_group
 
@@ -23,6 +26,15 @@ def test_a_group_that_is_too_old_never_becomes_a_batch() -> None:
     assert maker(2).make((group,), target_version=5).ages == {0: 1, 2: 1}
     with pytest.raises(ContractViolation, match=r"C1: expected ages up to --max-weight-staleness 1 .*\{1: 2\}"):
         maker(1).make((group,), target_version=5)
+
+
+def test_samples_without_experts_are_refused_where_they_are_replayed() -> None:  # covers: M19
+    group = make_group(1)
+    bare = msgspec.structs.replace(group.samples[1], routed_experts=None)
+    mixed = msgspec.structs.replace(group, samples=(group.samples[0], bare))
+    assert maker(None).make((mixed,), target_version=0).shards[0].optimizer_steps[0][0].routed_experts is None
+    with pytest.raises(ConfigurationError, match="--use-rollout-routing-replay: expected the experts of every token"):
+        replace(maker(None), routed=True).make((mixed,), target_version=0)
 
 
 def test_without_a_bound_any_age_is_trained() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ def branch(length: int, prompt_length: int, seed: int) -> Branch:
         loss_mask=mask,
         rollout_logprobs=np.where(mask, -random.random(length), 0.0).astype(np.float32),
         weight_versions=np.where(mask, seed % 7, -1).astype(np.int32),
+        routed_experts=random.integers(0, 250, (length, 6)).astype(np.uint8),
     )
 
 
@@ -61,6 +63,30 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     write_dump(path := tmp_path / "new" / "17.parquet", DUMP)
     assert encode(read_dump(path)) == encode(DUMP)
     assert [path.name for path in path.parent.iterdir()] == ["17.parquet"]
+
+
+@pytest.mark.parametrize("dtype", [np.int16, None])
+def test_experts_are_read_as_they_were_or_are_absent(dtype: Any, tmp_path: Path) -> None:  # covers: M19
+    """Files of runs that replay none have no such column."""
+
+    def other(branch: Any) -> Any:
+        experts = None if dtype is None else branch.routed_experts.astype(dtype) + 300
+        return msgspec.structs.replace(branch, routed_experts=experts)
+
+    groups = tuple(
+        msgspec.structs.replace(
+            group,
+            samples=tuple(
+                msgspec.structs.replace(other(sample), more_branches=tuple(map(other, sample.more_branches)))
+                for sample in group.samples
+            ),
+        )
+        for group in DUMP.groups
+    )
+    dump = msgspec.structs.replace(DUMP, groups=groups)
+    write_dump(path := tmp_path / "17.parquet", dump)
+    assert encode(read_dump(path)) == encode(dump)
+    assert ("routed_experts" in parquet.read_schema(path).names) == (dtype is not None)
 
 
 def test_a_row_is_a_branch_with_its_tokens(tmp_path: Path) -> None:
@@ -103,6 +129,7 @@ def table() -> arrow.Table:
         (lambda: replaced("tokens", arrow.array([[1, 2**40]] * 7)), "not in range"),
         (lambda: replaced("loss_mask", arrow.array([[1]] * 6 + [None])), "is missing"),
         (lambda: replaced("loss_mask", arrow.array([[1]] * 7)), "length of tokens"),
+        (lambda: replaced("routed_experts", arrow.array([[1]] * 7, arrow.list_(arrow.uint8()))), "reshape"),
         (lambda: replaced("metadata", arrow.array(["{"] * 7)), "truncated"),
     ],
 )

@@ -137,6 +137,12 @@ async def test_a_turn_that_a_publication_aborts_goes_on_under_the_new_version() 
     versions = sample.weight_versions[sample.loss_mask == 1].tolist()
     assert versions == [0] * 5 + [1] * (len(call_ids) - 5) + [2] * (len(versions) - len(call_ids))
     assert sample.metadata["chunks"] == 3
+    # covers: M19
+    assert sample.routed_experts is not None
+    assert sample.routed_experts[:, 0].tolist() == [*sample.tokens[:-1].tolist(), 0]
+    first, second = len(model.requests[0]) + 5 - 1, len(model.requests[0]) + len(call_ids) - 1
+    calls = [0] * first + [1] * (second - first) + [2] * (len(sample.tokens) - 1 - second)
+    assert sample.routed_experts[:-1, 1].tolist() == calls
 
 
 async def test_counts_of_an_environment_are_added_up() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,7 +52,8 @@ def test_tokens_are_copied_once() -> None:
 
 def test_a_shard_is_pickled_without_a_copy_of_its_arrays() -> None:
     """Ray does the same, and moves the buffers into its object store."""
-    (shard,) = split(table_of([2000] * 6), 1, 4000, None, target_version=3)
+    table = replace(table_of([2000] * 6), routed=True)
+    (shard,) = split(table, 1, 4000, None, target_version=3)
     buffers: list[pickle.PickleBuffer] = []
     in_band = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
     again = pickle.loads(in_band, buffers=buffers)
@@ -62,7 +64,9 @@ def test_a_shard_is_pickled_without_a_copy_of_its_arrays() -> None:
 
 def test_batch_is_flat_with_offsets() -> None:
     samples = [make_sample([5, 3], reward=1.0), make_sample([4, NO_VERSION, 6], reward=0.0, first_token=10)]
-    batch = whole(tabulate([group_of(make_attempt(), samples)], np.array([0.5, -0.5], dtype=np.float32)))
+    advantages = np.array([0.5, -0.5], dtype=np.float32)
+    assert whole(tabulate([group_of(make_attempt(), samples)], advantages)).routed_experts is None
+    batch = whole(tabulate([group_of(make_attempt(), samples)], advantages, routed=True))
     assert batch.tokens.tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 14]
     assert batch.offsets.tolist() == [0, 4, 9]
     assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 1]
@@ -74,7 +78,7 @@ def test_batch_is_flat_with_offsets() -> None:
     assert dtypes == {
         "tokens": np.int32, "offsets": np.int64, "loss_mask": np.uint8, "rollout_logprobs": np.float32,
         "weight_versions": np.int32, "oldest_versions": np.int32, "advantages": np.float32, "rewards": np.float32,
-        "sample_ids": np.int64,
+        "sample_ids": np.int64, "routed_experts": np.uint8,
     }  # fmt: skip
 
 

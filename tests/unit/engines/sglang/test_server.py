@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.router import router_command
@@ -19,6 +21,24 @@ def test_engines_know_grammars_where_agents_may_ask_for_them() -> None:
     with_grammars = ServerSpec(model_path="m", device="cpu", dtype="float32", grammars=True)
     assert "--grammar-backend=xgrammar" in server_command(with_grammars, LOOPBACK, 1, RENDEZVOUS, 0, 0)
     assert "--grammar-backend=none" in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+
+
+def test_engines_tell_experts_where_they_are_replayed() -> None:  # covers: M19
+    telling = ServerSpec(model_path="m", device="cuda", dtype="bfloat16", routed_experts=True)
+    flag = "--enable-return-routed-experts"
+    assert flag in server_command(telling, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+    assert flag not in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+
+
+def test_sglang_still_registers_the_memory_of_experts_with_cuda_on_a_cpu() -> None:
+    """``host_buffers.py`` can go when it does not."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.origin is not None
+    source = (Path(package.origin).parent / "srt" / "mem_cache" / "pool_host" / "common.py").read_text()
+    _, _, functions = source.partition("ALLOC_MEMORY_FUNCS = defaultdict(")
+    assert "lambda: alloc_with_host_register" in functions
+    assert '"cpu"' not in functions
 
 
 def test_only_cpu_servers_get_flags_for_machines_without_a_gpu() -> None:

@@ -1,0 +1,219 @@
+"""Replayed experts: the trainer against a float64 model that is given the same experts, in every layout of ranks.
+
+# covers: M19
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.megatron_scenario import Case, Layout
+from tests.integration.rank_processes import run_ranks
+from tests.integration.routing_scenario import Mixture, Replayed, observe_old_policy, observe_replays
+from tests.integration.tiny_models import save_tiny
+from tests.integration.toy_batches import ToySample, toy_samples
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+SCALE = 1.0  # of optimizer steps, at which routers change their minds
+RECOMPUTED = {"recompute_granularity": "full"}
+LAYOUTS = {
+    "one-rank": Layout(micro_batches=3),
+    "one-rank-recompute": Layout(micro_batches=3, model=RECOMPUTED),
+    "one-rank-recompute-moe": Layout(
+        micro_batches=2, model={"recompute_granularity": "selective", "recompute_modules": ("moe",)}
+    ),
+    "ep2": Layout(world_size=2, expert=2, micro_batches=2),
+    "pp2-recompute": Layout(world_size=2, pipeline=2, micro_batches=3, model=RECOMPUTED),
+    "pp2-virtual2-recompute": Layout(world_size=2, pipeline=2, virtual=2, micro_batches=3, model=RECOMPUTED),
+    "cp2": Layout(world_size=2, context=2, micro_batches=2),
+    "tp2-sequence-parallel": Layout(world_size=2, tensor=2, micro_batches=2),
+    "tp2-cp2-ep2": Layout(world_size=4, tensor=2, context=2, expert=2, expert_tensor=1, micro_batches=2),
+}
+CASES: list[Case] = [(name, "four-layers" if "virtual" in name else "qwen3-moe") for name in LAYOUTS]
+ALWAYS = ("one-rank-recompute", "pp2-virtual2-recompute", "tp2-cp2-ep2")
+each_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case[0], marks=[] if case[0] in ALWAYS else pytest.mark.long) for case in CASES],
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mixture]:
+    root = tmp_path_factory.mktemp("models")
+    deeper = save_tiny("qwen3-moe", root / "four-layers", num_hidden_layers=4)
+    return {
+        "qwen3-moe": Mixture(save_tiny("qwen3-moe", root / "two-layers"), layers=2, topk=2, experts=12),
+        "four-layers": Mixture(deeper, layers=4, topk=2, experts=12),
+    }
+
+
+@pytest.fixture(scope="module")
+def seen(models: dict[str, Mixture]) -> Callable[[Case], list[Replayed]]:
+    """Observations of each rank in a case."""
+
+    @functools.cache
+    def of_case(case: Case) -> list[Replayed]:
+        found = run_ranks(LAYOUTS[case[0]].world_size, observe_replays, models, LAYOUTS, [case], timeout=300)
+        failed = [rank[case] for rank in found if isinstance(rank[case], str)]
+        assert not failed, failed[0]
+        return [rank[case] for rank in found]
+
+    return of_case
+
+
+class Reference:
+    """transformers in float64, whose routers are told what to choose: log-probs, loss and gradients."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.mixture = mixture
+        self.model = AutoModelForCausalLM.from_pretrained(
+            mixture.directory, dtype=torch.float64, experts_implementation="eager"
+        )
+        self.given: torch.Tensor | None = None  # [T, layers, top-k]; None: routers choose
+        self.chosen: dict[int, torch.Tensor] = {}  # layer → [T, top-k], of the last pass
+        for layer in range(mixture.layers):
+            gate = self.model.model.layers[layer].mlp.gate
+            gate.forward = functools.partial(self._choose, gate, layer)
+
+    def _choose(self, gate: Any, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
+        chosen = logits.topk(self.mixture.topk, -1).indices if self.given is None else self.given[:, layer]
+        self.chosen[layer] = chosen
+        weights = torch.softmax(logits, -1).gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    def give(self, sample: ToySample) -> None:
+        """The experts of a sample. Those of its last token are no matter, so it gets others than anybody else's."""
+        experts = self.mixture.choices(sample).astype(np.int64)
+        experts[-1] = np.tile([3, 8], self.mixture.layers)
+        self.given = torch.from_numpy(experts).reshape(-1, self.mixture.layers, self.mixture.topk)
+
+    def logprobs(self, sample: ToySample) -> torch.Tensor:
+        """Of tokens[1:]."""
+        row = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+        logits = self.model(row).logits[0, :-1]
+        return torch.log_softmax(logits, -1).gather(1, row[0, 1:, None])[:, 0]
+
+    def gradients(self, samples: list[ToySample]) -> dict[str, np.ndarray]:
+        """Of the mean over loss tokens of - advantage × ratio, at ratio 1."""
+        total = sum(int(sample.loss_mask.sum()) for sample in samples)
+        for sample in samples:
+            self.give(sample)
+            mask = torch.from_numpy(sample.loss_mask[1:]).double()
+            (-(sample.advantage * self.logprobs(sample) * mask).sum() / total).backward()
+        return dict(_by_expert((name, parameter.grad.numpy()) for name, parameter in self.model.named_parameters()))
+
+
+def _by_expert(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Name tensors as checkpoints do: transformers keeps those of a layer's experts in one."""
+    for name, tensor in tensors:
+        prefix, experts, kind = name.partition(".experts.")
+        if not experts:
+            yield name, tensor
+            continue
+        for number, of_expert in enumerate(tensor):
+            parts = {"down_proj": of_expert}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), np.split(of_expert, 2), strict=True))
+            yield from ((f"{prefix}.experts.{number}.{part}.weight", values) for part, values in parts.items())
+
+
+@pytest.fixture(scope="module")
+def reference(models: dict[str, Mixture]) -> Callable[[str], tuple[dict[bytes, np.ndarray], dict[str, np.ndarray]]]:
+    """(log-probs by the tokens of a sample, gradients)"""
+
+    @functools.cache
+    def of_model(name: str) -> tuple[dict[bytes, np.ndarray], dict[str, np.ndarray]]:
+        plain, samples = Reference(models[name]), toy_samples(12)
+        logprobs = {}
+        for sample in samples:
+            plain.give(sample)
+            with torch.no_grad():
+                logprobs[sample.tokens.tobytes()] = plain.logprobs(sample).numpy()
+        return logprobs, plain.gradients(samples)
+
+    return of_model
+
+
+@each_case
+def test_log_probs_are_those_of_the_given_experts(case: Case, seen: Any, reference: Any) -> None:
+    expected, _ = reference(case[1])
+    samples = {sample.tokens.tobytes(): sample for sample in toy_samples(12)}
+    found: set[bytes] = set()
+    for rank in seen(case):
+        for tokens, logprobs in rank.logprobs:
+            position = 0
+            flat = np.array(tokens, np.int32)
+            while position < len(flat):
+                key = next(k for k, s in samples.items() if flat[position:].tobytes().startswith(k))
+                mask = samples[key].loss_mask[1:] == 1
+                mine = np.array(logprobs[position + 1 : position + len(samples[key].tokens)])
+                np.testing.assert_allclose(mine[mask], expected[key][mask], atol=2e-5)
+                position += len(samples[key].tokens)
+                found.add(key)
+    assert found == samples.keys()
+
+
+@each_case
+def test_gradients_are_those_of_the_given_experts(case: Case, seen: Any, reference: Any) -> None:
+    """Of routers, too: through the weights of the experts that were given."""
+    _, expected = reference(case[1])
+    found = seen(case)[0].gradients
+    assert found.keys() == expected.keys()
+    assert any(name.endswith("mlp.gate.weight") for name in expected)
+    for name, gradient in expected.items():
+        scale = np.abs(gradient).max()
+        assert scale > 1e-5, name
+        np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-3 * scale, err_msg=name)
+
+
+def two_steps(mixture: Mixture, scale: float) -> tuple[dict[str, np.ndarray], int]:
+    """Weights after two optimizer steps of which the second takes the experts of the pass before both, and the number
+    of choices that would have been others.
+    """
+    plain, samples = Reference(mixture), toy_samples(12)
+    old, experts, flipped = [], [], 0
+    for sample in samples:
+        with torch.no_grad():
+            old.append(plain.logprobs(sample))
+        experts.append(torch.stack([plain.chosen[layer] for layer in range(mixture.layers)], 1))
+    for step in (range(6), range(6, 12)):
+        total = sum(int(samples[index].loss_mask.sum()) for index in step)
+        for index in step:
+            sample, mask = samples[index], torch.from_numpy(samples[index].loss_mask[1:]).double()
+            plain.given = None
+            with torch.no_grad():
+                plain.logprobs(sample)
+            now = torch.stack([plain.chosen[layer] for layer in range(mixture.layers)], 1)
+            flipped += int((now.sort(-1).values != experts[index].sort(-1).values).sum())
+            plain.given = experts[index]
+            ratio = torch.exp(plain.logprobs(sample) - old[index])
+            surrogate = torch.min(ratio * sample.advantage, ratio.clamp(0.8, 1.2) * sample.advantage)
+            if sample.advantage < 0:
+                surrogate = surrogate.clamp(min=3 * sample.advantage)
+            (-(surrogate * mask).sum() / total).backward()
+        with torch.no_grad():
+            for parameter in plain.model.parameters():
+                parameter -= scale * parameter.grad
+                parameter.grad = None
+    weights = ((name, parameter.detach().numpy()) for name, parameter in plain.model.named_parameters())
+    return dict(_by_expert(weights)), flipped
+
+
+@pytest.mark.parametrize("layout", ["one-rank-recompute", pytest.param("pp2-recompute", marks=pytest.mark.long)])
+def test_later_optimizer_steps_take_the_experts_of_old_log_probs(layout: str, models: dict[str, Mixture]) -> None:
+    mixture = models["qwen3-moe"]
+    expected, flipped = two_steps(mixture, SCALE)
+    assert flipped > 20
+    found = run_ranks(LAYOUTS[layout].world_size, observe_old_policy, mixture, LAYOUTS[layout], SCALE)[0]
+    for name, weights in expected.items():
+        np.testing.assert_allclose(found[name], weights, rtol=0, atol=2e-4, err_msg=name)

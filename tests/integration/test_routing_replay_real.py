@@ -1,0 +1,146 @@
+"""Experts that a real SGLang server tells, from its answers to the trainer's log-probs.
+
+# covers: M19, C12
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from miles_async.arguments.routing import RouterShape
+from miles_async.engines.client import RouterClient
+from miles_async.engines.http import Http
+from miles_async.engines.kind import ServerSpec
+from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.server_process import ServerProcess
+from miles_async.engines.sglang.api import SGLangServer
+from miles_async.engines.sglang.kind import SGLANG
+from miles_async.engines.traffic import Traffic
+from miles_async.rollout.generate import SingleTurnGenerate
+from miles_async.staleness.versions import group_of, parse_spans
+from miles_async.train_data.batch import tabulate
+from miles_async.types import Attempt, Prompt, Sample
+from tests.integration.rank_processes import run_ranks
+from tests.integration.routing_scenario import observe_differences
+from tests.integration.served_models import save_served
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+ROUTERS = RouterShape(layers=2, topk=2, experts=12)
+SAMPLES, TOKENS = 6, 150
+
+
+def save_undecided(directory: Path) -> Path:
+    """A mixture whose routers give all experts nearly the same score, so that rounding decides."""
+    from safetensors.torch import load_file, save_file
+
+    file = save_served("qwen3-moe", directory, seed=3) / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        tensors[name] = tensors[name][:1] + 0.02 * tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return directory
+
+
+def save_rounded(source: Path, directory: Path) -> Path:
+    """The model with all weights rounded to bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16")
+    model.float().save_pretrained(directory)
+    return directory
+
+
+async def generate(spec: ServerSpec) -> list[Sample]:
+    """Samples of one server; all requests are aborted on their way, and go on."""
+    server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
+    url = await server.start()
+    try:
+        record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
+        client = RouterClient(
+            api := SGLangServer(http),
+            http,
+            EngineRegistry(engines={"engine-0": record}, version=0, router_up=True),
+            Traffic(),
+            router_url=lambda: url,
+            parse_versions=parse_spans,
+            request_timeout=60.0,
+            retries=0,
+            gate_timeout=10.0,
+            routers=ROUTERS,
+        )
+        make = SingleTurnGenerate({"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}, lambda ids: "")
+        draw = np.random.default_rng(0)
+        prompts = [tuple(draw.integers(3, 64, 20).tolist()) for _ in range(SAMPLES)]
+        async with asyncio.TaskGroup() as scope:
+            tasks = [scope.create_task(make(client, attempt(number, ids), 0)) for number, ids in enumerate(prompts)]
+            for _ in range(1000):
+                if (await api.load(url, 5.0)).running == SAMPLES:
+                    break
+                await asyncio.sleep(0.01)
+            await api.pause(url, "abort", 10.0)
+            await api.resume(url, 10.0)
+        return [task.result() for task in tasks]
+    finally:
+        await http.close()
+        await server.stop()
+
+
+def attempt(number: int, ids: tuple[int, ...]) -> Attempt:
+    return Attempt(attempt_id=number, prompt=Prompt(prompt_id=str(number), token_ids=ids, text=""), epoch=0)
+
+
+def plain_choices(model: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """[T, layers × top-k]: experts that the routers of transformers choose, sorted."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    chosen: list[Any] = []
+    for layer in plain.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda *called: chosen.append(called[2][2].sort(-1).values))
+    result = []
+    for sample in samples:
+        chosen.clear()
+        with torch.no_grad():
+            plain(torch.tensor(sample.tokens[None].astype(np.int64)))
+        result.append(torch.cat(chosen, 1).numpy())
+    return result
+
+
+def test_experts_of_the_engine_bring_its_log_probs_to_the_trainer(tmp_path: Path, engine_imports: Path) -> None:
+    model = save_undecided(tmp_path / "model")
+    spec = ServerSpec(
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        start_timeout=200,
+        log_dir=str(tmp_path / "logs"),
+        weight_version=0,
+        fork_server=engine_imports,
+        routed_experts=True,
+    )
+    samples = asyncio.run(generate(spec))
+    assert max(sample.metadata["chunks"] for sample in samples) > 1
+    same = []
+    for sample, expected in zip(samples, plain_choices(model, samples), strict=True):
+        assert sample.routed_experts is not None
+        assert sample.routed_experts.shape == (20 + TOKENS, 4)
+        assert sample.routed_experts.dtype == np.uint8
+        pairs = np.sort(sample.routed_experts.reshape(-1, 2, 2), -1).reshape(-1, 4)
+        same.append((pairs == expected)[:-1])
+    assert np.concatenate(same).mean() > 0.98  # they decide by less than rounding, here and there
+
+    rewarded = [msgspec.structs.replace(sample, reward=1.0) for sample in samples]
+    table = tabulate([group_of(attempt(0, (1,)), rewarded)], np.ones(SAMPLES, np.float32), routed=True)
+    batch = table.join(range(SAMPLES))
+    rounded = save_rounded(model, tmp_path / "rounded")
+    [differences] = run_ranks(1, observe_differences, rounded, batch)
+    assert differences["replayed"] < 0.2 * differences["free"]
