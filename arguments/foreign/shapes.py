@@ -10,7 +10,14 @@ from miles_async.arguments.model import EXPERT_COUNTS
 from miles_async.types import JsonObject
 
 SIGMOID_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe")  # with a bias per expert, by definition of the family
-QUERY_KEY_NORMS = ("qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2")  # of DeepSeek's: on the latent vectors
+QUERY_KEY_NORMS = (
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "olmoe",
+    "deepseek_v3",
+    "kimi_k2",
+)  # of DeepSeek's: on the latent vectors
 BIASED_PROJECTIONS = ("qwen2", "qwen2_moe")
 SANDWICH_NORMS = ("glm4", "gemma2", "gemma3", "gemma3_text")
 INTERLEAVED_ROTATIONS = ("glm", "glm4")

@@ -5,6 +5,7 @@ Deliberately shares no code with miles_async: no packing, no parallelism, formul
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,15 @@ class PlainTrainer:
 
 
 def _load(directory: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(
+    [architecture] = json.loads((directory / "config.json").read_text())["architectures"]
+    model = getattr(transformers, architecture)
+    config = model.config_class.from_pretrained(directory)
+    config.model_type = model.config_class.model_type  # which decides on the names of experts
+    return model.from_pretrained(
         directory,
+        config=config,
         dtype=dtype,
         attn_implementation="eager",  # the others leave out what is rare, such as softcapping, without a word
         experts_implementation="eager",  # takes float64

@@ -20,6 +20,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from tests.fakes.fake_engine import FakeRouter
+from tests.integration.family_table import SERVED, SERVED_AT_NIGHT
 from tests.integration.publishing import Trainer, publishing
 from tests.integration.served_models import save_served
 
@@ -29,14 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # megatron's about fused kernels, torch's about names that megatron uses
 ]
 
-# Layers of each kind whole, and cut in two. SGLang does not read what transformers writes for DeepSeek-V3.
-CASES = [
-    *[("gemma", 1), ("qwen3-moe", 2)],  # what is held in another form; experts
-    *[
-        pytest.param(family, ranks, marks=pytest.mark.long)
-        for family, ranks in [("llama", 1), ("qwen2", 1), ("qwen3-tied", 2), ("glm4", 2), ("glm4-moe", 1)]
-    ],
-]
+# SGLang does not read what transformers writes for DeepSeek-V3.
+CASES = [*SERVED, *(pytest.param(*case, marks=pytest.mark.long) for case in SERVED_AT_NIGHT)]
 IN_OTHER_FORM = {"gemma": 5}  # two norms of each of two layers, and the last one
 
 

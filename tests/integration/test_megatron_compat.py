@@ -104,6 +104,15 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins(
         ("megatron.bridge.models.mistral.mistral_bridge", "rotary_base=hf_config.rope_theta"),
         ("megatron.bridge.models.gemma.gemma3_bridge", "hf_config.rope_local_base_freq, hf_config.rope_theta"),
         ("megatron.bridge.models.gemma.gemma3_provider", "embeddings * (self.config.hidden_size**0.5)"),
+        ("megatron.bridge.models.olmoe.olmoe_provider", "* self.config.num_attention_heads,  # Main difference"),
+        # host_spec.ExpertRowParallelLinear
+        ("megatron.core.transformer.mlp", "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)"),
+        ("megatron.core.tensor_parallel.layers", 'setattr(self.bias, "sequence_parallel", self.sequence_parallel)'),
+        # model.make_provider, of interleaved rotation
+        ("megatron.core.models.common.embeddings.rope_utils", "t, cu_seqlens, freqs, cp_size=cp_group.size(), cp_rank"),
+        # families.FAMILIES: experts of gpt-oss cannot be split; its constants are those of the published models
+        ("megatron.bridge.models.gpt_oss.gpt_oss_bridge", "class GPTOSSMLPGateUpProjMapping(AutoMapping)"),
+        ("megatron.bridge.models.gpt_oss.gpt_oss_bridge", "provider.yarn_rotary_scaling_factor = 32.0"),
         # provider_fields, of windows
         ("megatron.bridge.models.gemma.gemma2_bridge", "window_size = (hf_config.sliding_window, 0)"),
         # checkpoint_writer
@@ -113,6 +122,11 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins(
 )
 def test_patched_code_is_still_there(module: str, text: str) -> None:
     assert text in source_of(module), f"{module} no longer has {text!r}: can its patch go?"
+
+
+def test_transformers_still_does_not_know_kimi_k2() -> None:
+    """bridge_fixes."""
+    assert '"kimi_k2"' not in source_of("transformers.models.auto.auto_mappings")
 
 
 # ------------------------------------------------------------------------------- without one of the patches

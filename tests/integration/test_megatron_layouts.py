@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from miles_async.backends.megatron.hf_config import read_config
+from tests.integration.family_table import COMPARED, DEEPER
 from tests.integration.megatron_scenario import (
     CORRECTED,
     LR,
@@ -27,7 +29,7 @@ from tests.integration.megatron_scenario import (
 )
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
-from tests.integration.tiny_models import FAMILIES, MIXTURES, save_tiny
+from tests.integration.tiny_models import FAMILIES, model_type, save_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -67,45 +69,8 @@ LAYOUTS = {
     "tp2-ep2": Layout(world_size=2, tensor=2, expert=2, expert_tensor=1),
     "tp2-ep2-etp2": Layout(world_size=4, tensor=2, expert=2, expert_tensor=2, micro_batches=2),
 }
-DENSE = tuple(name for name in FAMILIES if name not in MIXTURES)
-DEEPER = {  # name → (family, layers)
-    "qwen3-three-layers": ("qwen3", 3),
-    "deepseek-v3-three-layers": ("deepseek-v3", 3),
-    "qwen3-four-layers": ("qwen3", 4),
-    "qwen3-tied-four-layers": ("qwen3-tied", 4),
-    "deepseek-v3-four-layers": ("deepseek-v3", 4),
-}
-MODELS = {
-    "one-rank": FAMILIES,
-    "one-rank-3-micro-batches": ("qwen3", "qwen3-moe"),
-    "dp2": ("qwen3", "qwen3-tied", "qwen3-moe"),
-    "dp2-overlap": ("qwen3", "qwen3-tied", "qwen3-moe"),
-    "one-rank-recompute-block": ("qwen3", "qwen3-moe"),
-    "one-rank-shared-prompts": ("qwen3", "llama", "qwen3-moe"),
-    "tp2-shared-prompts": ("qwen3",),
-    "pp2-shared-prompts": ("qwen3-tied",),
-    "tp2-sequence-parallel": FAMILIES,
-    "tp2": DENSE,  # megatron trains experts under tensor parallelism only with sequence parallelism
-    "tp4": ("qwen2", "qwen3-tied"),  # more ranks than heads of keys and values
-    "pp2": FAMILIES,
-    "pp2-unequal": ("qwen3-three-layers", "deepseek-v3-three-layers"),
-    "pp2-virtual2": ("qwen3-four-layers", "qwen3-tied-four-layers", "deepseek-v3-four-layers"),
-    "tp2-pp2-virtual2": ("qwen3-tied-four-layers", "deepseek-v3-four-layers"),
-    "dp2-pp2-virtual2": ("qwen3-four-layers",),
-    "cp2": FAMILIES,
-    "tp2-cp2": ("qwen3-tied", "qwen3-moe", "deepseek-v3"),
-    "pp2-cp2": ("qwen3-tied", "deepseek-v3"),
-    "pp2-virtual2-cp2": ("qwen3-tied-four-layers",),
-    "dp2-cp2": ("qwen3", "qwen3-moe"),
-    "cp4": ("qwen3",),
-    "cp2-ep2": ("qwen3-moe", "deepseek-v3"),
-    "ep2": MIXTURES,
-    "ep2-etp2": ("qwen3-moe", "deepseek-v3"),
-    "tp2-ep2": MIXTURES,
-    "tp2-ep2-etp2": MIXTURES,
-}
 ALGORITHMS = {"qwen3": CORRECTED, "qwen3-moe": CORRECTED, "qwen3-tied": PER_TOKEN}
-CASES: list[Case] = [(layout, model) for layout, models in MODELS.items() for model in models]
+CASES: list[Case] = [(layout, model) for layout, models in COMPARED.items() for model in models]
 
 Ranks = list[Observed]
 
@@ -117,6 +82,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     directories |= {
         name: save_tiny(family, root / name, num_hidden_layers=layers) for name, (family, layers) in DEEPER.items()
     }
+    for name in FAMILIES:
+        assert read_config(directories[name])["model_type"] == model_type(name)
     return {
         name: Training(
             directory,

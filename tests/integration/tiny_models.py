@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+_YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 1.5e5,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -66,17 +76,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", _DENSE | {"rope_theta": 1e6}),
     "qwen3": ("Qwen3", _DENSE | {"rope_theta": 5e5}),
     "qwen3-tied": ("Qwen3", _DENSE | {"tie_word_embeddings": True}),
-    # Shorter than the sequences, in every layer.
-    "mistral": ("Mistral", _DENSE | {"sliding_window": 6}),
+    "mistral": ("Mistral", _DENSE | {"sliding_window": None}),
     "gemma2": (
         "Gemma2",
         _GEMMA
-        | {
-            "num_key_value_heads": 2,
-            "sliding_window": 6,
-            "attn_logit_softcapping": 0.5,
-            "final_logit_softcapping": 5.0,
-        },
+        | {"num_key_value_heads": 2, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 5.0}
+        | {"hidden_act": "gelu_pytorch_tanh"},  # which SGLang reads, and published models have
     ),
     "gemma3": (
         "Gemma3Text",
@@ -95,10 +100,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         _SIGMOID_ROUTED | _LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "rope_parameters": _YARN},
     ),
+    "olmoe": (
+        "Olmoe",
+        _MIXTURE | {"intermediate_size": 32, "num_experts": 12, "num_key_value_heads": 4, "pad_token_id": None},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        _DENSE
+        | {"intermediate_size": 32, "num_local_experts": 12, "num_experts_per_tok": 2, "sliding_window": 6}
+        | {"rope_parameters": _YARN_OF_GPT_OSS, "swiglu_limit": 0.2},
+    ),
     "moonlight": ("DeepseekV3", _SIGMOID_ROUTED | _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "kimi-k2": (
+        "DeepseekV3",
+        _SIGMOID_ROUTED | _LATENT | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_parameters": _YARN},
+    ),
 }
 
-MIXTURES = ("qwen3-moe", "glm4-moe", "deepseek-v3", "moonlight")
+MODEL_TYPES = {"qwen3-tied": "qwen3", "gemma3": "gemma3_text", "moonlight": "deepseek_v3"}  # where names differ
+
+
+def model_type(family: str) -> str:
+    """``model_type`` of config.json."""
+    return MODEL_TYPES.get(family, family.replace("-", "_"))
 
 
 def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config: Any) -> Path:
@@ -117,13 +141,15 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
         )
         biases = (buffer for buffer_name, buffer in model.named_buffers() if "correction_bias" in buffer_name)
         for tensor in (*model.parameters(), *biases):
-            if tensor.ndim == 1:
-                tensor.data.add_(0.1 * torch.randn_like(tensor))
-            else:
+            if tensor.ndim > 1:
                 tensor.data.mul_(3)
+            if tensor.ndim == 1 or not tensor.any():
+                tensor.data.add_(0.1 * torch.randn_like(tensor))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type(family)}))  # Kimi's is another
     return directory
 
 

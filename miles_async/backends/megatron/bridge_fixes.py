@@ -10,6 +10,8 @@
 - Mistral's and Gemma 3's configs are read by names that transformers 5 doesn't have (``rope_theta``). The bridge's
   general reading takes what is there; ``provider_fields`` has the rest.
 - Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.
+- OLMoE's norm of all heads expects them all on every tensor-parallel rank.
+- Kimi K2's model_type is unknown to transformers, without code from the checkpoint. Its architecture is DeepSeek-V3's.
 
 ``tests/integration/test_megatron_compat.py`` fails when upstream no longer needs one of them.
 """
@@ -42,6 +44,8 @@ def apply() -> bool:
         _read_configs_without_rope_theta()
         _round_the_scale_of_embeddings()
         _see_that_transformer_engine_is_absent()
+        _normalize_heads_over_ranks()
+        _know_kimi_k2()
     return True
 
 
@@ -123,3 +127,30 @@ def _see_that_transformer_engine_is_absent() -> None:
     from megatron.bridge.peft import utils
 
     utils.HAVE_TE = all(isinstance(layer, type) for layer in (*utils.TECL, *utils.TERL, utils.TELinear))
+
+
+def _normalize_heads_over_ranks() -> None:
+    from megatron.bridge.models.olmoe import olmoe_bridge
+    from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider
+
+    from miles_async.backends.megatron.host_spec import HeadsNorm
+
+    fused = olmoe_bridge.olmoe_layer_spec
+
+    def olmoe_layer_spec(config: Any) -> Any:
+        spec = fused(config)
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = HeadsNorm
+        return spec
+
+    olmoe_bridge.olmoe_layer_spec = olmoe_layer_spec
+    olmoe_bridge.OlMoEBridge.PROVIDER_CLASS = OlMoEModelProvider  # by which host_spec knows the family
+
+
+def _know_kimi_k2() -> None:
+    from transformers import AutoConfig, DeepseekV3Config
+
+    class KimiK2Config(DeepseekV3Config):
+        model_type = "kimi_k2"
+
+    AutoConfig.register(KimiK2Config.model_type, KimiK2Config, exist_ok=True)

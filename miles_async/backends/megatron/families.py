@@ -21,12 +21,14 @@ class Family:
     tied_only: bool = False  # the bridge takes it for granted that the output layer is the embedding
     gelu: bool = False  # the activation is gelu_pytorch_tanh, in place of silu
     unscaled_router: bool = False  # router weights of the chosen experts need not add up to 1
+    every_head_with_keys: bool = False  # queries must not share heads of keys and values
+    whole_experts: bool = False  # no tensor parallelism inside of an expert
     host_layers: bool = False  # on every device: Transformer Engine's would compute something else
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
-    "mistral": Family(windows=True),
+    "mistral": Family(),  # SGLang (0.5.23) serves it without windows
     "qwen2": Family(),
     "qwen3": Family(),
     "gemma": Family(tied_only=True, gelu=True),
@@ -36,11 +38,20 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family(attention_bias=True, partial_rotation=True),
     "qwen3_moe": Family(),
     "glm4_moe": Family(attention_bias=True, partial_rotation=True),
+    "olmoe": Family(unscaled_router=True, every_head_with_keys=True),
+    "gpt_oss": Family(attention_bias=True, windows=True, yarn=True, whole_experts=True),
     "deepseek_v3": Family(yarn=True),
+    "kimi_k2": Family(yarn=True),  # DeepSeek-V3's architecture
 }
 """``model_type`` of config.json → family."""
 
+CUDA_ONLY = "runs by kernels that exist for CUDA only, so that nothing was compared with transformers"
+
 REFUSED: Mapping[str, str] = {
+    "nemotron": "SGLang 0.5.23 cannot serve it; use a Nemotron whose model_type is 'llama'",
+    "nemotron-nas": "its layers differ in size, which was not compared; use a Nemotron whose model_type is 'llama'",
+    "nemotron_h": f"a Mamba layer {CUDA_ONLY}; use a Nemotron whose model_type is 'llama'",
+    "qwen3_next": f"its linear attention {CUDA_ONLY}; use a model of 'qwen3_moe'",
     "gemma3": "its checkpoints hold an image encoder; use one of the text model, model_type 'gemma3_text'",
 }
 """``model_type`` → why it is not trained, and what to do."""

@@ -89,10 +89,14 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
         return
     if expert < 1 or experts % expert:
         raise ConfigurationError(f"--expert-model-parallel-size {expert} does not divide {experts} experts")
-    size = config["moe_intermediate_size"]
-    if size % expert_tensor:
+    name = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    if config[name] % expert_tensor:
+        raise ConfigurationError(f"--expert-tensor-parallel-size {expert_tensor} does not divide {name} {config[name]}")
+    if expert_tensor > 1 and FAMILIES[config["model_type"]].whole_experts:
         raise ConfigurationError(
-            f"--expert-tensor-parallel-size {expert_tensor} does not divide moe_intermediate_size {size}"
+            f"--expert-tensor-parallel-size {expert_tensor} (by default --tensor-model-parallel-size): megatron-bridge "
+            f"0.3 splits experts of model_type {config['model_type']!r} in the wrong places; use 1, with "
+            "--expert-model-parallel-size"
         )
     if expert == 1 and expert_tensor != model.tensor_model_parallel_size:  # measured: loss and export are right
         raise ConfigurationError(
@@ -172,9 +176,23 @@ def _problems(config: JsonObject) -> Iterator[str]:
 
 def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
     if (window(config) or "sliding_attention" in (config.get("layer_types") or ())) and not family.windows:
-        yield "sliding_window: attention would span the whole sequence"
+        yield (
+            "sliding_window: attention would span the whole sequence, on engines or in training; if samples are no "
+            "longer than the window, write null in its place"
+        )
     if config.get("attention_bias") and not family.attention_bias:
         yield "attention_bias true: biases would be dropped"
+    if family.every_head_with_keys and config.get("num_key_value_heads") != config.get("num_attention_heads"):
+        yield "num_key_value_heads other than num_attention_heads: keys would be normalised with the wrong weights"
+    if config.get("clip_qkv") is not None:
+        yield f"clip_qkv {config['clip_qkv']}: queries, keys and values would not be clipped"
+    if config.get("swiglu_alpha", 1.702) != 1.702:
+        yield f"swiglu_alpha {config['swiglu_alpha']}: only 1.702 is implemented"
+    if quantization := config.get("quantization_config"):
+        yield (
+            f"quantization_config {quantization.get('quant_method')}: weights are trained in bfloat16 or fp32; "
+            "write the checkpoint without quantization first"
+        )
     if config.get("mlp_bias"):
         yield "mlp_bias true: biases would be dropped"
     if family.tied_only and not config.get("tie_word_embeddings", True):

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -26,8 +31,8 @@ from miles_async.backends.megatron.shared_prompts import SharedPrompts
 class SdpaAttention(MegatronModule):
     """Causal attention by ``scaled_dot_product_attention``, for [s, b, h, d] batches and packed [t, h, d] sequences.
 
-    Layers may see a window of the last tokens only. Softcapping of scores (Gemma 2) is computed plainly: it takes the
-    memory of all scores.
+    Layers may see a window of the last tokens only. Softcapping of scores (Gemma 2) and sinks, a learned score per head
+    that takes its share of attention (gpt-oss), are computed plainly: they take the memory of all scores.
     """
 
     def __init__(
@@ -39,6 +44,11 @@ class SdpaAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.before: int | None = config.window_size[0] if windowed else None  # tokens before a token that it sees
         self.softcap: float | None = getattr(config, "attn_logit_softcapping", None)
+        self.softmax_offset: Tensor | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -85,7 +95,8 @@ class SdpaAttention(MegatronModule):
         if width < key.shape[-1]:  # latent attention; only equal widths get a kernel that keeps no scores [q, k]
             value = F.pad(value, (0, key.shape[-1] - width))
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        out = self._softcapped(query, key, value, self.softcap) if self.softcap else self._fused(query, key, value)
+        plain = self.softcap is not None or self.softmax_offset is not None
+        out = self._plain(query, key, value) if plain else self._fused(query, key, value)
         return out[..., :width].transpose(1, 2)
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -105,19 +116,39 @@ class SdpaAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def _softcapped(self, query: Tensor, key: Tensor, value: Tensor, softcap: float) -> Tensor:
-        """As :meth:`_fused`, of scores softcap · tanh(score / softcap)."""
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As :meth:`_fused`, with softcapped scores and sinks."""
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
-        scale = self.softmax_scale or query.shape[-1] ** -0.5
-        scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
+        scores = query @ key.transpose(2, 3) * (self.softmax_scale or query.shape[-1] ** -0.5)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.masked_fill(~self._visible(query.shape[2], key.shape[2], query.device), -torch.inf)
-        shares = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+        if self.softmax_offset is not None:
+            sinks = self.softmax_offset.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        shares = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
         return F.dropout(shares, self.dropout, self.training) @ value
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Sinks are split over tensor-parallel ranks, as in megatron's own attention."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
     def _visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Which keys each query sees, bool [q, k]; the queries are those of the last of k tokens."""
         distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
         return (distance >= 0) & (distance <= (keys if self.before is None else self.before))
+
+
+AutoMapping.register_module_type(SdpaAttention.__name__, "column")  # of its only parameter, the sinks
 
 
 def _samples(packed: PackedSeqParams) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,8 +14,14 @@ import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gemma.gemma2_provider import Gemma2ModelProvider
 from megatron.bridge.models.gemma.gemma3_provider import Gemma3ModelProvider, Gemma3SelfAttention
+from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider, OLMoESelfAttention
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -43,6 +49,22 @@ class RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
+class HeadsNorm(RMSNorm):
+    """RMSNorm over all heads of the queries or keys together (OLMoE), of which a tensor-parallel rank has its part.
+
+    The weight is whole on every rank: ``finalize_model_grads`` adds up the gradients of layers of these names.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, width / TP] → the same shape."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        own = self.weight.unflatten(0, (group.size(), -1))[group.rank()]
+        squares = reduce_from_tensor_model_parallel_region(x.float().square().sum(-1, keepdim=True), group=group)
+        # Every rank's values depend on the sum: gradients are added up over ranks, too.
+        mean = copy_to_tensor_model_parallel_region(squares, group=group) / len(self.weight)
+        return (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * own
+
+
 class NormedRowParallelLinear(RowParallelLinear):
     """RowParallelLinear with a norm of its output: GLM-4 and Gemma 2 and 3 have one after attention and MLP."""
 
@@ -56,7 +78,26 @@ class NormedRowParallelLinear(RowParallelLinear):
         return self.post_layernorm(output), bias
 
 
-AutoMapping.register_module_type(NormedRowParallelLinear.__name__, "row")
+class ExpertRowParallelLinear(RowParallelLinear):
+    """Down projection of an expert that has biases (gpt-oss).
+
+    megatron-core's (0.16) takes the bias for one that tensor-parallel ranks have in common, though they have other
+    experts: its gradient would be summed over them and its norm counted once. And the MLP adds the bias in place, to an
+    output that autograd does not let it change.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel, self.bias.tensor_model_parallel = False, True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns (output, bias)."""
+        output, bias = super().forward(x)
+        return output.clone(), bias
+
+
+for _type in (NormedRowParallelLinear, ExpertRowParallelLinear):
+    AutoMapping.register_module_type(_type.__name__, "row")
 
 
 class WholeLinear(torch.nn.Linear):
@@ -102,13 +143,18 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
         parts.core_attention = SdpaAttention
         if isinstance(config, POST_NORMED):
             parts.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        if config.num_moe_experts and config.add_bias_linear:
+            layer.mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear
         if isinstance(config, Gemma3ModelProvider):
             layer.self_attention.module = Gemma3SelfAttention  # which chooses the rotation by the kind of layer
+        norm = RMSNorm
+        if isinstance(config, OlMoEModelProvider):
+            layer.self_attention.module, norm = OLMoESelfAttention, HeadsNorm
         if config.qk_layernorm:
-            parts.q_layernorm = RMSNorm
+            parts.q_layernorm = norm
         if config.multi_latent_attention:
             layer.self_attention.module = LatentAttention
             parts.kv_layernorm = RMSNorm
         elif config.qk_layernorm:
-            parts.k_layernorm = RMSNorm
+            parts.k_layernorm = norm
     return block

@@ -16,7 +16,8 @@ from miles_async.types import JsonObject
 def provider_fields(config: JsonObject) -> dict[str, object]:
     """Return field → value. ``config`` has transformers' defaults filled in."""
     fields: dict[str, object] = {"rotary_percent": rotary_share(config)}
-    if FAMILIES[config["model_type"]].rope_per_layer_type:
+    family = FAMILIES[config["model_type"]]
+    if family.rope_per_layer_type:
         fields.update(_gemma3_fields(config))
     else:
         fields["rotary_base"] = _rotary_base(config)
@@ -31,7 +32,27 @@ def provider_fields(config: JsonObject) -> dict[str, object]:
         fields |= {"window_size": (tokens - 1, 0), "cp_comm_type": "a2a"}
         if kinds := config.get("layer_types"):
             fields["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in kinds]
+    if family.unscaled_router:  # the softmax over all experts, or over those that are chosen
+        fields["moe_router_pre_softmax"] = not config["norm_topk_prob"]
+    if config["model_type"] == "gpt_oss":
+        fields.update(_gpt_oss_fields(config))
     return fields
+
+
+def _gpt_oss_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
+    """The bridge has those of the published models, whatever config.json says."""
+    yield "activation_func_clamp_value", config["swiglu_limit"]
+    if rope_kind(config) != "yarn":
+        yield "position_embedding_type", "rope"
+        return
+    rope = config["rope_parameters"]
+    yield "yarn_rotary_scaling_factor", rope["factor"]
+    yield "yarn_original_max_position_embeddings", rope["original_max_position_embeddings"]
+    yield "yarn_beta_fast", rope.get("beta_fast", 32.0)
+    yield "yarn_beta_slow", rope.get("beta_slow", 1.0)
+    yield "yarn_mscale", rope.get("mscale")
+    yield "yarn_mscale_all_dim", rope.get("mscale_all_dim")
+    yield "yarn_correction_range_round_to_int", rope.get("truncate", True)
 
 
 def _rotary_base(config: JsonObject) -> float:

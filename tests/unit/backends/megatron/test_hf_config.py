@@ -27,7 +27,7 @@ QWEN3 = {
 }
 MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": []}
 GEMMA = QWEN3 | {"model_type": "gemma", "hidden_act": "gelu"}
-MISTRAL = QWEN3 | {"model_type": "mistral", "sliding_window": 128, "use_sliding_window": True}
+MISTRAL = {name: value for name, value in QWEN3.items() if name != "use_sliding_window"} | {"model_type": "mistral"}
 GEMMA3 = QWEN3 | {
     "model_type": "gemma3_text",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -38,6 +38,17 @@ GEMMA3 = QWEN3 | {
         "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
     },
+}
+OLMOE = QWEN3 | {"model_type": "olmoe", "num_experts": 4, "num_key_value_heads": 4, "clip_qkv": None}
+GPT_OSS = QWEN3 | {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "num_local_experts": 4,
+    "intermediate_size": 6,
+    "use_sliding_window": True,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -59,6 +70,9 @@ LLAMA3_ROPE = {
         QWEN3 | {"sliding_window": 4096},  # there, but switched off
         GEMMA,
         MISTRAL,
+        OLMOE,
+        OLMOE | {"norm_topk_prob": False},
+        GPT_OSS,
         GEMMA3,
         GEMMA3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},  # by transformers 4
     ],
@@ -83,6 +97,11 @@ def test_verified_configs_pass(config: dict[str, Any]) -> None:
         (QWEN3 | {"mlp_bias": True}, "mlp_bias"),
         (GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings"),
         (GEMMA | {"hidden_act": "silu"}, "hidden_act"),
+        (OLMOE | {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        (OLMOE | {"num_key_value_heads": 2}, "num_key_value_heads"),
+        (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4"),
+        (MISTRAL | {"sliding_window": 4096}, "sliding_window: .* write null"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of full_att"),
         (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "of sliding_attention"),
@@ -131,6 +150,8 @@ MIXTURE = MOE | {"moe_intermediate_size": 6}
         (MIXTURE, {"expert_model_parallel_size": 2}, 3, "3 trainer ranks"),
         (MIXTURE, {"expert_tensor_parallel_size": 2}, 2, "2 other than --tensor-model-parallel-size 1 with"),
         (MIXTURE, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, 2, "--no-sequence-parallel"),
+        (GPT_OSS, {"tensor_model_parallel_size": 2}, 2, "splits experts of model_type 'gpt_oss' in the wrong places"),
+        (GPT_OSS, {"expert_tensor_parallel_size": 4}, 4, "does not divide intermediate_size 6"),
     ],
 )
 def test_impossible_layouts_of_experts_are_refused(

@@ -44,3 +44,20 @@ def test_layers_without_window_are_every_nth(kinds: list[str], pattern: tuple[in
 def test_layers_without_window_in_another_order_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"full_attention in layers \[1, 3\]"):
         provider_fields(GEMMA3 | {"layer_types": [WHOLE, LOCAL, WHOLE]})
+
+
+def test_the_router_of_olmoe_is_as_config_json_says() -> None:
+    olmoe = PLAIN | {"model_type": "olmoe"}
+    assert provider_fields(olmoe | {"norm_topk_prob": False})["moe_router_pre_softmax"] is True
+    assert provider_fields(olmoe | {"norm_topk_prob": True})["moe_router_pre_softmax"] is False
+
+
+def test_gpt_oss_is_as_config_json_says() -> None:
+    gpt_oss = PLAIN | {"model_type": "gpt_oss", "swiglu_limit": 5.0}
+    assert provider_fields(gpt_oss)["position_embedding_type"] == "rope"
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    fields = provider_fields(gpt_oss | {"rope_parameters": yarn})
+    assert fields["activation_func_clamp_value"] == 5.0
+    assert fields["yarn_rotary_scaling_factor"] == 4.0
+    assert fields["yarn_original_max_position_embeddings"] == 32
+    assert fields["yarn_correction_range_round_to_int"] is True

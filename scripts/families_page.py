@@ -1,0 +1,86 @@
+"""Write docs/families.md: families of models, and the layouts of ranks in which tests compare each with transformers.
+
+From the repository root:
+
+    .venv/bin/python -m scripts.families_page
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_async.backends.megatron.families import FAMILIES, REFUSED
+from tests.integration.family_table import COMPARED, DEEPER, SERVED, SERVED_AT_NIGHT
+from tests.integration.tiny_models import FAMILIES as TINY_MODELS
+from tests.integration.tiny_models import model_type
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
+
+COLUMNS = {
+    "one-rank": "1 rank",
+    "tp2-sequence-parallel": "TP 2, SP",
+    "tp2": "TP 2",
+    "pp2": "PP 2",
+    "cp2": "CP 2",
+    "ep2": "EP 2",
+    "tp2-ep2": "TP 2, EP 2",
+}
+"""Layouts with a column of their own → heading; the others are listed."""
+
+HEADER = """\
+# Families of models
+
+Written by `.venv/bin/python -m scripts.families_page` from the table that the tests take their cases from; not edited
+by hand. `model_type` is that of config.json of `--hf-checkpoint`.
+
+**yes**: `tests/integration/test_megatron_layouts.py` builds a tiny model of the family with random weights and compares
+all of the following with transformers and plain PyTorch in this layout, on CPU in fp32:
+
+- log-probs of packed sequences (1e-5 absolute);
+- losses and norms of gradients of three rollout steps (1e-4 and 1e-3 relative);
+- the export, bit by bit, against the files that were loaded;
+- log-probs after these steps of AdamW (5e-3 absolute).
+
+*Engine*: `tests/integration/test_families_verified.py` publishes what the trainer exports to a real SGLang server with
+so many tensor-parallel ranks, and compares every element that the server holds.
+
+The layers are those of `miles_async/backends/megatron/host_spec.py`, on CPU. Transformer Engine's, which GPUs use, were
+not compared. Gemma 2 and 3 have the host layers on GPUs too: nothing of Transformer Engine computes the same.
+"""
+
+FOOTER = """
+A layout with a name of its own is the combination that it names, such as `pp2-virtual2-cp2`: 2 pipeline stages of 2
+virtual ones each, 2 context-parallel ranks.
+
+What else config.json of a family may not say, such as another scaling of positions, is refused at the start with the
+field that is the reason. A checkpoint of a text model only is expected, without quantization.
+"""
+
+
+def lines() -> Iterator[str]:
+    """Lines of the page after its header."""
+    yield from ("", f"| model_type | tiny model | {' | '.join(COLUMNS.values())} | other layouts | engine |")
+    yield "|---|---|" + "---|" * (len(COLUMNS) + 2)
+    for kind in FAMILIES:
+        for name in (name for name in TINY_MODELS if model_type(name) == kind):
+            cells = ["yes" if name in COMPARED[layout] else "" for layout in COLUMNS]
+            others = [
+                layout
+                for layout, models in COMPARED.items()
+                if layout not in COLUMNS and any(DEEPER.get(model, (model,))[0] == name for model in models)
+            ]
+            engines = [f"TP {ranks}" for served, ranks in (*SERVED, *SERVED_AT_NIGHT) if served == name]
+            yield f"| `{kind}` | {name} | {' | '.join([*cells, ', '.join(others), ', '.join(engines)])} |"
+    yield from ("", "## Refused", "", "| model_type | why, and what to do |", "|---|---|")
+    yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
+    yield "| any other | it was not compared with transformers |"
+
+
+def page() -> str:
+    """The whole page."""
+    return HEADER + "\n".join(lines()) + "\n" + FOOTER
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,71 @@
+"""Which tiny models are compared with transformers, in which layouts of ranks, and which are put on a real engine.
+
+The tests take their cases from here, and ``scripts/families_page.py`` writes docs/families.md.
+"""
+
+from __future__ import annotations
+
+from tests.integration.tiny_models import FAMILIES
+
+DENSE = ("llama", "qwen2", "qwen3", "qwen3-tied", "gemma")
+MIXTURES = ("qwen3-moe", "olmoe", "gpt-oss", "glm4-moe", "deepseek-v3", "moonlight")
+EVERYWHERE = tuple(name for name in FAMILIES if name != "kimi-k2")  # which differs from deepseek-v3 in its config only
+
+DEEPER = {
+    "qwen3-three-layers": ("qwen3", 3),
+    "deepseek-v3-three-layers": ("deepseek-v3", 3),
+    "qwen3-four-layers": ("qwen3", 4),
+    "qwen3-tied-four-layers": ("qwen3-tied", 4),
+    "deepseek-v3-four-layers": ("deepseek-v3", 4),
+}
+"""Name → (family, layers), of models with more than two."""
+
+COMPARED: dict[str, tuple[str, ...]] = {
+    "one-rank": tuple(FAMILIES),
+    "one-rank-3-micro-batches": ("qwen3", "qwen3-moe"),
+    "dp2": ("qwen3", "qwen3-tied", "qwen3-moe"),
+    "dp2-overlap": ("qwen3", "qwen3-tied", "qwen3-moe"),
+    "one-rank-recompute-block": ("qwen3", "qwen3-moe"),
+    "one-rank-shared-prompts": ("qwen3", "llama", "qwen3-moe"),
+    "tp2-shared-prompts": ("qwen3",),
+    "pp2-shared-prompts": ("qwen3-tied",),
+    "tp2-sequence-parallel": tuple(name for name in EVERYWHERE if name != "gpt-oss"),
+    "tp2": DENSE,  # megatron trains experts under tensor parallelism only with sequence parallelism
+    "tp4": ("qwen2", "qwen3-tied"),  # more ranks than heads of keys and values
+    "pp2": EVERYWHERE,
+    "pp2-unequal": ("qwen3-three-layers", "deepseek-v3-three-layers"),
+    "pp2-virtual2": ("qwen3-four-layers", "qwen3-tied-four-layers", "deepseek-v3-four-layers"),
+    "tp2-pp2-virtual2": ("qwen3-tied-four-layers", "deepseek-v3-four-layers"),
+    "dp2-pp2-virtual2": ("qwen3-four-layers",),
+    "cp2": EVERYWHERE,
+    "tp2-cp2": ("qwen3-tied", "qwen3-moe", "deepseek-v3"),
+    "pp2-cp2": ("qwen3-tied", "deepseek-v3"),
+    "pp2-virtual2-cp2": ("qwen3-tied-four-layers",),
+    "dp2-cp2": ("qwen3", "qwen3-moe"),
+    "cp4": ("qwen3",),
+    "cp2-ep2": ("qwen3-moe", "deepseek-v3"),
+    "ep2": MIXTURES,
+    "ep2-etp2": ("qwen3-moe", "deepseek-v3"),
+    "tp2-ep2": (*MIXTURES, "kimi-k2"),
+    "tp2-ep2-etp2": ("qwen3-moe", "glm4-moe", "deepseek-v3", "moonlight"),
+}
+"""Layout of test_megatron_layouts.py → models. There log-probs, losses, norms of gradients, the export and the model
+after three rollout steps are compared, in fp32.
+"""
+
+SERVED = (("gemma", 1), ("qwen3-moe", 2))
+"""(family, tensor-parallel ranks of the engine) of test_families_verified.py: what is exported is compared with what a
+real SGLang server holds.
+"""
+
+SERVED_AT_NIGHT = (
+    ("llama", 1),
+    ("mistral", 1),
+    ("qwen2", 1),
+    ("qwen3-tied", 2),
+    ("gemma2", 1),
+    ("gemma3", 1),
+    ("glm4", 2),
+    ("olmoe", 1),
+    ("glm4-moe", 1),
+)
