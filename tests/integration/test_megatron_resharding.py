@@ -43,6 +43,7 @@ LAYOUTS = {
     "tp2": Layout(2, tensor=2),
     "pp2": Layout(2, pipeline=2),
     "ep2": Layout(2, expert=2),
+    "tp2-ep2": Layout(2, tensor=2, expert=2, expert_tensor=1),
     "cp2": Layout(2, context=2),
     "pp2-virtual2": Layout(2, pipeline=2, virtual=2, micro_batches=2),
     "one": Layout(1),
@@ -59,6 +60,7 @@ LOADED_BY_TWO = [
     ("pp2-virtual2", "dp2", "qwen3-tied"),
 ]
 SAVED += [("cp2", "qwen3-tied"), ("pp2-virtual2", "qwen3-tied")]
+SAVED += [("tp2", "glm4"), ("tp2-ep2", "gpt-oss")]  # norms after attention; sinks, biases of experts
 LOADED: dict[int, list[tuple[str, str, str]]] = {  # ranks → layout of the save, layout, model
     2: LOADED_BY_TWO,
     1: [(source, "one", model) for source, model in SAVED],
@@ -226,6 +228,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """Observations of each rank in each case, or a traceback."""
     root = tmp_path_factory.mktemp("resharding")
     save_tiny("qwen3-moe", root / "qwen3-moe", num_hidden_layers=2)
+    for family in ("glm4", "gpt-oss"):
+        save_tiny(family, root / family)
     save_tiny("qwen3-tied", root / "qwen3-tied", num_hidden_layers=4)  # two virtual stages on each of two ranks
     ranks = [run_ranks(2, _two_ranks, root, timeout=300)]
     ranks += [run_ranks(1, _one_rank, root, timeout=200), run_ranks(4, _loads, root, timeout=200)]

@@ -23,6 +23,7 @@ class Family:
     unscaled_router: bool = False  # router weights of the chosen experts need not add up to 1
     every_head_with_keys: bool = False  # queries must not share heads of keys and values
     whole_experts: bool = False  # no tensor parallelism inside of an expert
+    adapters: bool = True  # trained with --lora-rank
     host_layers: bool = False  # on every device: Transformer Engine's would compute something else
 
 
@@ -39,7 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(),
     "glm4_moe": Family(attention_bias=True, partial_rotation=True),
     "olmoe": Family(unscaled_router=True, every_head_with_keys=True),
-    "gpt_oss": Family(attention_bias=True, windows=True, yarn=True, whole_experts=True),
+    "gpt_oss": Family(attention_bias=True, windows=True, yarn=True, whole_experts=True, adapters=False),
     "deepseek_v3": Family(yarn=True),
     "kimi_k2": Family(yarn=True),  # DeepSeek-V3's architecture
 }

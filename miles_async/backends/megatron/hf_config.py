@@ -70,6 +70,11 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
         raise ConfigurationError(
             f"--tensor-model-parallel-size {tensor} neither divides num_key_value_heads {heads} nor is a multiple of it"
         )
+    if model.lora_rank and not family_of(config).adapters:
+        raise ConfigurationError(
+            f"--lora-rank: adapters of model_type {config['model_type']!r} were not compared with plain ones; leave it "
+            "out, or use a model of another family"
+        )
     layers = config.get("num_hidden_layers")
     if layers is not None:
         model.stage_layers(layers)
@@ -92,7 +97,7 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
     name = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
     if config[name] % expert_tensor:
         raise ConfigurationError(f"--expert-tensor-parallel-size {expert_tensor} does not divide {name} {config[name]}")
-    if expert_tensor > 1 and FAMILIES[config["model_type"]].whole_experts:
+    if expert_tensor > 1 and family_of(config).whole_experts:
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {expert_tensor} (by default --tensor-model-parallel-size): megatron-bridge "
             f"0.3 splits experts of model_type {config['model_type']!r} in the wrong places; use 1, with "
@@ -159,16 +164,20 @@ def rotary_share(config: JsonObject) -> float:
     return config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
 
 
-def _problems(config: JsonObject) -> Iterator[str]:
+def family_of(config: JsonObject) -> Family:
+    """Raise ConfigurationError if the family is not trained, with the reason."""
     kind = config.get("model_type", "")
-    family = FAMILIES.get(kind)
-    if family is None:
+    if kind not in FAMILIES:
         reason = REFUSED.get(kind, "it was not compared with transformers")
-        yield (
-            f"model_type {kind!r} is not trained: {reason}. The families that are: {', '.join(FAMILIES)} "
+        raise ConfigurationError(
+            f"config.json: model_type {kind!r} is not trained: {reason}. The families that are: {', '.join(FAMILIES)} "
             "(docs/families.md)"
         )
-        return
+    return FAMILIES[kind]
+
+
+def _problems(config: JsonObject) -> Iterator[str]:
+    family, kind = family_of(config), config["model_type"]
     yield from _rope_problems(config, family)
     yield from _expert_problems(config, kind, family)
     yield from _layer_problems(config, family)

@@ -32,7 +32,6 @@ from miles_async.backends.megatron import (
     shared_prompts,
 )
 from miles_async.backends.megatron.adapters import add_adapters, merged, switched_off
-from miles_async.backends.megatron.families import FAMILIES
 from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.model_output import return_hidden_states
 from miles_async.backends.megatron.packing import PackLayout, pack_filler
@@ -241,7 +240,7 @@ def make_provider(
     bridge: AutoBridge, config: JsonObject, model: ModelArguments, platform: Platform, *, load_weights: bool
 ) -> GPTModelProvider:
     """Return what builds this rank's modules. ``config``: config.json with transformers' defaults filled in."""
-    if FAMILIES[config["model_type"]].host_layers:
+    if hf_config.family_of(config).host_layers:
         platform = platform.with_host_layers
     provider = bridge.to_megatron_provider(load_weights=load_weights)
     for name, value in provider_fields(config).items():

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miles_async.backends.megatron.families import FAMILIES
-from miles_async.backends.megatron.hf_config import is_latent, rope_kind, rope_theta, rotary_share, window
+from miles_async.backends.megatron.hf_config import family_of, is_latent, rope_kind, rope_theta, rotary_share, window
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
 
@@ -16,7 +15,7 @@ from miles_async.types import JsonObject
 def provider_fields(config: JsonObject) -> dict[str, object]:
     """Return field → value. ``config`` has transformers' defaults filled in."""
     fields: dict[str, object] = {"rotary_percent": rotary_share(config)}
-    family = FAMILIES[config["model_type"]]
+    family = family_of(config)
     if family.rope_per_layer_type:
         fields.update(_gemma3_fields(config))
     else:

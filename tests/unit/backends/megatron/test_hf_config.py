@@ -151,6 +151,7 @@ MIXTURE = MOE | {"moe_intermediate_size": 6}
         (MIXTURE, {"expert_tensor_parallel_size": 2}, 2, "2 other than --tensor-model-parallel-size 1 with"),
         (MIXTURE, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, 2, "--no-sequence-parallel"),
         (GPT_OSS, {"tensor_model_parallel_size": 2}, 2, "splits experts of model_type 'gpt_oss' in the wrong places"),
+        (GPT_OSS, {"lora_rank": 4}, 1, "--lora-rank: adapters of model_type 'gpt_oss'"),
         (GPT_OSS, {"expert_tensor_parallel_size": 4}, 4, "does not divide intermediate_size 6"),
     ],
 )
