@@ -90,7 +90,7 @@ def test_clocks_ten_minutes_off_make_no_difference(tmp_path: Path) -> None:
 def test_a_full_disk_for_staged_weights_is_named(tmp_path: Path) -> None:
     with machines(tmp_path, 2) as cluster:
         cluster.start_ray({0: ENGINES, 1: RANKS})
-        for words in ("mkdir /tmp/small", "mount -t tmpfs -o size=64k none /tmp/small"):
+        for words in ("mkdir /tmp/small", "mount -t tmpfs -o nr_inodes=4 none /tmp/small"):
             subprocess.run(cluster[1].command(*words.split()), check=True)
         with cluster_run(cluster, *apart(4), "--weight-staging-dir", "/tmp/small") as run:
             assert run.wait(START_SECONDS) == 1, run.output

@@ -2,7 +2,8 @@
 
 They run in the engine's actor (``EngineFleet.on_host``) with its directory as the first argument, and hold nothing
 between calls: the name of a version's directory tells that it is there and whole. Bytes come as a path that the host
-shares with the sending rank, or as an array from an object store.
+shares with the sending rank, or as an array from an object store. Engines whose directories lie side by side share the
+files by hard links, which stay when one of the engines goes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from miles_async.weights.files import bucket_file, version_directory
 Source = str | Bytes
 """A path, or the bytes themselves; on their way a reference to the bytes, which is resolved on the host."""
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 CHANGED = "changed"  # folder in a version's directory: the buckets that differ from the version before
 
 
@@ -66,6 +68,34 @@ def change_bucket(
     ahead = _partial(directory, version) / CHANGED
     ahead.mkdir(exist_ok=True)
     os.link(new, ahead / bucket_file(index))
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where an engine's directory is. Directories with the same ``parent`` see each other's files."""
+
+    parent: tuple[str, int, int]  # id of the running machine, device and inode
+    name: str
+
+
+def find_place(directory: Path) -> Place:
+    """Tell where the directory is."""
+    status = directory.parent.stat()
+    return Place((_BOOT_ID.read_text(), status.st_dev, status.st_ino), directory.name)
+
+
+def link_version(directory: Path, version: int, neighbour: str, files: Sequence[str]) -> str | None:
+    """Share ``files`` of a version with the directory ``neighbour`` beside this one. Returns the directory that the
+    engine has to load; None if the neighbour is gone.
+    """
+    source, partial = directory.parent / neighbour / version_directory(version), _partial(directory, version)
+    try:
+        for file in files:
+            (partial / file).parent.mkdir(exist_ok=True)
+            os.link(source / file, partial / file)
+    except FileNotFoundError:
+        shutil.rmtree(partial)
+        return None
+    return complete(directory, version)
 
 
 def complete(directory: Path, version: int) -> str:

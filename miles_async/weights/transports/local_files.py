@@ -1,23 +1,26 @@
-"""The driver's half of transports that give each engine's host files of its own: ``object_store``, and any by files
-with ``--weight-delta``.
+"""The driver's half of transports that bring files to engines' hosts: ``object_store``, and any by files with
+``--weight-delta``.
 
-Hosts get their files while engines generate; in the pause a server only loads files of its own host. A host that has
-the version before, and whose server holds that version too, gets what changed since, and its server loads the buckets
-in which something did; any other host gets everything. ``host_files.py`` is what runs on the hosts.
+Hosts get their files while engines generate; in the pause a server only loads files of its own host. Engines whose
+directories are in one place share the files: one of them gets them, the others link them. One that has the version
+before, and whose server holds that version too, gets what changed since; else it gets everything. A server that holds
+the version before loads the buckets in which something changed. ``host_files.py`` is what runs on the hosts.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
+from miles_async.runtime.tasks import gathered
 from miles_async.seams import EngineErrors, EngineFleet
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.files import bucket_file, delta_file
 from miles_async.weights.survivors import Survivors
 from miles_async.weights.transports import host_files
-from miles_async.weights.transports.host_files import Source
+from miles_async.weights.transports.host_files import CHANGED, Source
 from miles_async.weights.transports.spec import DriverSide, Half
 
 Ts = TypeVarTuple("Ts")
@@ -42,22 +45,36 @@ class LocalFilesTransport:
         self.sent_fraction = 1.0
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Bring files to all hosts, one bucket after another: an object store never holds more than one."""
+        """Bring files to all hosts: to one engine of each place, from which the others there link them.
+
+        If that one fails or is lost meanwhile, the next of its place gets everything.
+        """
         hosts = _Hosts(self._fleet, staged, engines)
-        changing = await self._that_have_base(staged, hosts)
-        storing = [engine for engine in engines if engine not in changing]
-        for index, tensors in staged.buckets.items():
-            if storing:
-                source = await self._source(staged, index, bucket_file(index))
-                await hosts.run(storing, host_files.store_bucket, staged.version, index, source)
-            if changing:
-                assert staged.delta is not None
-                changed = staged.delta.bucket_bytes[index] > 0
-                delta = await self._source(staged, index, delta_file(index)) if changed else None
-                base = staged.delta.base_version
-                await hosts.run(changing, host_files.change_bucket, staged.version, index, delta, base, tensors)
-        self._directories = dict(await hosts.run(engines, host_files.complete, staged.version))
-        sent = len(storing) * staged.total_bytes + len(changing) * _delta_bytes(staged)
+        places = await hosts.run(engines, host_files.find_place)
+        with_base = set(await self._that_have_base(staged, hosts))
+        self._directories = {}
+        sent = 0
+        while waiting := [engine for engine in hosts.survivors.left if engine not in self._directories]:
+            groups: defaultdict[object, list[Incarnation]] = defaultdict(list)
+            for engine in sorted(waiting, key=lambda engine: engine not in with_base):
+                groups[places[engine].parent].append(engine)
+            first = [group[0] for group in groups.values()]
+            changing = [engine for engine in first if engine in with_base]
+            storing = [engine for engine in first if engine not in with_base]
+            await self._fill(staged, hosts, storing, changing)
+            sent += len(storing) * staged.total_bytes + len(changing) * _delta_bytes(staged)
+            self._directories |= await hosts.run(first, host_files.complete, staged.version)
+            linking = []
+            for source, *others in groups.values():
+                if source in self._directories:
+                    current = with_base.intersection(others)
+                    neighbour = places[source].name
+                    linking.append(hosts.link(neighbour, [*current], _files(staged, changes=True)))
+                    linking.append(hosts.link(neighbour, [*{*others} - current], _files(staged, changes=False)))
+                else:
+                    with_base.difference_update(others)
+            for linked in await gathered(*linking):
+                self._directories |= linked
         self.sent_fraction = sent / max(1, len(engines) * staged.total_bytes)
         return hosts.survivors.errors
 
@@ -70,6 +87,21 @@ class LocalFilesTransport:
         return errors
 
     async def close(self) -> None: ...
+
+    async def _fill(
+        self, staged: StagedWeights, hosts: _Hosts, storing: Sequence[Incarnation], changing: Sequence[Incarnation]
+    ) -> None:
+        """Write the files, one bucket after another: an object store never holds more than one."""
+        for index, tensors in staged.buckets.items():
+            if storing:
+                source = await self._source(staged, index, bucket_file(index))
+                await hosts.run(storing, host_files.store_bucket, staged.version, index, source)
+            if changing:
+                assert staged.delta is not None
+                changed = staged.delta.bucket_bytes[index] > 0
+                delta = await self._source(staged, index, delta_file(index)) if changed else None
+                base = staged.delta.base_version
+                await hosts.run(changing, host_files.change_bucket, staged.version, index, delta, base, tensors)
 
     async def _that_have_base(self, staged: StagedWeights, hosts: _Hosts) -> Sequence[Incarnation]:
         """Engines whose host and whose server hold the version that the delta starts from."""
@@ -87,6 +119,7 @@ class _Hosts:
     def __init__(self, fleet: EngineFleet, staged: StagedWeights, engines: Sequence[Incarnation]) -> None:
         self.survivors = Survivors(engines)
         self._fleet = fleet
+        self._version = staged.version
         self._room = 2 * staged.total_bytes  # two versions, while the next one is put together
 
     async def run(
@@ -98,6 +131,21 @@ class _Hosts:
             return self._fleet.on_host(left, function, *arguments, room=self._room)
 
         return await self.survivors.each(step, only=engines)
+
+    async def link(
+        self, neighbour: str, engines: Sequence[Incarnation], files: Sequence[str]
+    ) -> Mapping[Incarnation, str]:
+        """Have engines share the files that one beside them has. Those that found it gone are omitted."""
+        linked = await self.run(engines, host_files.link_version, self._version, neighbour, files)
+        return {engine: directory for engine, directory in linked.items() if directory is not None}
+
+
+def _files(staged: StagedWeights, *, changes: bool) -> list[str]:
+    """Files of a version on a host. ``changes``: with those of the buckets in which something changed."""
+    files = [bucket_file(index) for index in staged.buckets]
+    if changes and staged.delta is not None:
+        files += [f"{CHANGED}/{bucket_file(index)}" for index, size in staged.delta.bucket_bytes.items() if size]
+    return files
 
 
 def _delta_bytes(staged: StagedWeights) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import numpy as np
 import psutil
 import pytest
 
@@ -19,6 +20,8 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.errors import ConfigurationError, EngineStartError
 from miles_async.runtime.fork_server_process import running as process_running
 from miles_async.runtime.node_files import NodeFiles
+from miles_async.weights.files import bucket_file
+from miles_async.weights.transports import host_files
 
 
 def command(spec: ServerSpec, host: str, port: int, rendezvous: tuple[str, int], seed: int, node: int) -> list[str]:
@@ -69,6 +72,21 @@ async def test_any_server_is_started_watched_and_ended(spec: ServerSpec) -> None
     assert re.search(r"engine-1 \(file server, model .* ended with status -9(.|\n)*GET /made", report)
     await server.stop()
     assert not await asyncio.to_thread(temporary.exists)
+
+
+async def test_engines_of_a_host_share_files_that_stay_when_one_of_them_goes(spec: ServerSpec) -> None:
+    # covers: C8
+    first, second = (ServerProcess(FILES, spec, index, 0) for index in range(2))
+    place, same = [await server.on_host(host_files.find_place, 1000) for server in (first, second)]
+    assert place.parent == same.parent
+    assert place.name != same.name
+    await first.on_host(host_files.store_bucket, 1000, 3, 0, np.arange(10, dtype=np.uint8))
+    await first.on_host(host_files.complete, 1000, 3)
+    shared = await second.on_host(host_files.link_version, 1000, 3, place.name, [bucket_file(0)])
+    await first.stop()
+    assert await asyncio.to_thread((Path(str(shared)) / bucket_file(0)).read_bytes) == bytes(range(10))
+    assert await second.on_host(host_files.link_version, 1000, 4, place.name, [bucket_file(0)]) is None
+    await second.stop()
 
 
 async def test_a_server_that_ends_early_is_reported_with_its_last_words(spec: ServerSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,14 @@ class Counting(InProcess):
 class FileFleet(FakeFleet):
     """Its engines have a host directory each, and hold the tensors of the files that they were told to load."""
 
-    def __init__(self, directory: Path, engines: Sequence[str]) -> None:
+    def __init__(self, directory: Path, engines: Sequence[str], *, one_node: bool = False) -> None:
         super().__init__([], joining=engines)
-        self.hosts = {engine: directory / engine for engine in engines}
+        self.hosts = {engine: directory / ("node" if one_node else f"of {engine}") / engine for engine in engines}
+        self.inodes: dict[str, list[int]] = {}  # of the files that were loaded last
         self.tensors: dict[str, dict[str, torch.Tensor]] = {engine: {} for engine in engines}
         self.loaded: dict[str, list[str]] = {}
         for host in self.hosts.values():
-            host.mkdir()
+            host.mkdir(parents=True)
 
     def restart(self, engine: str) -> None:
         """With an empty host directory, as any start of an engine."""
@@ -101,6 +103,7 @@ class FileFleet(FakeFleet):
                 continue
             files = in_directory(directory)
             self.loaded[engine.engine] = [file.name for file in files]
+            self.inodes[engine.engine] = [file.stat().st_ino for file in files]
             for file in files:
                 self.tensors[engine.engine] |= load_file(file)
         return await super().load_files(directories, version, flush_cache)
@@ -111,12 +114,12 @@ def in_directory(directory: str) -> list[Path]:
 
 
 class Setup:
-    def __init__(self, directory: Path, engines: int = 1, **flags: Any) -> None:
+    def __init__(self, directory: Path, engines: int = 1, *, one_node: bool = False, **flags: Any) -> None:
         arguments = WeightsArguments(verify_weights="canary", **flags)
         delta = None if arguments.weight_delta == "off" else arguments.weight_delta
         options = StagingOptions(parent=directory / "staged", bucket_bytes=3200, delta=delta)  # type: ignore[arg-type]
         self.sender = ObjectStoreSender(options, put=np.array)
-        self.fleet = FileFleet(directory, [f"engine-{index}" for index in range(engines)])
+        self.fleet = FileFleet(directory, [f"engine-{index}" for index in range(engines)], one_node=one_node)
         self.trainer = FileTrainer(self.fleet.events, self.sender)
 
         def updater(*, repair: bool) -> FleetUpdater:
@@ -263,12 +266,91 @@ async def test_a_base_that_was_changed_costs_that_engine(tmp_path: Path, delta: 
     # covers: C8
     setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta=delta)
     await setup.publish(0)
-    [base] = setup.fleet.hosts["engine-1"].glob("v*/bucket-00001.safetensors")
-    data = bytearray(base.read_bytes())
-    data[-1500] ^= 64  # in "a", in a row that does not change
-    base.write_bytes(data)
+    _spoil_base(setup.fleet.hosts["engine-1"])
     publication = await setup.publisher.publish(1)
     assert (publication.engines, publication.fenced) == (("engine-0",), ("engine-1",))
     assert "made from version 0 and what changed: expected digest" in setup.updater.last_loss
     setup.check(1)
     setup.sender.close()
+
+
+# ----------------------------------------------------------------------------------- engines of one node
+async def test_engines_of_a_node_share_one_copy(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engines=4, one_node=True, weight_transport="object_store")
+    for version in range(2):
+        assert await setup.publish(version) == 0.25
+        assert len(set(map(tuple, setup.fleet.inodes.values()))) == 1
+        assert setup.fleet.loaded == dict.fromkeys(setup.fleet.hosts, BUCKETS)
+    assert [list(host.iterdir()) for host in setup.fleet.hosts.values()] == [[]] * 4
+    setup.sender.close()
+
+
+async def test_changes_are_applied_once_per_node(tmp_path: Path, transport: str) -> None:
+    setup = Setup(tmp_path, engines=2, one_node=True, weight_transport=transport, weight_delta="xor")
+    assert await setup.publish(0) == 0.5
+    for version in (1, 2):
+        assert 0 < await setup.publish(version) < 0.25
+        assert setup.fleet.loaded == dict.fromkeys(setup.fleet.hosts, BUCKETS[1:]), FROZEN
+        assert len(set(map(tuple, setup.fleet.inodes.values()))) == 1
+    setup.sender.close()
+
+
+@pytest.mark.parametrize("how", ["restarted", "missed it"])
+async def test_an_engine_without_the_version_before_gets_all_files_from_its_neighbour(tmp_path: Path, how: str) -> None:
+    setup = Setup(tmp_path, engines=2, one_node=True, weight_transport="object_store", weight_delta="xor")
+    await setup.publish(0)
+    if how == "restarted":
+        setup.fleet.restart("engine-0")
+    else:
+        setup.fleet.versions["engine-0"] = -1
+    assert 0 < await setup.publish(1) < 0.25, "the trainer sent changes only"
+    assert setup.fleet.loaded == {"engine-0": BUCKETS, "engine-1": BUCKETS[1:]}
+    assert sorted(setup.fleet.serving) == ["engine-0", "engine-1"]
+    setup.sender.close()
+
+
+@pytest.mark.parametrize("delta", ["off", "xor"])
+async def test_an_engine_that_is_lost_before_its_neighbours_have_its_files_costs_itself(
+    tmp_path: Path, delta: str
+) -> None:
+    # covers: C8
+    setup = Setup(tmp_path, engines=3, one_node=True, weight_transport="object_store", weight_delta=delta)
+    await setup.publish(0)
+    on_host = setup.fleet.on_host
+
+    async def lose_it(engines: Sequence[Incarnation], function: Any, *arguments: Any, room: int = 0) -> Any:
+        if function is host_files.link_version:
+            setup.fleet.on_host = on_host  # type: ignore[method-assign]
+            shutil.rmtree(setup.fleet.hosts["engine-0"])
+            setup.fleet.restart("engine-0")
+        return await on_host(engines, function, *arguments, room=room)
+
+    setup.fleet.on_host = lose_it  # type: ignore[method-assign]
+    publication = await setup.publisher.publish(1)
+    assert (publication.engines, publication.fenced) == (("engine-1", "engine-2"), ("engine-0",))
+    setup.check(1)
+    assert setup.fleet.inodes["engine-1"] == setup.fleet.inodes["engine-2"]
+    assert await setup.publisher.repair() == ("engine-0",)
+    setup.check(1)
+    setup.sender.close()
+
+
+async def test_a_base_that_was_changed_costs_the_engine_that_notices_and_its_neighbours_get_everything(
+    tmp_path: Path, delta: str
+) -> None:
+    # covers: C8
+    setup = Setup(tmp_path, engines=3, one_node=True, weight_transport="disk", weight_delta=delta)
+    await setup.publish(0)
+    _spoil_base(setup.fleet.hosts["engine-1"])
+    publication = await setup.publisher.publish(1)
+    assert (publication.engines, publication.fenced) == (("engine-1", "engine-2"), ("engine-0",))
+    setup.check(1)
+    assert setup.fleet.loaded["engine-2"] == BUCKETS
+    setup.sender.close()
+
+
+def _spoil_base(host: Path) -> None:
+    [base] = host.glob("v*/bucket-00001.safetensors")
+    data = bytearray(base.read_bytes())
+    data[-1500] ^= 64  # in "a", in a row that does not change
+    base.write_bytes(data)
