@@ -16,7 +16,7 @@ TisMode = Literal["truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 RejectionStatistic = Literal["ratio", "k1", "k2", "k3"]
 ProxLogpMethod = Literal["recompute", "loglinear"]
-KlLossType = Literal["k1", "k2", "k3", "low_var_kl"]
+KlLossType = Literal["k1", "k2", "k3", "low_var_kl", "abs"]
 RoutingReplay = Literal["rollout", "old_policy"]
 """Whose experts the training pass of a mixture takes: those of the engines, or of the pass for old log-probs."""
 
@@ -34,9 +34,21 @@ class AlgorithmArguments:
     token_advantages: TokenAdvantagesName | ModuleAttr | None = flag(
         None,
         "advantages of tokens, computed by the trainer from those of their samples (default: each token has its "
-        "sample's). kl_in_reward: minus --kl-coef × (log π − log π_ref), summed over the token and those after it",
+        "sample's). kl_in_reward: minus --kl-coef × KL of --kl-reward-type, summed over the token and those after it",
     )
     kl_coef: float = flag(0.0, "weight of the KL in the reward, with --token-advantages kl_in_reward")
+    kl_reward_type: KlLossType | ModuleAttr = flag(
+        "k1", "estimator of the KL in the reward, as in --kl-loss-type; only that of k1 has the KL's own gradient"
+    )
+    normalize_advantages: bool = flag(
+        False, "whiten: advantages get mean 0 and variance 1 over the tokens of the rollout batch (REINFORCE++)"
+    )
+    overlong_buffer_len: int | None = flag(
+        None,
+        "tokens before --rollout-max-response-len in which the reward that advantages are computed from falls, by "
+        "--overlong-penalty-factor in all (DAPO's soft overlong punishment)",
+    )
+    overlong_penalty_factor: float = flag(1.0, "largest penalty of --overlong-buffer-len")
     policy_loss: PolicyLossName | ModuleAttr = flag(
         "ppo_clip",
         "loss of a token. ppo_clip: PPO's clipped surrogate; gspo: that with one ratio per sequence; cispo: REINFORCE, "
@@ -104,6 +116,11 @@ class AlgorithmArguments:
         "log π_rollout − log π over their tokens is more than --opsm-delta",
     )
     opsm_delta: float = flag(1e-4, "threshold of --use-opsm, in nats per token")
+    m2_threshold: float | None = flag(
+        None,
+        "M2PO: the tokens of the rollout batch whose (log π_trainer − log π_rollout)² is largest do not move the "
+        "policy, until the mean of the rest is below this; with --use-tis",
+    )
     max_token_age: int | None = flag(
         None, "tokens that are older, in versions, do not move the policy; the rest of their sample does"
     )
@@ -113,7 +130,7 @@ class AlgorithmArguments:
     kl_loss_type: KlLossType | ModuleAttr = flag(
         "k3",
         "estimator of the KL loss. k3: exp(d) − 1 − d with d = log π_ref − log π; low_var_kl: that, at most 10; k2: "
-        "d² / 2; k1: −d, whose gradient is 0 in the mean",
+        "d² / 2; abs: |d|; k1: −d, whose gradient is 0 in the mean",
     )
     ref_hf_checkpoint: Path | None = flag(
         None, "reference model of the KL loss and the KL in the reward (default: --hf-checkpoint)"

@@ -52,6 +52,21 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
     if algorithm.token_advantages is None and algorithm.kl_coef > 0:
         yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward"
+    if algorithm.kl_reward_type != "k1" and algorithm.token_advantages != "kl_in_reward":
+        yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without --token-advantages kl_in_reward"
+    longest, buffer = arguments.rollout.rollout_max_response_len, algorithm.overlong_buffer_len
+    if buffer is not None and buffer > longest:
+        yield f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len {longest}"
+    factor = algorithm.overlong_penalty_factor
+    if buffer is None and factor != 1:
+        yield f"--overlong-penalty-factor {factor} has no effect without --overlong-buffer-len"
+    if algorithm.m2_threshold is not None and not (
+        algorithm.use_tis and not algorithm.use_rollout_logprobs and algorithm.prox_logp_method == "recompute"
+    ):
+        yield (
+            "--m2-threshold compares the trainer's log-probs with the engines', and needs the weight that corrects for "
+            "the rest: use --use-tis, with neither --use-rollout-logprobs nor --prox-logp-method loglinear"
+        )
     yield from _check_corrections(algorithm)
     if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
         yield f"--kl-loss-type {algorithm.kl_loss_type} has no effect without --use-kl-loss"

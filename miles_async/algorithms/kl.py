@@ -30,6 +30,11 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
+def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """|d|: biased, never negative; of one slope whatever the distance (verl's ``abs``)."""
+    return (logprobs - reference).abs()
+
+
 def low_var_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
     """k3, at most 10, from where on it has no gradient."""
     return k3(logprobs, reference).clamp(max=LARGEST)

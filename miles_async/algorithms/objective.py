@@ -9,14 +9,17 @@ and of that the mean that ``--loss-aggregation`` names, over the whole optimizer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
 from miles_async.algorithms import registry
 from miles_async.algorithms.proximal import interpolated
+from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.algorithms.whole_batch.second_moment import within_second_moment
+from miles_async.algorithms.whole_batch.whiten import whiten
 from miles_async.api import (
     Aggregation,
     Correction,
@@ -52,6 +55,8 @@ class Objective:
     kl: KlEstimator | None = None
     kl_coef: float = 0.0
     token_advantages: TokenAdvantages | None = None  # comes before the first optimizer step on a batch
+    normalize_advantages: bool = False
+    m2_threshold: float | None = None
     old_policy: OldPolicy = "trainer"  # whose log-probs ``old_logprobs`` are
     log_entropy: bool = False
     routing_replay: RoutingReplay | None = None  # experts that a mixture's tokens pass through; None: routers choose
@@ -62,9 +67,34 @@ class Objective:
         needs: set[Need] = {"entropy"} if self.log_entropy else set()
         if self.kl is not None:
             needs.add("ref_logprobs")
-        for part in (self.policy_loss, *self.corrections, self.token_advantages):
-            needs.update(part.needs if part is not None else ())
+        for part in (self.policy_loss, *self.corrections):
+            needs.update(part.needs)
+        needs |= self.needs_for_advantages
         return frozenset(needs)
+
+    @property
+    def changes_advantages(self) -> bool:
+        """True if advantages are something else than those of the samples."""
+        return self.token_advantages is not None or self.normalize_advantages or self.m2_threshold is not None
+
+    @property
+    def needs_for_advantages(self) -> frozenset[Need]:
+        """Arrays that are needed before the first optimizer step."""
+        needs = set[Need](() if self.token_advantages is None else self.token_advantages.needs)
+        return frozenset(needs | ({"old_logprobs"} if self.m2_threshold is not None else set()))
+
+    def advantages_of_batch(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
+        """Advantages of all micro-batches of a rollout batch: of tokens, then whitened, then masked. Collective."""
+
+        def replaced(advantages: Iterable[Tensor]) -> list[TokenBatch]:
+            return [replace(batch, advantages=one) for batch, one in zip(batches, advantages, strict=True)]
+
+        batches = replaced(self.advantages(batch) for batch in batches)
+        if self.normalize_advantages:
+            batches = replaced(whiten(batches, gather))
+        if self.m2_threshold is not None:
+            batches = replaced(within_second_moment(batches, self.m2_threshold, gather))
+        return [batch.advantages for batch in batches]
 
     def advantages(self, batch: TokenBatch) -> Tensor:
         """float32 [N]: what ``--token-advantages`` makes of those of the samples, 0 where no loss is carried."""
@@ -107,6 +137,8 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         kl=registry.kl_estimator(arguments),
         kl_coef=arguments.kl_loss_coef,
         token_advantages=registry.token_advantages(arguments),
+        normalize_advantages=arguments.normalize_advantages,
+        m2_threshold=arguments.m2_threshold,
         old_policy=_old_policy(arguments),
         log_entropy=arguments.log_entropy,
         routing_replay=arguments.routing_replay,

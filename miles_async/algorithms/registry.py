@@ -52,6 +52,7 @@ KL_ESTIMATORS = {
     "k2": f"{HERE}.kl:k2",
     "k3": f"{HERE}.kl:k3",
     "low_var_kl": f"{HERE}.kl:low_var_kl",
+    "abs": f"{HERE}.kl:absolute",
 }
 AGGREGATIONS = {
     "token_mean": f"{HERE}.aggregation:token_mean",
@@ -115,6 +116,11 @@ def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:
     if not arguments.use_kl_loss:
         return None
     return load_object(_row(KL_ESTIMATORS, arguments.kl_loss_type), KlEstimator, "--kl-loss-type")
+
+
+def reward_kl_estimator(arguments: AlgorithmArguments) -> KlEstimator:
+    """``--kl-reward-type``, for ``--token-advantages kl_in_reward``."""
+    return load_object(_row(KL_ESTIMATORS, arguments.kl_reward_type), KlEstimator, "--kl-reward-type")
 
 
 def aggregation(arguments: AlgorithmArguments) -> Aggregation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from miles_async.algorithms.advantages.overlong import with_length_penalty
 from miles_async.algorithms.registry import advantage_estimator
 from miles_async.arguments import Arguments, RolloutArguments, StalenessArguments
 from miles_async.ledger.schedule import Record, RecordedPool
@@ -35,7 +36,9 @@ def make_pool(
 def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: RecordBatch | None = None) -> BatchMaker:
     """Make batches for the trainer that the flags describe. ``quadratic_work``: see ``train_data.work``."""
     return BatchMaker(
-        estimator=advantage_estimator(arguments.algorithm),
+        estimator=with_length_penalty(
+            advantage_estimator(arguments.algorithm), arguments.algorithm, arguments.rollout.rollout_max_response_len
+        ),
         dp_size=arguments.data_parallel_size,
         max_tokens=arguments.micro_batch_tokens,
         quadratic_work=quadratic_work,

@@ -45,6 +45,24 @@ def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str
     return from_last_stage(reduced)
 
 
+def gather_from_replicas(values: Tensor) -> Tensor:
+    """Concatenate the [n] of all data-parallel ranks, in their order; n may differ. Collective over that group."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return values
+    count = torch.tensor([len(values)], device=values.device)
+    counts = [torch.empty_like(count) for _ in range(group.size())]
+    dist.all_gather(counts, count, group=group)
+    sizes = [int(one) for one in counts]
+    padded = values.new_zeros(max(sizes))
+    padded[: len(values)] = values
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded, group=group)
+    return torch.cat([one[:size] for one, size in zip(received, sizes, strict=True)])
+
+
 def from_last_stage(value: T) -> T:
     """Broadcast a picklable object from the last pipeline stage. Collective over the pipeline group."""
     from megatron.core import parallel_state

@@ -25,7 +25,7 @@ from torch import Tensor
 from miles_async.algorithms.mismatch import mismatch_sums
 from miles_async.algorithms.objective import LossSums, Objective
 from miles_async.api import Need
-from miles_async.backends.megatron.distributed import reduce_metrics
+from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
 from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.metrics import accumulate, step_metrics
 from miles_async.backends.megatron.model_output import ModelOutput
@@ -101,8 +101,7 @@ class StepRunner:
                 for packs in steps
             ]
         # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet.
-        early = objective.token_advantages is not None and "old_logprobs" in objective.token_advantages.needs
-        first = 0 if early else 1
+        first = 0 if "old_logprobs" in objective.needs_for_advantages else 1
         record = objective.routing_replay == "old_policy"
         return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.model, record=record)
 
@@ -121,11 +120,11 @@ class StepRunner:
 
     def _with_advantages(self, steps: list[Packs]) -> list[Packs]:
         """Advantages of tokens from those of their samples, where the losses are: on the last pipeline stage."""
-        if self.objective.token_advantages is None or not parallel_state.is_pipeline_last_stage():
+        if not self.objective.changes_advantages or not parallel_state.is_pipeline_last_stage():
             return steps
-        return [
-            [_with_advantages(packed, self.objective.advantages(packed.batch)) for packed in packs] for packs in steps
-        ]
+        batches = [packed.batch for packs in steps for packed in packs]
+        found = iter(self.objective.advantages_of_batch(batches, gather_from_replicas))
+        return [[_with_advantages(packed, next(found)) for packed in packs] for packs in steps]
 
     def _optimizer_step(self, packs: Packs, index: int, target_version: int) -> tuple[dict[str, Tensor], float]:
         """Metric sums, and the norm of the gradient over all ranks: 0 if the weights were left alone."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.objective import Objective, make_objective
+from miles_async.algorithms.whole_batch.gather import alone
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.unit.algorithms.references import Flags, loss_of_step
 from tests.unit.algorithms.steps import (
+    HAIR,
     Adjust,
     Edges,
     Floats,
@@ -40,17 +43,27 @@ class Case:
     flags: Flags
     edges: Edges = no_edges
     adjust: Adjust = unadjusted
+    tune: Callable[[Step, int], Flags] = lambda step, seed: {}  # flags that put an edge where the step is
 
     def step(self, seed: int) -> Step:
         return random_step(seed, self.edges, self.adjust)
 
 
+REINFORCE_PP: Flags = {"token_advantages": "kl_in_reward", "kl_coef": 0.1, "normalize_advantages": True}
 CLIP: Flags = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": 3.0}
 EDGES = ratios(0.8, 1.28, 3.0)
 
 
 def binary_kl(p: Floats, q: Floats) -> Floats:
     return q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+
+
+def at_second_moment(step: Step, seed: int) -> Flags:
+    """A threshold a hair beside the mean of about half of the moments, up to that of a token with an advantage."""
+    moments, order = torch.cat([(one.old - one.rollout)[one.mask].square() for one in step]).sort()
+    counts = torch.cat([one.advantages[one.mask] != 0 for one in step])[order]
+    last = next(index for index in range(len(moments) // 2, len(moments)) if counts[index])
+    return {"m2_threshold": float(moments[: last + 1].mean()) * (1 + HAIR * (-1) ** seed)}
 
 
 CASES = (
@@ -112,6 +125,20 @@ CASES = (
     ),
     Case("veto", {"use_rs": True, "rs_veto_threshold": 0.2}, ratios(0.2)),
     Case("opsm", {"use_opsm": True, "opsm_delta": 0.02}, adjust=mean_log_ratio(-0.02)),
+    Case("REINFORCE++", REINFORCE_PP),
+    *(
+        Case(f"{name} in the reward", {"token_advantages": "kl_in_reward", "kl_coef": 0.3, "kl_reward_type": name})
+        for name in ("k2", "k3", "abs")
+    ),
+    *(
+        Case(f"{name} as a loss", {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": name})
+        for name in ("k1", "k2", "k3", "low_var_kl", "abs")
+    ),
+    Case(
+        "m2po",
+        {"use_tis": True, "tis_clip": 1e9, "eps_clip": 1e9, "eps_clip_c": None, "m2_threshold": 0.04},
+        tune=at_second_moment,
+    ),
     Case("weights by age", {"max_token_age": 5, "token_age_decay": 0.7, "use_tis": True}),
 )
 
@@ -126,9 +153,10 @@ def ours(step: Step, objective: Objective, parts: Sequence[Sequence[int]] | None
     gradients: dict[int, Tensor] = {}
     total, count = torch.zeros((), dtype=torch.float64), 0
     leaves = []
-    for part in parts:
-        logprobs, batch = micro_batch([step[index] for index in part])
-        sums = objective(logprobs, batch)
+    micro_batches = [micro_batch([step[index] for index in part]) for part in parts]
+    advantages = objective.advantages_of_batch([batch for _, batch in micro_batches], alone)
+    for part, (logprobs, batch), found in zip(parts, micro_batches, advantages, strict=True):
+        sums = objective(logprobs, dataclasses.replace(batch, advantages=found))
         total, count = total + sums.loss, count + int(sums.count)
         leaves.append((part, logprobs))
     (total / count).backward()
@@ -164,4 +192,6 @@ def differs(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Ten
 def disagreement(case: Case, seed: int) -> str:
     """What our code and the reference disagree about in one random step; "" if they agree."""
     step = case.step(seed)
-    return differs(ours(step, objective_of(case)), reference(step, case.flags), TOLERANCE)
+    flags = case.flags | case.tune(step, seed)
+    objective = make_objective(AlgorithmArguments(**flags))
+    return differs(ours(step, objective), reference(step, flags), TOLERANCE)

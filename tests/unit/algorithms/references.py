@@ -26,7 +26,7 @@ def defaults(flags: Flags) -> Flags:
     known |= {"tis_mode": "truncate", "tis_level": "token", "tis_clip": 2.0, "tis_clip_low": 0.0}
     known |= {"rs_statistic": "ratio", "rs_level": "token", "rs_lower_bound": None, "rs_upper_bound": None}
     known |= {"rs_veto_threshold": None, "opsm_delta": 1e-4, "max_token_age": None, "token_age_decay": 1.0}
-    known |= {"prox_logp_method": "recompute"}
+    known |= {"prox_logp_method": "recompute", "kl_reward_type": "k1", "kl_loss_type": "k3"}
     found = known | flags
     found["by_age"] = found["max_token_age"] is not None or found["token_age_decay"] != 1
     found["above"] = found["eps_clip"] if found["eps_clip_high"] is None else found["eps_clip_high"]
@@ -233,10 +233,65 @@ def sequence_sum(losses: Sequence[list[Tensor]], flags: Flags) -> Tensor:
 AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}
 
 
+# ----------------------------------------------------------------------------------------- advantages and the KL
+def kl(name: str, d: Tensor) -> Tensor:
+    """Of d = log π_ref − log π."""
+    if name == "k1":
+        return -d
+    if name == "k2":
+        return d * d / 2
+    if name == "abs":
+        return torch.abs(d)
+    bounded = d if d.item() <= 20 else torch.full_like(d, 20.0).detach()
+    k3 = torch.exp(bounded) - 1 - bounded
+    return k3 if name == "k3" or k3.item() <= 10 else torch.full_like(k3, 10.0).detach()
+
+
+def with_kl_in_reward(trajectory: Trajectory, flags: Flags) -> Trajectory:
+    advantages = trajectory.advantages.tolist()
+    costs = [
+        kl(flags["kl_reward_type"], trajectory.reference[t] - trajectory.old[t]).item() for t in range(len(advantages))
+    ]
+    for t in range(len(advantages)):
+        advantages[t] -= flags["kl_coef"] * sum(costs[later] for later in carrying(trajectory) if later >= t)
+    return dataclasses.replace(trajectory, advantages=torch.tensor(advantages, dtype=torch.float64))
+
+
+def whitened(step: Step) -> Step:
+    every = [trajectory.advantages[t].item() for trajectory in step for t in carrying(trajectory)]
+    mean = sum(every) / len(every)
+    deviation = math.sqrt(sum((one - mean) ** 2 for one in every) / len(every) + 1e-8)
+    return [
+        dataclasses.replace(trajectory, advantages=(trajectory.advantages - mean) / deviation) for trajectory in step
+    ]
+
+
+def within_second_moment(step: Step, threshold: float) -> Step:
+    """Leave out the token with the largest moment, again and again."""
+    moments = {
+        (number, t): float(trajectory.old[t] - trajectory.rollout[t]) ** 2
+        for number, trajectory in enumerate(step)
+        for t in carrying(trajectory)
+    }
+    while moments and sum(moments.values()) / len(moments) >= threshold:
+        del moments[max(moments, key=moments.__getitem__)]
+    masked = []
+    for number, trajectory in enumerate(step):
+        kept = torch.tensor([float((number, t) in moments) for t in range(len(trajectory.old))], dtype=torch.float64)
+        masked.append(dataclasses.replace(trajectory, advantages=trajectory.advantages * kept))
+    return masked
+
+
 # ------------------------------------------------------------------------------------------------------- the whole
 def loss_of_step(step: Step, flags: Flags) -> Tensor:
     """The loss that ``flags`` describe, differentiable in every sequence's ``logprobs``."""
     flags = defaults(flags)
+    if flags.get("token_advantages") == "kl_in_reward":
+        step = [with_kl_in_reward(trajectory, flags) for trajectory in step]
+    if flags.get("normalize_advantages"):
+        step = whitened(step)
+    if flags.get("m2_threshold") is not None:
+        step = within_second_moment(step, flags["m2_threshold"])
     of_tokens = POLICY_LOSSES[flags.get("policy_loss", "ppo_clip")]
     losses = []
     for trajectory in step:
@@ -249,5 +304,10 @@ def loss_of_step(step: Step, flags: Flags) -> Tensor:
             if flags.get(flag):
                 weights = weights_of(trajectory, flags)
                 tokens = [weight * loss for weight, loss in zip(weights, tokens, strict=True)]
+        if flags.get("use_kl_loss"):
+            differences = trajectory.reference - trajectory.logprobs
+            divergences = [kl(flags["kl_loss_type"], d) for d in differences]
+            pairs = zip(tokens, divergences, strict=True)
+            tokens = [loss + flags["kl_loss_coef"] * divergence for loss, divergence in pairs]
         losses.append([tokens[t] for t in carrying(trajectory)])
     return AGGREGATIONS[flags.get("loss_aggregation", "token_mean")](losses, flags)

@@ -22,6 +22,7 @@ MODULES = (
     "corrections.levels",
     "corrections.opsm",
     "corrections.reject",
+    "kl",
     "proximal",
     "ratio",
     "sequences",
@@ -32,6 +33,9 @@ MODULES = (
     "losses.ppo_clip",
     "losses.sapo",
     "losses.surrogate",
+    "token_advantages.kl_in_reward",
+    "whole_batch.second_moment",
+    "whole_batch.whiten",
 )
 
 TYPE, METRIC = "only its shape, type or presence counts", "it is for a metric"
@@ -44,6 +48,27 @@ HARMLESS = {
     },
     "losses.sapo": {"advantages": TYPE},
     "losses.dppo": {**dict.fromkeys(("now", "old"), "only which is larger counts"), "TINY": "far below 1 - p"},
+    "whole_batch.second_moment": {"kept": "it lies between the moments of two tokens"},
+    "whole_batch.whiten": {
+        **dict.fromkeys(
+            (
+                "batch.advantages.double() ** power",
+                "batch.loss_mask",
+                "batch.loss_mask.double()",
+                "batch.advantages.double() ** power * batch.loss_mask.double()",
+                "(batch.advantages.double() ** power * batch.loss_mask.double()).sum()",
+                "torch.stack([(batch.advantages.double() ** power * batch.loss_mask.double()).sum() "
+                "for power in (0, 1, 2)])",
+                "torch.stack(sums)",
+                "torch.stack(sums).sum(0)",
+                "gather(torch.stack(sums).sum(0))",
+                "gather(torch.stack(sums).sum(0)).view(-1, 3)",
+                "gather(torch.stack(sums).sum(0)).view(-1, 3).sum(0)",
+            ),
+            "a factor of the count and of both sums cancels",
+        ),
+        "EPSILON": "far below the variance",
+    },
     "losses.surrogate": {
         **dict.fromkeys(("bounded", "plain", "loss", "most"), METRIC),
         **dict.fromkeys(("(bounded < plain).float()", "(loss > most).float()"), METRIC),

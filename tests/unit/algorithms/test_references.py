@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from miles_async.algorithms import registry
+from miles_async.algorithms.whole_batch.gather import alone
 from tests.unit.algorithms.cases import CASES, SEEDS, TOLERANCE, Case, differs, disagreement, objective_of, ours
 from tests.unit.algorithms.references import AGGREGATIONS, POLICY_LOSSES
 from tests.unit.algorithms.steps import micro_batch
@@ -43,7 +46,8 @@ def test_float32_is_finite_and_close(case: Case) -> None:
     """The precision of a run."""
     step, objective = case.step(1), objective_of(case)
     logprobs, batch = micro_batch(step, torch.float32)
-    sums = objective(logprobs, batch)
+    (advantages,) = objective.advantages_of_batch([batch], alone)
+    sums = objective(logprobs, dataclasses.replace(batch, advantages=advantages))
     sums.loss.backward()
     assert logprobs.grad is not None
     assert torch.isfinite(logprobs.grad).all()

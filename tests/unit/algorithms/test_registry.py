@@ -27,6 +27,7 @@ ROWS = {
     "policy_loss": registry.POLICY_LOSSES,
     "tis_mode": registry.CORRECTIONS,
     "kl_loss_type": registry.KL_ESTIMATORS,
+    "kl_reward_type": registry.KL_ESTIMATORS,
     "loss_aggregation": registry.AGGREGATIONS,
 }
 MAKERS = {
@@ -35,6 +36,7 @@ MAKERS = {
     "policy_loss": registry.policy_loss,
     "tis_mode": registry.corrections,
     "kl_loss_type": registry.kl_estimator,
+    "kl_reward_type": registry.reward_kl_estimator,
     "loss_aggregation": registry.aggregation,
 }
 

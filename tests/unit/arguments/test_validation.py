@@ -244,6 +244,14 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "correction that is off", {"tis_mode": "mine:Mask"}, "--tis-mode mine:Mask has no effect without --use-tis"
         ),
+        case("estimate of nothing", {"kl_reward_type": "k3"}, "--kl-reward-type k3 has no effect without"),
+        case(
+            "a buffer longer than the answer",
+            {"overlong_buffer_len": 10**6},
+            "--overlong-buffer-len 1000000 is more than --rollout-max-response-len",
+        ),
+        case("penalty of nothing", {"overlong_penalty_factor": 2.0}, "--overlong-penalty-factor 2.0 has no effect"),
+        case("second moment of 0", {"m2_threshold": 0.04}, "--m2-threshold compares the trainer's log-probs"),
         case("level of nothing", {"tis_level": "sequence"}, "--tis-level sequence has no effect without --use-tis"),
         case("rejection that is off", {"rs_upper_bound": 2.0}, "--rs-upper-bound 2.0 has no effect without --use-rs"),
         case("rejection of nothing", {"use_rs": True}, "--use-rs rejects nothing: give --rs-lower-bound"),

@@ -1,0 +1,65 @@
+"""DAPO's soft punishment of answers that come close to the length limit.
+
+Yu et al., "DAPO" (arXiv 2503.14476), eq. 13. With L the longest response, B the buffer before it and n the response's
+tokens, the reward that advantages are computed from changes by factor times::
+
+    0                   if n ≤ L - B
+    (L - B - n) / B     if L - B < n ≤ L
+    -1                  if n > L
+
+The recorded reward, and what group filters see, stay as they are. n counts what environments and tools answered, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from miles_async.api import AdvantageEstimator
+from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.types import Float32, Group
+
+
+class LengthPenalty:
+    """``--overlong-buffer-len``: an estimator that sees shaped rewards."""
+
+    def __init__(self, estimator: AdvantageEstimator, *, longest: int, buffer: int, factor: float) -> None:
+        self._estimator, self._longest, self._buffer, self._factor = estimator, longest, buffer, factor
+
+    def __call__(self, groups: Sequence[Group]) -> Float32:
+        return self._estimator([self._shaped(group) for group in groups])
+
+    def _shaped(self, group: Group) -> Group:
+        lengths = np.array([sample.response_length for sample in group.samples], dtype=np.float64)
+        penalties = self._factor * overlong_penalty(lengths, self._longest, self._buffer)
+        samples = [
+            msgspec.structs.replace(sample, reward=(sample.reward or 0.0) + float(penalty))
+            for sample, penalty in zip(group.samples, penalties, strict=True)
+        ]
+        return msgspec.structs.replace(group, samples=tuple(samples))
+
+
+def overlong_penalty(lengths: np.ndarray, longest: int, buffer: int) -> np.ndarray:
+    """float64 [S] in [-1, 0].
+
+    >>> overlong_penalty(np.array([80.0, 90.0, 100.0, 101.0]), 100, 20)
+    array([-0. , -0.5, -1. , -1. ])
+    """
+    penalties: np.ndarray = -np.clip((lengths - (longest - buffer)) / buffer, 0.0, 1.0)
+    return penalties
+
+
+def with_length_penalty(
+    estimator: AdvantageEstimator, arguments: AlgorithmArguments, longest: int
+) -> AdvantageEstimator:
+    """Apply ``--overlong-buffer-len``, if given. ``longest``: tokens that a response may have."""
+    if arguments.overlong_buffer_len is None:
+        return estimator
+    return LengthPenalty(
+        estimator,
+        longest=longest,
+        buffer=arguments.overlong_buffer_len,
+        factor=arguments.overlong_penalty_factor,
+    )

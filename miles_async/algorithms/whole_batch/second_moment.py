@@ -1,0 +1,41 @@
+"""M2PO: the tokens whose ratios are furthest from 1 are left out until the second moment of the rest is small.
+
+Zheng et al., "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?" (arXiv 2510.01161).
+With d = log π_old - log π_rollout of each token, the largest number of tokens is kept, those with the smallest d², for
+which::
+
+    mean of d² over the tokens kept < m2_threshold
+
+and the others get no gradient. The ratio is π_old's, so that the tokens are chosen once per rollout batch, before its
+first optimizer step. This is the mask of AReaL (areal/trainer/ppo/actor.py), over the rollout batch instead of a
+micro-batch, so that packing and ranks don't change it; where not even one token is below the threshold, none is kept.
+Tokens of equal d² are kept or left out together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.api import TokenBatch
+
+
+def within_second_moment(batches: Sequence[TokenBatch], threshold: float, gather: Gather) -> list[Tensor]:
+    """Advantages of each micro-batch, [N], 0 at the tokens that are left out. Collective."""
+    moments = [(batch.old_logprobs - batch.rollout_logprobs).double().square() for batch in batches]
+    carrying = [of_batch[batch.loss_mask != 0] for of_batch, batch in zip(moments, batches, strict=True)]
+    largest = _largest_kept(gather(torch.cat(carrying)), threshold)
+    return [
+        batch.advantages.masked_fill(of_batch > largest, 0.0) for of_batch, batch in zip(moments, batches, strict=True)
+    ]
+
+
+def _largest_kept(moments: Tensor, threshold: float) -> Tensor:
+    """The largest of the moments kept, -1 if none is."""
+    ascending, counts = torch.unique(moments, return_counts=True)
+    means = (ascending * counts).cumsum(0) / counts.cumsum(0)
+    kept = ascending[means < threshold]  # means of ascending numbers ascend
+    return kept[-1] if len(kept) else moments.new_tensor(-1.0)

@@ -1,0 +1,63 @@
+"""What looks at a whole batch sees the tokens of all ranks, however they are dealt."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.objective import Objective
+from miles_async.algorithms.whole_batch.gather import alone
+from tests.unit.algorithms.cases import CASES, objective_of
+from tests.unit.algorithms.steps import Step, micro_batch
+
+
+def on_ranks(step: Step, objective: Objective, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, Tensor]:
+    """Advantages of each sequence; ``ranks``: the sequences of each rank's micro-batches."""
+    meeting, given, found = threading.Barrier(len(ranks)), [torch.empty(0)] * len(ranks), dict[int, Tensor]()
+
+    def run(rank: int) -> None:
+        def gather(values: Tensor) -> Tensor:
+            given[rank] = values
+            meeting.wait(10)
+            everything = torch.cat(given)
+            meeting.wait(10)
+            return everything
+
+        parts = ranks[rank]
+        batches = [micro_batch([step[index] for index in part])[1] for part in parts]
+        for part, advantages in zip(parts, objective.advantages_of_batch(batches, gather), strict=True):
+            found.update(zip(part, advantages.split([len(step[index].old) for index in part]), strict=True))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+@pytest.mark.parametrize("name", ["REINFORCE++", "m2po"])
+@pytest.mark.parametrize(
+    "ranks", [[[[0, 1, 2, 3]], [[4, 5], [6, 7]]], [[[7], [5]], [[0, 6], [1]], [[2, 3, 4]]]], ids=["two", "three"]
+)
+def test_ranks_change_nothing(name: str, ranks: list[list[list[int]]]) -> None:
+    case = next(case for case in CASES if case.name == name)
+    step, objective = case.step(2), objective_of(case)
+    whole = micro_batch(step)[1]
+    (expected,) = objective.advantages_of_batch([whole], alone)
+    found = on_ranks(step, objective, ranks)
+    assert torch.allclose(torch.cat([found[index] for index in range(len(step))]), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_advantages_without_spread_are_whitened_to_zero() -> None:
+    objective = objective_of(next(case for case in CASES if case.name == "REINFORCE++"))
+    objective = dataclasses.replace(objective, token_advantages=None)
+    _, batch = micro_batch(CASES[0].step(0))
+    zero = dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages))
+    (found,) = objective.advantages_of_batch([zero], alone)
+    assert (found == 0).all()

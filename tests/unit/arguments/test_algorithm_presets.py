@@ -1,0 +1,43 @@
+"""Presets of published recipes: each is accepted as it is, and --print-config shows what it stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.ranges import range_problems
+from miles_async.cli import main
+
+PRESETS = sorted((Path(__file__).parents[3] / "arguments/presets/algorithms").glob("*.args"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_contradicts_nothing(preset: Path) -> None:
+    arguments = parse_arguments([f"@{preset}", "--on-policy", "--n-samples-per-prompt", "8"]).arguments
+    checks = (range_problems, check_algorithm, check_off_policy_correction)
+    assert [problem for check in checks for problem in check(arguments)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("dapo", ["eps-clip-high = 0.28", "overlong-buffer-len = 4096", 'group-filter = ["zero_variance"]']),
+        ("gspo", ['policy-loss = "gspo"', 'loss-aggregation = "sequence_mean"']),
+        ("a-3po", ["use-tis = true", 'prox-logp-method = "loglinear"']),
+        ("icepop", ['tis-mode = "mask"', "tis-clip-low = 0.5"]),
+        ("reinforce-plus-plus", ["normalize-advantages = true", 'advantage-estimator = "reinforce"']),
+    ],
+)
+def test_print_config_expands_a_preset(name: str, shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"@arguments/presets/algorithms/{name}.args", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    for line in shown:
+        assert line in printed
+
+
+def test_every_recipe_has_a_preset() -> None:
+    wanted = {"grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce-plus-plus", "decoupled-ppo", "icepop", "m2po"}
+    assert wanted <= {path.stem for path in PRESETS}
