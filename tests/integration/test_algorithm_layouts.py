@@ -1,0 +1,102 @@
+"""Every algorithm gives the same losses, gradients and trained weights in every layout of real ranks as on one rank.
+
+# covers: C12
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from miles_async.arguments.algorithm import AlgorithmArguments
+from tests.integration.megatron_scenario import Layout, Observed, Training, observe_training
+from tests.integration.rank_processes import run_ranks
+from tests.integration.tiny_models import save_tiny
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+TIS = {"use_tis": True, "tis_clip": 3.0}
+ALGORITHMS = {
+    # These three look at whole sequences or whole batches; the others at single tokens.
+    "gspo": AlgorithmArguments(policy_loss="gspo", loss_aggregation="sequence_mean", eps_clip=0.01, **TIS),
+    "reinforce-plus-plus": AlgorithmArguments(
+        token_advantages="kl_in_reward", kl_coef=5.0, normalize_advantages=True, use_rollout_logprobs=True
+    ),
+    "m2po": AlgorithmArguments(m2_threshold=0.1, eps_clip=1e9, eps_clip_c=None, use_tis=True, tis_clip=1e9),
+    "cispo": AlgorithmArguments(policy_loss="cispo", use_rollout_logprobs=True),
+    "sapo": AlgorithmArguments(policy_loss="sapo", **TIS),
+    "gmpo": AlgorithmArguments(policy_loss="gmpo", eps_clip=0.4, use_rollout_logprobs=True),
+    "dppo": AlgorithmArguments(policy_loss="dppo_kl", eps_clip=0.01, use_rollout_logprobs=True),
+    "dr-grpo": AlgorithmArguments(loss_aggregation="sequence_sum", loss_length_normalizer=16, **TIS),
+    "per-sequence": AlgorithmArguments(
+        tis_level="sequence", use_rs=True, rs_level="geometric", rs_upper_bound=1.5, **TIS
+    ),
+    "masked": AlgorithmArguments(tis_mode="mask", use_opsm=True, max_token_age=0, token_age_decay=0.5, **TIS),
+    "interpolated": AlgorithmArguments(prox_logp_method="loglinear", **TIS),
+}
+REPRESENTATIVES = ("gspo", "reinforce-plus-plus", "m2po")
+LAYOUTS = {
+    "one-rank": Layout(),
+    "dp2": Layout(world_size=2, micro_batches=2),
+    "tp2": Layout(world_size=2, tensor=2, micro_batches=2),
+    "pp2": Layout(world_size=2, pipeline=2, micro_batches=2),
+    "cp2": Layout(world_size=2, context=2),
+    "ep2": Layout(world_size=2, expert=2, micro_batches=3),
+    "dp2-pp2": Layout(world_size=4, pipeline=2),
+}
+LONG = tuple(name for name in LAYOUTS if name not in ("one-rank", "dp2"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
+    directory = save_tiny("qwen3-moe", tmp_path_factory.mktemp("model") / "qwen3-moe")
+    return {name: Training(directory, algorithm=algorithm, optimizer_steps=2) for name, algorithm in ALGORITHMS.items()}
+
+
+@pytest.fixture(scope="module")
+def observe(models: dict[str, Training]) -> Callable[[str, tuple[str, ...]], dict[str, list[Observed]]]:
+    """(layout, algorithms) → observations of every rank by algorithm; each layout's processes start once."""
+
+    @functools.cache
+    def of_layout(layout: str, names: tuple[str, ...]) -> dict[str, list[Observed]]:
+        cases = [(layout, name) for name in names]
+        size = LAYOUTS[layout].world_size
+        ranks = run_ranks(size, observe_training, models, {layout: LAYOUTS[layout]}, cases, timeout=300)
+        found: dict[str, list[Observed]] = {}
+        for case in cases:
+            found[case[1]] = [rank[case] for rank in ranks]
+            for one in found[case[1]]:
+                assert isinstance(one, Observed), one
+        return found
+
+    return of_layout
+
+
+def assert_equal(found: dict[str, list[Observed]], expected: dict[str, list[Observed]]) -> None:
+    for name, ranks in found.items():
+        (alone,) = expected[name]
+        assert any(step["grad_norm"] > 0 for step in alone.steps), name
+        for rank in ranks:
+            for ours, reference in zip(rank.steps, alone.steps, strict=True):
+                assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4, abs=1e-5), name
+                assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3, abs=1e-6), name
+            for one, other in zip(rank.logprobs_after, alone.logprobs_after, strict=True):
+                np.testing.assert_allclose(one, other, atol=5e-3, err_msg=name)
+
+
+def test_two_replicas_train_what_one_does(
+    observe: Callable[[str, tuple[str, ...]], dict[str, list[Observed]]],
+) -> None:
+    assert_equal(observe("dp2", REPRESENTATIVES), observe("one-rank", REPRESENTATIVES))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [*LONG, "dp2"])
+def test_every_layout_trains_what_one_rank_does(
+    layout: str, observe: Callable[[str, tuple[str, ...]], dict[str, list[Observed]]]
+) -> None:
+    names = tuple(ALGORITHMS)
+    assert_equal(observe(layout, names), observe("one-rank", names))
