@@ -93,7 +93,8 @@ class StepRunner:
         if "ref_logprobs" in objective.needs:
             assert self.reference is not None, "the objective needs a reference model"
             steps = self._with_scores(steps, "ref_logprobs", self.reference)
-        if "old_logprobs" not in objective.needs or objective.old_policy == "interpolated":
+        early = "old_logprobs" in objective.needs_for_advantages
+        if "old_logprobs" not in objective.needs or (objective.old_policy == "interpolated" and not early):
             return steps
         if objective.old_policy == "rollout":
             return [
@@ -101,7 +102,7 @@ class StepRunner:
                 for packs in steps
             ]
         # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet.
-        first = 0 if "old_logprobs" in objective.needs_for_advantages else 1
+        first = 0 if early else 1
         record = objective.routing_replay == "old_policy"
         return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.model, record=record)
 
