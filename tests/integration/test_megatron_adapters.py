@@ -202,6 +202,17 @@ def _refusals(rank: int, world_size: int, store: dist.Store, root: Path) -> list
     return found
 
 
+def _bf16(rank: int, world_size: int, store: dist.Store, directory: Path) -> list[str]:
+    layout = Layout(model={"lora_rank": RANK, "lora_type": "dora"})
+    backend = make_backend(rank, world_size, store, directory, layout, bf16=True)
+    differs = export_differences(backend, directory)
+    backend.train(to_shards(_rollouts()[0], dp_size=1, micro_batches=1)[0])
+    moved = export_differences(backend, directory)
+    backend.close()
+    assert any("proj" in name for name in moved)
+    return differs
+
+
 def _rollouts() -> list[Any]:
     return [step for _ in range(2) for step in rollout_steps(1)][:STEPS]
 
@@ -333,6 +344,11 @@ def test_a_checkpoint_of_adapters_is_none_of_a_whole_model(seen: Callable[[Case]
     assert "it holds adapters" in seen(CASES[0])[0].refusal
     saved = sum(file.stat().st_size for file in (root / "checkpoints" / "-".join(CASES[0])).rglob("*.distcp"))
     assert 0 < saved < (root / "qwen3/model.safetensors").stat().st_size
+
+
+def test_new_adapters_change_nothing_in_bfloat16(tmp_path: Path) -> None:
+    directory = save_tiny("qwen3", tmp_path / "model", dtype="bfloat16")
+    assert run_ranks(1, _bf16, directory) == [[]]
 
 
 def test_what_cannot_be_adapted_is_refused(root: Path) -> None:

@@ -74,7 +74,7 @@ class DoRALinear(AdapterWrapper):
 
     def __init__(self, to_wrap: torch.nn.Module, adapter: Adapter) -> None:
         super().__init__(to_wrap, adapter)
-        adapter.add_lengths(_lengths(summed_weight(self), adapter).to(to_wrap.weight.dtype))
+        adapter.add_lengths(_lengths(summed_weight(self), adapter))  # in fp32, whatever the weight's dtype
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias, layer_input = self.base_linear_forward(x, *args, **kwargs)

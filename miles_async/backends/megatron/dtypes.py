@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 # Router biases (DeepSeek, GLM) and decays of linear attention (Mamba, gated delta net) change by small steps relative
-# to their size, which bfloat16 rounds away. transformers and SGLang keep them in fp32 too.
-KEPT_IN_FP32 = (".expert_bias", ".A_log")  # suffixes of parameter names
+# to their size, which bfloat16 rounds away. transformers and SGLang keep them in fp32 too. The lengths of DoRA's rows
+# would change the weights that they are read off.
+KEPT_IN_FP32 = (".expert_bias", ".A_log", ".row_lengths")  # suffixes of parameter names
 
 
 class MixedPrecision(Float16Module):
