@@ -32,7 +32,7 @@ def test_a_preset_contradicts_nothing(preset: Path) -> None:
     ],
 )
 def test_print_config_expands_a_preset(name: str, shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", f"@arguments/presets/algorithms/{name}.args", "--print-config"]) == 0
+    assert main(["train", f"@preset:{name}", "--print-config"]) == 0
     printed = capsys.readouterr().out
     for line in shown:
         assert line in printed
