@@ -175,11 +175,11 @@ def _observe(store: dist.Store, rank: int, world_size: int, training: Training, 
 
 
 def export_differences(backend: MegatronBackend, directory: Path) -> list[str]:
-    """Names that are missing, extra, or not bit by bit what the checkpoint's files hold."""
+    """Names that are missing, extra, or not bit by bit what the files of ``directory`` hold."""
     import torch
     from safetensors.torch import load_file
 
-    source = load_file(directory / "model.safetensors")
+    source = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
     exported = dict(backend.export_weights())
     different = [n for n in source if n in exported and not (
         exported[n].dtype == source[n].dtype and torch.equal(exported[n].cpu(), source[n])

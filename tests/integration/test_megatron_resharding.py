@@ -32,7 +32,7 @@ from tests.integration.megatron_scenario import (
     make_backend,
 )
 from tests.integration.rank_processes import run_ranks
-from tests.integration.tiny_models import save_tiny
+from tests.integration.tiny_models import save_tiny, split_files
 from tests.integration.toy_batches import to_shards, toy_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -227,7 +227,7 @@ def _loads(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[An
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """Observations of each rank in each case, or a traceback."""
     root = tmp_path_factory.mktemp("resharding")
-    save_tiny("qwen3-moe", root / "qwen3-moe", num_hidden_layers=2)
+    split_files(save_tiny("qwen3-moe", root / "qwen3-moe", num_hidden_layers=2), 3)  # two ranks write their exports
     for family in ("glm4", "gpt-oss"):
         save_tiny(family, root / family)
     save_tiny("qwen3-tied", root / "qwen3-tied", num_hidden_layers=4)  # two virtual stages on each of two ranks

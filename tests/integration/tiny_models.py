@@ -155,3 +155,18 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
 
 def save_tiny_qwen3(directory: Path, *, tied: bool, seed: int = 0, **config: Any) -> Path:
     return save_tiny("qwen3-tied" if tied else "qwen3", directory, seed=seed, **({"rope_theta": 1e4} | config))
+
+
+def split_files(directory: Path, files: int) -> None:
+    """Deal the tensors of ``directory`` out to several files and an index, as large models are published."""
+    from safetensors.torch import load_file, save_file
+
+    whole = directory / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    names = [f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)]
+    weight_map = {name: names[number % files] for number, name in enumerate(sorted(tensors))}
+    for file in names:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -212,23 +212,37 @@ class MegatronBackend:
 
     def save_hf(self, directory: Path) -> None:
         """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError."""
+        from miles_async.backends.megatron.distributed import together
+
+        together(lambda: self._write_hf(directory, self._write_hf_config))
+        together(lambda: self._write_hf(directory, self._write_hf_weights))
+
+    def _write_hf(self, directory: Path, write: Callable[[Path], None]) -> None:
         from safetensors import SafetensorError
 
-        config_file = directory / "config.json"
         try:
-            if dist.get_rank() == 0:
-                directory.mkdir(parents=True, exist_ok=True)
-                _copy_companions(self._directory, directory)
-                config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
-                config_file.write_text(json.dumps(config, indent=2) + "\n")
-            dist.barrier()
-            self._model.bridge.hf_pretrained.state.source.save_generator(self._model.saved(), directory)
-            dist.barrier()
-            if dist.get_rank() == 0:
-                for file in directory.glob("*.safetensors"):
-                    shutil.copymode(config_file, file)  # safetensors lets nobody else read it, whatever the umask
-        except (OSError, SafetensorError) as error:
+            write(directory)
+        except (OSError, SafetensorError, CheckpointError) as error:
             raise CheckpointError(f"--save-hf {directory}: cannot export: {error}") from error
+
+    def _write_hf_config(self, directory: Path) -> None:
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            _copy_companions(self._directory, directory)
+            config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
+            (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def _write_hf_weights(self, directory: Path) -> None:
+        """This rank's files; on rank 0 the index, too."""
+        from miles_async.backends.megatron.hf_files import INDEX_FILE, file_index, write_files
+
+        files, rank = self._model.bridge.hf_pretrained.state.source.key_to_filename_map, dist.get_rank()
+        sizes = write_files(self._model.saved(), files, directory, rank=rank, ranks=dist.get_world_size())
+        for file in sorted(set(files.values()))[rank :: dist.get_world_size()]:
+            if (directory / file).exists():  # safetensors lets nobody else read it, whatever the umask
+                shutil.copymode(directory / "config.json", directory / file)
+        if rank == 0 and (self._directory / INDEX_FILE).exists():
+            (directory / INDEX_FILE).write_text(json.dumps(file_index(sizes, files), indent=2) + "\n")
 
     def close(self) -> None:
         """Destroy the process groups, so that this process can build another backend. Collective."""
