@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test test-long lint typecheck mutate lock bench study clean
+.PHONY: help setup quickstart smollm test test-long test-gpu lint typecheck mutate lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -31,6 +31,9 @@ test: lint typecheck ## every check, and the tests on CPU (PYTEST_ARGS="tests/un
 
 test-long: setup ## variants, campaigns and examples to their end, which `test` leaves out: for the night
 	$(BIN)/pytest --durations=30 -m "long or e2e" tests/integration tests/cluster tests/e2e
+
+test-gpu: setup ## what needs one CUDA device: log-prob chunks, one rank, export, IPC; figures in runs/gpu/
+	$(BIN)/pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
 
 lint: setup ## style (ruff) and layers (import-linter)
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from miles_async.algorithms.objective import make_objective
 from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.cluster import DeviceChoice
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.backend import MegatronBackend
@@ -71,6 +72,7 @@ def make_backend(
     *,
     bf16: bool = False,
     recompute: RecomputeGranularity | None = None,
+    device: DeviceChoice = "cpu",
     **optimizer: Any,
 ) -> MegatronBackend:
     return MegatronBackend(
@@ -96,7 +98,7 @@ def make_backend(
         total_steps=10,
         temperature=1.0,
         objective=partial(make_objective, algorithm),
-        device="cpu",
+        device=device,
         timeout_seconds=60,
     )
 

@@ -35,6 +35,17 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches
 FRESH = {
     "core": "import megatron.core.pipeline_parallel.schedules as s; s.torch.zeros([], device='cuda')",
     "bridge": "import megatron.bridge",
+    "stand-ins": (  # what the CUDA platform imports, without Transformer Engine
+        "from miles_async.backends.megatron import bridge_fixes, cpu_compat; cpu_compat.install_stand_ins()\n"
+        "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
+        "from megatron.core.transformer import multi_latent_attention as latent\n"
+        "from megatron.core.transformer.moe import moe_utils\n"
+        "bridge_fixes.apply()\n"
+        "from miles_async.backends.megatron import checkpoint, host_spec, model, step\n"
+        "assert 'transformer_engine' not in sys.modules, 'a stand-in is visible'\n"
+        "assert not te.HAVE_TE and not latent.HAVE_TE and moe_utils.te_general_gemm is None\n"
+        "assert te.torch is torch, 'modules have a view of torch, as on a CPU'"
+    ),
     "installed": (
         "from miles_async.backends.megatron import cpu_compat; assert cpu_compat.install() and cpu_compat.install()\n"
         "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
@@ -80,6 +91,14 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins(
     assert fresh["installed"].returncode == 0, fresh["installed"].stderr
 
 
+@without_cuda
+@pytest.mark.skipif(bool(importlib.util.find_spec("transformer_engine")), reason="Transformer Engine is installed")
+def test_a_gpu_machine_without_transformer_engine_can_import_all_that_a_rank_does(
+    fresh: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    assert fresh["stand-ins"].returncode == 0, fresh["stand-ins"].stderr
+
+
 @pytest.mark.parametrize(
     ("module", "text"),
     [
@@ -91,10 +110,11 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins(
         ("megatron.core.optimizer.distrib_optimizer", "torch.cuda.FloatTensor"),
         ("megatron.core.optimizer.distrib_optimizer", "for key in dst_tensors:"),
         ("megatron.core.optimizer.clip_grads", "torch.cuda.FloatTensor"),
+        # cpu_compat.absent_modules
+        ("megatron.core.transformer.multi_latent_attention", "and isinstance(self.linear_proj, TELinear)"),
         # cpu_compat.host_tensors
         ("megatron.core.transformer.moe.moe_utils", "def maybe_move_tensor_to_cpu"),
         ("megatron.core.transformer.moe.moe_utils", "if te_general_gemm is not None"),
-        ("megatron.core.transformer.multi_latent_attention", "and isinstance(self.linear_proj, TELinear)"),
         ("megatron.core.jit", "jit_fuser = torch.compile"),
         # cpu_compat.uneven_gather
         ("megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list, input_"),

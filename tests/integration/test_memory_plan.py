@@ -7,7 +7,6 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -15,11 +14,10 @@ from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.memory import StageRequest, measure, model_parameters, rank_bytes
 from miles_async.errors import ConfigurationError
-from miles_async.types import TrainShard
 from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny
-from tests.integration.toy_batches import ToySample, to_shards
+from tests.integration.toy_batches import long_sample_shard
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -82,23 +80,12 @@ def _real_rank(
             logprob_chunk=CHUNK,
         )
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts over
-        backend.train(_one_long_sample(TOKENS if directory == directories[-1] else 64))
+        backend.train(long_sample_shard(TOKENS if directory == directories[-1] else 64))
         peak = _resident("VmHWM") - before
         parameters = sum(parameter.numel() for module in backend._model.modules for parameter in module.parameters())
         backend.close()
         del backend
     return parameters, peak
-
-
-def _one_long_sample(tokens: int) -> TrainShard:
-    sample = ToySample(
-        tokens=np.random.default_rng(0).integers(0, 64, tokens).astype(np.int32),
-        loss_mask=np.ones(tokens, np.uint8),
-        rollout_logprobs=np.full(tokens, -9.0, np.float32),
-        weight_versions=np.full(tokens, 3, np.int32),
-        advantage=1.0,
-    )
-    return to_shards([[sample]], dp_size=1, micro_batches=1)[0]
 
 
 def _resident(name: str) -> int:

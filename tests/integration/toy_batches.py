@@ -87,3 +87,15 @@ def to_shards(steps: Sequence[Sequence[ToySample]], *, dp_size: int, micro_batch
         )
         for rank in range(dp_size)
     ]
+
+
+def long_sample_shard(tokens: int) -> TrainShard:
+    """One sample of so many tokens, all of which carry loss, in one micro-batch of one rank."""
+    sample = ToySample(
+        tokens=np.random.default_rng(0).integers(0, 64, tokens).astype(np.int32),
+        loss_mask=np.ones(tokens, np.uint8),
+        rollout_logprobs=np.full(tokens, -9.0, np.float32),
+        weight_versions=np.full(tokens, 3, np.int32),
+        advantage=1.0,
+    )
+    return to_shards([[sample]], dp_size=1, micro_batches=1)[0]

@@ -77,9 +77,8 @@ DOCKER_FLAGS = {
     *("--rm", "--entrypoint", "--gpus", "--shm-size", "--ulimit", "--network", "--volume", "--stop-timeout"),
     "--file",
 }
-OTHER_TOOLS_FLAGS = (
-    DOCKER_FLAGS | {"--no-deps", "--help", "--version", "--X"} | RAY_START_FLAGS
-)  # pip's; the command's; a placeholder
+PIP_FLAGS = {"--no-deps", "--no-index", "--target"}
+OTHER_TOOLS_FLAGS = {"--help", "--version", "--X"} | DOCKER_FLAGS | PIP_FLAGS | RAY_START_FLAGS  # --X: a placeholder
 
 
 def on_pages(pages: list[Path] = PAGES) -> pytest.MarkDecorator:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -102,15 +101,15 @@ class LoadedModel:
         )
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
-        """What is exported, and after it, on rank 0, the tensors of the checkpoint that the model has no place for, as
-        they were loaded: layers for multi-token prediction. Collective.
+        """Yield what is exported, then the tensors of the checkpoint that the model has no place for, as they were
+        loaded: layers for multi-token prediction. Collective; every rank gets all of them.
         """
         names = set()
         for name, tensor in self.exported(cpu=True):
             names.add(name)
             yield name, tensor
         source = self.bridge.hf_pretrained.state.source
-        for name in sorted(set(source.get_all_keys()) - names) if dist.get_rank() == 0 else ():
+        for name in sorted(set(source.get_all_keys()) - names):
             yield from source.load_tensors([name]).items()
 
     @property

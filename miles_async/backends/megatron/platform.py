@@ -66,6 +66,7 @@ class Platform:
             cpu_compat.install()
             device = torch.device("cpu")
         else:
+            cpu_compat.install_stand_ins()
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
         bridge_fixes.apply()

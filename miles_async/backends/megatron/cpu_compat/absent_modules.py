@@ -1,8 +1,8 @@
-"""Stand-ins for modules that megatron imports unconditionally and that only exist next to CUDA.
+"""Stand-ins for modules that megatron imports unconditionally, and mends of what it does where they are absent.
 
 megatron-bridge 0.3 imports transformer_engine in its LoRA layers, megatron-core 0.16 imports triton in inference
 kernels. Nothing of it is used here: classes can be defined, using one raises. Where the real module is
-installed there is no stand-in.
+installed there is no stand-in. A GPU machine may lack them, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,26 @@ def stand_ins() -> dict[str, Callable[[], dict[str, types.ModuleType]]]:
     if importlib.util.find_spec("triton") is None:
         found |= dict.fromkeys(TRITON_USERS, _triton)
     return found
+
+
+def patches() -> dict[str, Callable[[types.ModuleType], None]]:
+    """Map modules that misbehave without Transformer Engine to what mends them."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return {}
+    return {
+        "megatron.core.transformer.moe.moe_utils": define_te_general_gemm,
+        "megatron.core.transformer.multi_latent_attention": _without_te,
+    }
+
+
+def define_te_general_gemm(module: types.ModuleType) -> None:
+    """The name stays undefined without transformer_engine, and is compared with None later."""
+    module.__dict__.setdefault("te_general_gemm", None)
+
+
+def _without_te(module: types.ModuleType) -> None:
+    # Takes the mock objects that stand for transformer_engine's classes for the real ones: isinstance() raises.
+    module.HAVE_TE = False  # type: ignore[attr-defined]
 
 
 def _transformer_engine() -> dict[str, types.ModuleType]:

@@ -1,4 +1,4 @@
-"""Helpers of megatron-core 0.16 that assume device tensors, Transformer Engine or a fast ``torch.compile``."""
+"""Helpers of megatron-core 0.16 that assume device tensors or a fast ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from miles_async.backends.megatron.cpu_compat.absent_modules import define_te_general_gemm
+
 
 def _patch_moe_utils(module: types.ModuleType) -> None:
-    # The name stays undefined when transformer_engine is absent, and is compared with None later.
-    module.__dict__.setdefault("te_general_gemm", None)
+    define_te_general_gemm(module)
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """A tensor that is on the host already still owes its caller the numpy form."""
@@ -24,13 +25,7 @@ def _patch_jit(module: types.ModuleType) -> None:
     module.disable_jit_fuser()
 
 
-def _patch_latent_attention(module: types.ModuleType) -> None:
-    # Takes the mock objects that stand for transformer_engine's classes for the real ones: isinstance() raises.
-    module.HAVE_TE = False  # type: ignore[attr-defined]
-
-
 PATCHES = {
     "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
-    "megatron.core.transformer.multi_latent_attention": _patch_latent_attention,
     "megatron.core.jit": _patch_jit,
 }
