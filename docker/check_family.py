@@ -16,6 +16,7 @@ from pathlib import Path
 from miles_async.backends.megatron.families import FAMILIES
 
 _ENTRY = re.compile(r"^EntryClass = (\[.*?\]|\w+)", flags=re.MULTILINE | re.DOTALL)
+_BY_CONFIG = {"kimi_k2": "DeepseekV3ForCausalLM"}  # transformers has no row for it, its config.json names the class
 _MAPPED = r'\("{}", "(\w+ForCausalLM)"\)'  # a row of transformers' table of causal models
 
 
@@ -36,11 +37,12 @@ def problems(model_types: Sequence[str]) -> Iterator[str]:
     served = served_architectures()
     table = (sources("transformers") / "models" / "auto" / "modeling_auto.py").read_text()
     for name in model_types:
-        found = re.search(_MAPPED.format(re.escape(name)), table)
+        row = re.search(_MAPPED.format(re.escape(name)), table)
+        architecture = row[1] if row else _BY_CONFIG.get(name)
         if name not in FAMILIES:
             yield f"{name} is not trained; the types that are: {', '.join(FAMILIES)}"
-        elif found is None or found[1] not in served:
-            yield f"{name}: this SGLang has no {found[1] if found else 'class for it'}"
+        elif architecture not in served:
+            yield f"{name}: this SGLang has no {architecture or 'class for it'}"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ TELLERS = {
     "prompts/templates.py",
     "sessions/chat.py",
 }
+DOCTOR = {"machine/cluster.py", "machine/network.py"}  # they tell a clock that is wrong
 
 
 def test_nothing_is_decided_by_a_wall_clock() -> None:
@@ -42,7 +43,7 @@ def test_nothing_is_decided_by_a_wall_clock() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if (node.value.id, node.attr) in WALL_CLOCKS
     }
-    assert found == TELLERS
+    assert found == TELLERS | DOCTOR
 
 
 def test_a_driver_is_found_though_the_clock_was_set_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
