@@ -299,18 +299,18 @@ class PolicyLoss(Protocol):
     """``--policy-loss module:attr``: the loss of each token.
 
     The attribute is a class (or a function), called with the AlgorithmArguments, that gives a loss. All that
-    ``my_losses.py`` holds for ``--policy-loss my_losses:Cispo`` (CISPO, arXiv:2506.13585, eq. 4):
+    ``my_losses.py`` holds for ``--policy-loss my_losses:Tapered`` (after TOPR, arXiv:2503.14286):
 
-    >>> class Cispo:  # the importance ratio is bounded without gradient: every token keeps that of its log-prob
+    >>> class Tapered:  # good tokens are learned whole, bad ones only as far as they are likely
     ...     needs = ("old_logprobs",)
     ...
     ...     def __init__(self, arguments):
-    ...         self.largest = 1 + (arguments.eps_clip_high or arguments.eps_clip)
+    ...         pass  # an AlgorithmArguments: its flags, if a loss has use for them
     ...
     ...     def __call__(self, logprobs, batch):
     ...         ratio = (logprobs - batch.old_logprobs).detach().exp()
-    ...         loss = -ratio.clamp(max=self.largest) * batch.advantages * logprobs
-    ...         return loss, {"ratio_mean": ratio, "clip_fraction": (ratio > self.largest).float()}
+    ...         weight = ratio.clamp(max=1.0).where(batch.advantages < 0, 1.0)
+    ...         return -weight * batch.advantages * logprobs, {"ratio_mean": ratio}
     """
 
     @property
