@@ -84,7 +84,7 @@ def examples() -> Mapping[str, str]:
     [
         ("AdvantageEstimator", "advantage_estimator", "MeanBaseline"),
         ("TokenAdvantages", "token_advantages", "Discounted"),
-        ("PolicyLoss", "policy_loss", "Cispo"),
+        ("PolicyLoss", "policy_loss", "Tapered"),
         ("Correction", "tis_mode", "Masked"),
         ("KlEstimator", "kl_loss_type", "squared"),
         ("Aggregation", "loss_aggregation", "mean_over_tokens"),
