@@ -60,7 +60,7 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
     # Model and checkpoints.
     _flag("--megatron-to-hf-mode", "noted", "Megatron-Bridge converts weights, both ways", only=("bridge",)),
     _flag("--custom-config-path", "refused", "hooks find their settings by themselves, in a file or the environment"),
-    _flag("--dump-details", "refused", "use --save-debug-rollout-data for batches, --record for every decision"),
+    _flag("--dump-details", "refused", "use --save-debug-rollout-data to write batches, --record for all decisions"),
     # Prompts and rollouts.
     _flag(
         "--apply-chat-template-kwargs",

@@ -58,7 +58,7 @@ def prompt_and_label(row: Row) -> tuple[str, str]:
 
 
 def _content(prompt: Any) -> str:
-    """What is asked by a prompt that is a text, or messages of which the user's is the last."""
+    """Return the question of a prompt: a text, or messages, the last of which is the user's."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 

@@ -77,8 +77,9 @@ def new_run_name(run_dir: Path) -> str:
 
 
 def fingerprint(model: ModelArguments) -> JsonObject:
-    """What tells models with different tensors apart: fields of config.json, and the flags of adapters. A checkpoint of
-    adapters says of which weights they are, too, since it has no others.
+    """Return fields of config.json and flags of adapters that differ between models with different tensors.
+
+    A checkpoint of adapters holds no other weights, so it also says which weights they belong to.
     """
     directory = model.hf_checkpoint
     assert directory is not None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64  # bytes: a cache line, and enough for every dtype
+_ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 
 class Slab:

@@ -1,4 +1,4 @@
-"""What a correction looks at: every token by itself, or the sequence as a whole."""
+"""Values at the level on which a correction works: of single tokens, or of whole sequences."""
 
 from __future__ import annotations
 

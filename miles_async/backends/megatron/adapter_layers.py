@@ -88,8 +88,8 @@ class DoRALinear(AdapterWrapper):
         return scales * (output - inside + added) + inside, None
 
     def row_scales(self, weight: Tensor) -> Tensor:
-        """What each row of the summed ``weight`` is multiplied by; without gradient through the length that it has, as
-        in section 4.3 of the paper. Collective like :func:`summed_weight`.
+        """Return the factor of each row of the summed ``weight``. The row's present length gets no gradient, as in
+        section 4.3 of the paper. Collective like :func:`summed_weight`.
         """
         return self.adapter.row_lengths / _lengths(weight, self.adapter)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 FORMAT, VERSION = "torch_dist", 1
-ALIGNMENT = 64  # bytes: enough for every dtype
+ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 
 class HostBuffer:

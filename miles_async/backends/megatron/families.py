@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What config.json of a family may say beyond what all may, and how its layers are built."""
+    """Values of config.json that are accepted in this family but not in all, and how its layers are built."""
 
     attention_bias: bool = False
     partial_rotation: bool = False  # positions rotate a part of each head

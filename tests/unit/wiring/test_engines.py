@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,36 +26,31 @@ def test_only_frozen_engines_start_with_the_weights_of_their_checkpoint(
     assert (spec.dummy_weights, spec.held_weights, spec.publication_seconds > 0) == (published, published, published)
 
 
+def maker_of(run_dir: Path, marks: Mapping[str, Path] | None = None) -> StackMaker:
+    return StackMaker(
+        arguments=Arguments(),
+        run_dir=run_dir,
+        device="cpu",
+        keys=EngineKeys(api=Secret("a"), admin=Secret("b")),
+        forked=ForkedEngines(),
+        marks=marks or {},
+        placement=RunPlacement(),
+    )
+
+
 @pytest.mark.parametrize(("external", "streams"), [((), True), (("10.0.0.1:30000",), False)])
 def test_only_engines_that_we_start_receive_a_publication_by_one_call(
     external: tuple[str, ...], streams: bool, tmp_path: Path
 ) -> None:
     # covers: C8
-    keys = EngineKeys(api=Secret("a"), admin=Secret("b"))
-    maker = StackMaker(
-        arguments=Arguments(),
-        run_dir=tmp_path,
-        device="cpu",
-        keys=keys,
-        forked=ForkedEngines(),
-        marks={},
-        placement=RunPlacement(),
-    )
-    assert maker._group(ServerGroup(name="group", role="train", external=external)).streams is streams
+    group = ServerGroup(name="group", role="train", external=external)
+    assert maker_of(tmp_path)._group(group).streams is streams
 
 
 def test_engines_check_their_model_and_what_they_share_with_the_ranks(tmp_path: Path) -> None:
     # covers: C10
-    keys, marks = EngineKeys(api=Secret("a"), admin=Secret("b")), {"--weight-staging-dir": tmp_path / "mark"}
-    maker = StackMaker(
-        arguments=Arguments(),
-        run_dir=tmp_path,
-        device="cpu",
-        keys=keys,
-        forked=ForkedEngines(),
-        marks=marks,
-        placement=RunPlacement(),
-    )
+    marks = {"--weight-staging-dir": tmp_path / "mark"}
+    maker = maker_of(tmp_path, marks)
     for model, present in ((str(tmp_path), [tmp_path]), ("Qwen/Qwen3-0.6B", [])):
         launch: Any = maker._group(ServerGroup(name="group", role="train", model=model)).launch
         assert list(launch._spec.files.present.values()) == present
