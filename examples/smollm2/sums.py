@@ -52,7 +52,7 @@ def _questions(pairs: list[tuple[int, int]], *, held_out: bool) -> list[Question
     return [Question(*numbers, held_out) for a, b in pairs for numbers in sorted({(a, b), (b, a)})]
 
 
-async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_async/api.py
+async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_async/api/
     """1 for the sum and nothing else, 0.2 to 0.5 for another number, more the nearer it is: almost no sample of the
     untrained model is right, and rewards that are all equal teach nothing.
 

@@ -20,12 +20,11 @@ from miles_async import types as nouns
 from tests.property.builders import make_attempt, make_prompt, make_sample
 
 PROTOCOLS = {
-    name: kind
-    for name, kind in vars(api).items()
-    if inspect.isclass(kind) and kind.__module__ == api.__name__ and getattr(kind, "_is_protocol", False)
+    name: kind for name, kind in vars(api).items() if inspect.isclass(kind) and getattr(kind, "_is_protocol", False)
 }
 GIVEN = {"EngineClient"}  # to users, who don't implement it
-EXAMPLES = [test for test in doctest.DocTestFinder().find(api) if test.examples]
+FILES = (api.algorithm, api.rollout, api.tracker, api.trainer)
+EXAMPLES = [test for file in FILES for test in doctest.DocTestFinder().find(file) if test.examples]
 
 
 class Client:

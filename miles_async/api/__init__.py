@@ -1,0 +1,56 @@
+"""Protocols that users implement: rewards, filters, generation, environments, agents, losses, trackers, backends.
+
+A hook is named on the command line as ``module:attr``, loaded once at the start and checked against its protocol here.
+"""
+
+from miles_async.api.algorithm import (
+    AdvantageEstimator,
+    Aggregation,
+    Correction,
+    KlEstimator,
+    Need,
+    PolicyLoss,
+    TokenAdvantages,
+    TokenBatch,
+)
+from miles_async.api.rollout import (
+    Agent,
+    EngineClient,
+    Environment,
+    Generate,
+    GroupFilter,
+    MakeEnvironment,
+    Reward,
+)
+from miles_async.api.tracker import (
+    Metrics,
+    Tracker,
+)
+from miles_async.api.trainer import (
+    LeavesDevice,
+    SavesInBackground,
+    TrainBackend,
+)
+
+__all__ = [
+    "AdvantageEstimator",
+    "Agent",
+    "Aggregation",
+    "Correction",
+    "EngineClient",
+    "Environment",
+    "Generate",
+    "GroupFilter",
+    "KlEstimator",
+    "LeavesDevice",
+    "MakeEnvironment",
+    "Metrics",
+    "Need",
+    "PolicyLoss",
+    "Reward",
+    "SavesInBackground",
+    "TokenAdvantages",
+    "TokenBatch",
+    "Tracker",
+    "TrainBackend",
+]

@@ -1,0 +1,150 @@
+"""The training backend's: one rank, what it may do besides training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from miles_async.types import TrainShard
+
+
+class TrainBackend(Protocol):
+    """One rank of a training engine, by ``--train-backend``: a name in the entry points ``miles_async.backends``.
+
+    >>> import torch
+    >>> class OneWeight:
+    ...     data_parallel_rank = pipeline_stage = 0
+    ...
+    ...     def __init__(self, *, rank, world_size, local_rank, store, **settings):
+    ...         self.weight = torch.zeros(1)
+    ...
+    ...     def train(self, shard):
+    ...         for micro_batches in shard.optimizer_steps:
+    ...             self.weight += sum(float(batch.rewards.mean()) for batch in micro_batches)
+    ...         return {"weight": float(self.weight)}
+    ...
+    ...     def logprobs(self, sequences, temperature=None):
+    ...         return [[0.0] * (len(tokens) - 1) for tokens in sequences]
+    ...
+    ...     def export_weights(self):
+    ...         yield "weight", self.weight
+    ...
+    ...     def save(self, directory):
+    ...         torch.save(self.weight, directory / "weight.pt")
+    ...
+    ...     def load(self, directory):
+    ...         self.weight = torch.load(directory / "weight.pt")
+    ...
+    ...     save_hf = save
+    >>> backend = OneWeight(rank=0, world_size=1, local_rank=0, store=None)
+    >>> backend.train(shard)
+    {'weight': 0.5}
+    >>> backend.save(directory)
+    >>> backend.load(directory)
+    >>> dict(backend.export_weights())
+    {'weight': tensor([0.5000])}
+    """
+
+    data_parallel_rank: int
+    pipeline_stage: int | None  # on the first rank of a pipeline stage, which may send weights; None on others
+
+    def train(self, shard: TrainShard) -> dict[str, float]: ...
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
+        """Log-probs of tokens[1:] of each sequence, at the rollout temperature unless given. Collective."""
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, Any]]:
+        """(HF name, torch tensor) in a fixed order, on every rank. Collective.
+
+        A tensor on a CPU may be overwritten when the next one is asked for. Those on a GPU are copied beside the
+        export, so it writes none of them again.
+        """
+        ...
+
+    def save(self, directory: Path) -> None: ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what :meth:`save` wrote, in this layout of ranks or another. Settings of the optimizer are flags',
+        whatever they were. Raises CheckpointError.
+        """
+        ...
+
+    def save_hf(self, directory: Path) -> None: ...
+
+
+@runtime_checkable
+class SavesInBackground(Protocol):
+    r"""A training backend whose checkpoints are written while it trains on (``--async-save``).
+
+    >>> class OneCopy:
+    ...     weight = torch.tensor([0.5])
+    ...
+    ...     def stage_save(self, directory):
+    ...         self.staged = directory, self.weight.clone()
+    ...
+    ...     def write_save(self):
+    ...         directory, copy = self.staged
+    ...         torch.save(copy, directory / "rank-0.pt")
+    ...         return b"rank-0.pt"
+    ...
+    ...     def finish_save(self, parts):
+    ...         (self.staged[0] / "index").write_bytes(b"\n".join(parts))
+    >>> backend = OneCopy()
+    >>> backend.stage_save(directory)
+    >>> _ = backend.weight.add_(1.0)  # training goes on
+    >>> backend.finish_save([backend.write_save()])
+    >>> torch.load(directory / "rank-0.pt")
+    tensor([0.5000])
+    """
+
+    def stage_save(self, directory: Path) -> None:
+        """Copy all that ``save(directory)`` would write. Collective. Nothing is copied before the last one is whole."""
+        ...
+
+    def write_save(self) -> bytes:
+        """Write this rank's files from the copy, in a thread of its own while training goes on: nothing collective.
+        Return what :meth:`finish_save` needs to know of them. Raises CheckpointError.
+        """
+        ...
+
+    def finish_save(self, parts: Sequence[bytes]) -> None:
+        """On rank 0, in the same thread, once all ranks have written: make the checkpoint loadable. ``parts``: what
+        each rank returned, in rank order. Raises CheckpointError.
+        """
+        ...
+
+
+@runtime_checkable
+class LeavesDevice(Protocol):
+    """A training backend that engines may share GPUs with (``--colocate``).
+
+    >>> class OneTensor:
+    ...     weight = torch.tensor([0.5])
+    ...
+    ...     def offload(self):
+    ...         self.kept = self.weight.cpu().clone()
+    ...         self.weight.untyped_storage().resize_(0)  # views of it stay what they are
+    ...
+    ...     def onload(self):
+    ...         self.weight.untyped_storage().resize_(self.kept.nbytes)
+    ...         self.weight.copy_(self.kept)
+    >>> backend = OneTensor()
+    >>> backend.offload()
+    >>> backend.weight.untyped_storage().nbytes()
+    0
+    >>> backend.onload()
+    >>> backend.weight
+    tensor([0.5000])
+    """
+
+    def offload(self) -> None:
+        """Free the device's memory until :meth:`onload`, keeping its contents. Nothing is called meanwhile, except to
+        write a staged checkpoint.
+        """
+        ...
+
+    def onload(self) -> None:
+        """Undo :meth:`offload`."""
+        ...
