@@ -8,6 +8,7 @@ from typing import Literal
 from miles_async.arguments.flag import flag
 
 LrDecayStyle = Literal["constant", "linear", "cosine"]
+BadStepAction = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,3 +38,20 @@ class OptimizerArguments:
     adam_beta2: float = flag(0.95, "Adam beta 2")
     adam_eps: float = flag(1e-8, "Adam epsilon")
     clip_grad: float = flag(1.0, "gradient norm clip; 0: off")
+    grad_norm_limit: float | None = flag(
+        None,
+        "largest gradient norm, before clipping, of an optimizer step that is made; one that is not finite never is",
+    )
+    max_logprob_diff: float | None = flag(
+        None,
+        "an optimizer step is made only if log-probs of trainer and engines differ by at most this, in nats, where "
+        "both have the same weights: the mean of |log π_trainer − log π_rollout| over tokens of samples of age 0",
+    )
+    bad_step_action: BadStepAction = flag(
+        "stop",
+        "what follows an optimizer step that these limits or a gradient that is not finite forbid, which leaves the "
+        "weights as they are. stop: the run ends; skip: a warning, a metric, and training goes on with the next step",
+    )
+    max_bad_steps: int = flag(
+        10, "with --bad-step-action skip: rollout steps in a row with an optimizer step that was not made"
+    )

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from miles_async.arguments import Arguments, WeightsArguments
+from miles_async.arguments import Arguments, OptimizerArguments, WeightsArguments
 from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
 from miles_async.arguments.colocation import check_colocation
@@ -230,6 +230,19 @@ def check_staleness(arguments: Arguments) -> Iterator[str]:
         )
 
 
+def check_bad_steps(arguments: Arguments) -> Iterator[str]:
+    """Limits of optimizer steps are of something that the run has."""
+    optimizer = arguments.optimizer
+    most = optimizer.max_bad_steps
+    if optimizer.bad_step_action == "stop" and most != OptimizerArguments().max_bad_steps:
+        yield f"--max-bad-steps {most} has no effect with --bad-step-action stop: use skip"
+    if optimizer.max_logprob_diff is not None and arguments.debug.sides == "trainer":
+        yield (
+            f"--max-logprob-diff {optimizer.max_logprob_diff} compares the trainer with the engines that served its "
+            "weights, and batches of --load-debug-rollout-data are of another run: leave it out"
+        )
+
+
 def check_hooks(arguments: Arguments) -> Iterator[str]:
     """Hooks are written ``module:attr``; they are loaded later, once."""
     hooks = {
@@ -328,6 +341,7 @@ CHECKS: tuple[Check, ...] = (
     check_algorithm,
     check_sampling,
     check_staleness,
+    check_bad_steps,
     check_off_policy_correction,
     check_routing_replay,
     check_rewards,

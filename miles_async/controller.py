@@ -35,9 +35,11 @@ import structlog
 
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.evaluation import EvaluationArguments
+from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.arguments.staleness import StalenessArguments
 from miles_async.arguments.weights import WeightsArguments
+from miles_async.bad_steps import BadSteps
 from miles_async.errors import ContractViolation
 from miles_async.runtime.clock import Stopwatch
 from miles_async.seams import RolloutSide, TrainerSide
@@ -152,6 +154,7 @@ class Controller:
         gpus: Gpus = NO_TURNS,
         rollout_arguments: RolloutArguments,
         staleness: StalenessArguments,
+        optimizer: OptimizerArguments,
         weights: WeightsArguments,
         evaluation: EvaluationArguments,
         checkpoint: CheckpointArguments,
@@ -166,6 +169,7 @@ class Controller:
         self._bound = staleness.bound
         self._waits = staleness.stale_group_action == "wait"
         self._interval = weights.update_weights_interval
+        self._bad_steps = BadSteps(optimizer)
         self._evaluation = evaluation
         self._checkpoint = checkpoint
         self._publishing: asyncio.Task[None] | None = None  # publication of the last step
@@ -210,6 +214,7 @@ class Controller:
                     await self._gpus.for_training(self._evaluating)
                 with watch.timed("train"):
                     train_metrics = self._comparable(await self._trainer.train(prepared.shards))
+                self._bad_steps.judge(prepared, train_metrics)
                 await self._rollout.trained(prepared.batch_id)
                 await self._published(watch)
                 await self._advance(step + 1, publishes=publishes)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
+from miles_async.bad_steps import BadSteps
 from miles_async.controller import Recorder
 from miles_async.runtime.clock import Stopwatch
 from miles_async.seams import EngineFleet, RolloutSide, TrainerSide
@@ -58,7 +59,9 @@ Batches = Callable[[int], Awaitable[PreparedBatch]]
 """The batch of a step."""
 
 
-async def training_alone(trainer: TrainerSide, batches: Batches, recorder: Recorder, *, first: int, steps: int) -> None:
+async def training_alone(
+    trainer: TrainerSide, batches: Batches, recorder: Recorder, bad_steps: BadSteps, *, first: int, steps: int
+) -> None:
     """Train on the batches of steps ``first`` to ``steps`` - 1. Raises the first error of the trainer."""
     for step in range(first, steps):
         watch = Stopwatch()
@@ -67,6 +70,7 @@ async def training_alone(trainer: TrainerSide, batches: Batches, recorder: Recor
                 batch = await batches(step)
             with watch.timed("train"):
                 metrics = await trainer.train(batch.shards)
+                bad_steps.judge(batch, metrics)
         trained = {f"train/{name}": value for name, value in metrics.items()}
         recorder.step(step, {**batch.metrics, **trained, **_times(watch)}, batch.ages)
 

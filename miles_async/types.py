@@ -260,6 +260,7 @@ class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):
     batch_id: int
     target_version: int
     oldest_version: int
+    prompt_ids: tuple[str, ...]  # of its groups
     shards: tuple[object, ...]  # per data-parallel rank, a reference (ray.ObjectRef) to a TrainShard
     metrics: Mapping[str, float]  # reward mean, lengths, ages, ...
     ages: Mapping[int, int]  # age → number of samples

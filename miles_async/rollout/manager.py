@@ -157,6 +157,7 @@ class RolloutManager:
             batch_id=batch_id,
             target_version=target_version,
             oldest_version=min(group.oldest_version for group in groups),
+            prompt_ids=tuple(group.attempt.prompt.prompt_id for group in groups),
             shards=references,
             metrics={
                 **prepared.metrics,

@@ -13,6 +13,7 @@ import structlog
 
 from miles_async.algorithms.advantages.grpo import Grpo
 from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.controller import Controller
@@ -126,6 +127,7 @@ class Simulation:
             recorder=self.recording,
             rollout_arguments=rollout,
             staleness=staleness,
+            optimizer=OptimizerArguments(),
             weights=settings.weights,
             evaluation=settings.evaluation,
             checkpoint=settings.checkpoint,

@@ -26,6 +26,7 @@ from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.debug import Sides
 from miles_async.arguments.paths import with_absolute_paths
 from miles_async.arguments.server_groups import of_role, server_groups
+from miles_async.bad_steps import BadSteps
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.controller import Controller, Position
@@ -270,6 +271,7 @@ class Run:
             gpus=gpus,
             rollout_arguments=arguments.rollout,
             staleness=arguments.staleness,
+            optimizer=arguments.optimizer,
             weights=arguments.weights,
             evaluation=arguments.evaluation,
             checkpoint=arguments.checkpoint,
@@ -290,6 +292,7 @@ class Run:
             trainer,
             DumpedBatches(self._arguments),
             recorder,
+            BadSteps(self._arguments.optimizer),
             first=(await checkpoints.load() or Position()).step,
             steps=self._arguments.rollout.num_rollout,
         )

@@ -36,6 +36,7 @@ class DumpedBatches:
             batch_id=step,
             target_version=dump.target_version,
             oldest_version=min(group.oldest_version for group in dump.groups),
+            prompt_ids=tuple(group.attempt.prompt.prompt_id for group in dump.groups),
             shards=tuple(map(ray.put, converted.shards)),
             metrics=converted.metrics,
             ages=converted.ages,

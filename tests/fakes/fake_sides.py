@@ -355,6 +355,7 @@ class FakeRollout:
             batch_id=self.batches,
             target_version=target_version,
             oldest_version=max(0, target_version - self.age),
+            prompt_ids=("prompt-0", "prompt-1"),
             shards=(),
             metrics={"reward/mean": 0.5},
             ages={self.age: 8},

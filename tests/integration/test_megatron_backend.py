@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles_async.errors import CheckpointError, ConfigurationError, ContractViolation, TrainerError
+from miles_async.errors import CheckpointError, ConfigurationError, ContractViolation
 from miles_async.train_data.batch import token_advantages
 from miles_async.types import TrainBatch, TrainShard
 from miles_async.weights.staging import Staging, StagingOptions
@@ -110,7 +110,7 @@ def _single_rank(
     seen["wrong token count"] = _error(lambda: trained.train(wrong))
     infinite = [dataclasses.replace(sample, advantage=float("inf")) for sample in samples]
     before = {name: tensor.clone() for name, tensor in trained.export_weights()}
-    seen["infinite"] = _error(lambda: trained.train(to_shards([infinite], dp_size=1, micro_batches=1)[0]))
+    seen["infinite"] = trained.train(to_shards([infinite], dp_size=1, micro_batches=1)[0])
     seen["moved by infinity"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
 
     trained.close()
@@ -310,9 +310,11 @@ def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, Any]) -
     assert "loss tokens" in str(seen["wrong token count"])
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(seen: dict[str, Any]) -> None:
-    assert isinstance(seen["infinite"], TrainerError)
-    assert "gradient norm" in str(seen["infinite"])
+def test_a_step_whose_gradient_is_not_finite_is_never_made(seen: dict[str, Any]) -> None:
+    """Whatever the limits; what becomes of the run is shown by tests/unit/test_controller.py."""
+    assert seen["infinite"]["bad_steps/grad_norm"] == seen["infinite"]["skipped_optimizer_steps"] == 1
+    assert not np.isfinite(seen["infinite"]["bad_grad_norm"])
+    assert seen["infinite"]["grad_norm"] == 0
     assert seen["moved by infinity"] == []
 
 

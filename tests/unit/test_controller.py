@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -13,10 +15,12 @@ from structlog.testing import capture_logs
 from miles_async.arguments import (
     CheckpointArguments,
     EvaluationArguments,
+    OptimizerArguments,
     RolloutArguments,
     StalenessArguments,
     WeightsArguments,
 )
+from miles_async.arguments.optimizer import BadStepAction
 from miles_async.controller import Controller, Position
 from miles_async.errors import ContractViolation, EngineError, PublicationError, TrainerError, first_error
 from miles_async.types import FleetMembers
@@ -60,6 +64,19 @@ class Records:
     def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
+class BadTrainer(FakeTrainer):
+    """Does not make the steps of these batches, counted from 0."""
+
+    def __init__(self, events: list[str], bad: AbstractSet[int]) -> None:
+        super().__init__(events, buckets=1)
+        self.bad = bad
+
+    async def train(self, shards: Any) -> Mapping[str, float]:
+        made = await super().train(shards)
+        step = self.events.count("train") - 1
+        return {**made, "bad_steps/grad_norm": 1.0, "bad_grad_norm": 7.0} if step in self.bad else made
+
+
 class Bench(msgspec.Struct):
     events: Any
     rollout: Any
@@ -81,10 +98,12 @@ def bench(
     apart: FakeFleet | None = None,
     save_interval: int | None = None,
     resume: Position | None = None,
+    bad: AbstractSet[int] = frozenset(),
+    bad_steps: BadStepAction = "stop",
     tmp: Any = None,
 ) -> Bench:
     events: list[str] = []
-    rollout, trainer, records = FakeRollout(events, age=age), FakeTrainer(events, buckets=1), Records()
+    rollout, trainer, records = FakeRollout(events, age=age), BadTrainer(events, bad), Records()
     weights = WeightsArguments(update_weights_interval=interval)
     fleet = FakeFleet([], tensors=("t0",))
 
@@ -103,6 +122,7 @@ def bench(
         recorder=records,
         rollout_arguments=RolloutArguments(num_rollout=steps),
         staleness=StalenessArguments(max_weight_staleness=bound, stale_group_action=action),
+        optimizer=OptimizerArguments(bad_step_action=bad_steps, max_bad_steps=2),
         weights=weights,
         evaluation=EvaluationArguments(eval_prompt_data=("x",) if evaluate else None, eval_interval=eval_interval),
         checkpoint=CheckpointArguments(save="y" if save_interval else None, save_interval=save_interval),  # type: ignore[arg-type]
@@ -393,3 +413,30 @@ async def test_resume_goes_on_with_step_and_version_and_publishes_before_generat
         "copy 7", "cut for 7", "cut for 8", "copy 8", "save 4/8", "save 5/8",
     ]  # fmt: skip
     assert [step for step, _, _ in b.records.steps] == [3, 4]
+
+
+async def test_a_bad_step_ends_the_run_and_names_its_prompts() -> None:
+    b = bench(steps=3, bad={1})
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await b.controller.run()
+    assert re.search(r"version 1 was not made: grad_norm 7\..* prompt-0, prompt-1$", str(first_error(caught.value)))
+    assert only(b.events, "trained") == ["trained"]  # the first batch alone
+
+
+async def test_a_batch_whose_bad_step_is_skipped_is_spent_and_its_version_counts() -> None:
+    # covers: C1, C2
+    b = bench(steps=5, bad={1, 3}, bad_steps="skip")
+    with capture_logs() as logs:
+        await b.controller.run()
+    assert only(b.events, "cut") == [f"cut for {version}" for version in range(5)]
+    assert only(b.events, "trained") == ["trained"] * 5
+    assert [entry["prompts"] for entry in logs if entry["event"] == "an optimizer step was not made"] == [
+        "prompt-0, prompt-1"
+    ] * 2
+
+
+async def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
+    b = bench(steps=5, bad={1, 2}, bad_steps="skip")  # at most two
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await b.controller.run()
+    assert "in 2 rollout steps in a row (--max-bad-steps)" in str(first_error(caught.value))

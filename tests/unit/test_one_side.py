@@ -7,12 +7,15 @@ from collections.abc import Mapping
 
 import pytest
 
+from miles_async.arguments import OptimizerArguments
+from miles_async.bad_steps import BadSteps
 from miles_async.errors import DataError, EngineStartError, TrainerError
 from miles_async.one_side import rollouts_alone, training_alone
 from miles_async.types import PreparedBatch
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
 
 STEPS = 3
+STOPS = BadSteps(OptimizerArguments())
 
 
 class Recorded:
@@ -86,7 +89,13 @@ async def test_an_error_of_the_rollout_side_ends_it() -> None:
 
 async def batch(step: int) -> PreparedBatch:
     return PreparedBatch(
-        batch_id=step, target_version=step, oldest_version=0, shards=(), metrics={"reward/mean": 0.5}, ages={0: 8}
+        batch_id=step,
+        target_version=step,
+        oldest_version=0,
+        prompt_ids=("prompt-0",),
+        shards=(),
+        metrics={"reward/mean": 0.5},
+        ages={0: 8},
     )
 
 
@@ -94,7 +103,7 @@ async def batch(step: int) -> PreparedBatch:
 async def test_training_takes_the_batch_of_each_step(first: int) -> None:
     events: list[str] = []
     recorded = Recorded()
-    await training_alone(FakeTrainer(events), batch, recorded, first=first, steps=STEPS)
+    await training_alone(FakeTrainer(events), batch, recorded, STOPS, first=first, steps=STEPS)
     assert events == ["train"] * (STEPS - first)
     assert [step for step, _ in recorded.steps] == list(range(first, STEPS))
     assert all({"reward/mean", "train/loss", "time/train_seconds"} <= metrics.keys() for _, metrics in recorded.steps)
@@ -105,7 +114,7 @@ async def test_a_batch_that_cannot_be_read_ends_it() -> None:
         raise DataError("1.parquet: expected ...")
 
     with pytest.raises(DataError, match=r"1\.parquet"):
-        await training_alone(FakeTrainer([]), none, Recorded(), first=0, steps=STEPS)
+        await training_alone(FakeTrainer([]), none, Recorded(), STOPS, first=0, steps=STEPS)
 
 
 async def test_a_trainer_that_fails_ends_it() -> None:
@@ -114,4 +123,13 @@ async def test_a_trainer_that_fails_ends_it() -> None:
             raise TrainerError("rank 1")
 
     with pytest.raises(TrainerError, match="rank 1"):
-        await training_alone(Failing([]), batch, Recorded(), first=0, steps=STEPS)
+        await training_alone(Failing([]), batch, Recorded(), STOPS, first=0, steps=STEPS)
+
+
+async def test_a_bad_step_ends_it() -> None:
+    class Bad(FakeTrainer):
+        async def train(self, shards: object) -> Mapping[str, float]:
+            return {"bad_steps/grad_norm": 1.0, "bad_grad_norm": float("inf")}
+
+    with pytest.raises(TrainerError, match=r"grad_norm inf.* Prompts of the batch: prompt-0"):
+        await training_alone(Bad([]), batch, Recorded(), STOPS, first=0, steps=STEPS)

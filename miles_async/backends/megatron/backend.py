@@ -75,6 +75,7 @@ class MegatronBackend:
         from miles_async.backends.megatron.model import load_model, make_optimizer
         from miles_async.backends.megatron.scores import Scorer
         from miles_async.backends.megatron.step import StepRunner
+        from miles_async.backends.megatron.step_limits import StepLimits
 
         distributed.initialise(
             store,
@@ -106,10 +107,12 @@ class MegatronBackend:
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             objective=minimised,
+            limits=StepLimits.of(optimizer),
             scorer=Scorer(temperature=temperature, chunk=optimizer.logprob_chunk),
             layout=self._model.pack_layout,
             device=self.device,
         )
+        self._stepped_from: int | None = None  # the version of the last shard
         self._on_host: HostStorages | None = None
         self._host_buffer: HostBuffer | None = None  # of staged saves
         self._staged: StagedSave | None = None
@@ -135,7 +138,10 @@ class MegatronBackend:
         return state.get_pipeline_model_parallel_rank() if first else None
 
     def train(self, shard: TrainShard) -> dict[str, float]:
-        return self._runner.train(shard)
+        # A version is stepped from again where it was not published in between: engines have older weights then.
+        same_weights = shard.target_version != self._stepped_from
+        self._stepped_from = shard.target_version
+        return self._runner.train(shard, same_weights=same_weights)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, on every rank; at the rollout temperature unless given."""
@@ -209,6 +215,7 @@ class MegatronBackend:
         from miles_async.backends.megatron import checkpoint
 
         checkpoint.load(directory, self._model.modules, self._optimizer, self._scheduler, seed=self._seed)
+        self._stepped_from = None
 
     def save_hf(self, directory: Path) -> None:
         """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from miles_async.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics
+from miles_async.backends.megatron.step_limits import Breach
+from miles_async.bad_steps import PREFIX
 
 TOTALS = frozenset({"tokens", "loss_tokens"})
 LOSS = frozenset({"loss", "loss_count"})
@@ -26,7 +30,13 @@ def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
 
 
 def step_metrics(
-    reduced: Mapping[str, float], *, grad_norms: Sequence[float], lr: float, steps: int, seconds: float
+    reduced: Mapping[str, float],
+    *,
+    grad_norms: Sequence[float],
+    breaches: Sequence[Breach],
+    lr: float,
+    steps: int,
+    seconds: float,
 ) -> dict[str, float]:
     """``reduced``: over all ranks; sums become means over loss tokens, ``_max`` and totals stay. ``loss`` is the mean
     over what its aggregation counts.
@@ -49,4 +59,14 @@ def step_metrics(
         "skipped_optimizer_steps": float(steps - len(grad_norms)),
         "step_seconds": seconds,
     }
-    return means | mismatch_metrics(reduced) | totals | optimizer
+    return means | mismatch_metrics(reduced) | totals | optimizer | _bad_steps(breaches)
+
+
+def _bad_steps(breaches: Sequence[Breach]) -> dict[str, float]:
+    """Number of steps that were not made, and the largest of the numbers that were out of bounds, by reason."""
+    counts = Counter(breach.reason for breach in breaches)
+    found = {f"{PREFIX}{reason}": float(count) for reason, count in counts.items()}
+    for reason in counts:
+        values = [breach.value for breach in breaches if breach.reason == reason]
+        found[f"bad_{reason}"] = max(values, key=lambda value: math.inf if math.isnan(value) else value)
+    return found

@@ -4,15 +4,15 @@ The loss is a mean over an optimizer step (over its loss tokens, or its sequence
 micro-batches and data-parallel ranks, so neither packing nor the number of ranks changes it.
 
 An optimizer step whose gradient is exactly 0 is skipped: no token carries loss, or all advantages are 0 and there is no
-KL loss. Adam would otherwise move the weights by the momentum of earlier steps, and weight decay would shrink them. All
-ranks decide alike, since all have the same loss tokens and the same gradient norm. The learning rate counts a skipped
-step like any other, so that its schedule depends on the number of rollout steps alone; so do weight versions.
+KL loss. Adam would otherwise move the weights by the momentum of earlier steps, and weight decay would shrink them. So
+is a step that breaks a limit (``step_limits.py``). All ranks decide alike, since all have the same loss tokens and the
+same gradient norm. The learning rate counts a skipped step like any other, so that its schedule depends on the number
+of rollout steps alone; so do weight versions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ from miles_async.backends.megatron.model_output import ModelOutput
 from miles_async.backends.megatron.packing import PackedBatch, PackLayout, pack_batch
 from miles_async.backends.megatron.routing_replay import Experts
 from miles_async.backends.megatron.scores import Scorer
-from miles_async.errors import ContractViolation, TrainerError
+from miles_async.backends.megatron.step_limits import Breach, StepLimits
+from miles_async.errors import ContractViolation
 from miles_async.types import TrainShard
 
 if TYPE_CHECKING:
@@ -51,15 +52,16 @@ class StepRunner:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     objective: Objective
+    limits: StepLimits
     scorer: Scorer
     layout: PackLayout
     device: torch.device
 
-    def train(self, shard: TrainShard) -> dict[str, float]:
+    def train(self, shard: TrainShard, *, same_weights: bool) -> dict[str, float]:
         """Run all optimizer steps of the shard; return metrics over all ranks. Collective.
 
-        Raises TrainerError when a gradient is not finite, ContractViolation when the ranks' loss tokens are not
-        those that the shard promises.
+        ``same_weights``: the weights are those of the shard's version as engines have them. Raises ContractViolation
+        when the ranks' loss tokens are not those that the shard promises.
         """
         started = time.perf_counter()
         steps = [
@@ -69,19 +71,25 @@ class StepRunner:
         steps = self._with_advantages(self._with_logprobs(steps))
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
+        breaches: list[Breach] = []
         for index, packs in enumerate(steps):
             self.scheduler.step(1)
             if shard.loss_tokens[index] == 0:  # on no rank; there is no mean over nothing
                 continue
-            sums, norm = self._optimizer_step(packs, index, shard.target_version)
+            sums, norm = self._gradient(packs, index)
             accumulate(totals, sums)
-            if norm > 0:
+            breach = self.limits.breach(norm, sums, self.device, same_weights=same_weights)
+            if breach is not None:
+                breaches.append(breach)
+            elif norm > 0:
+                self.optimizer.step()
                 norms.append(norm)
         reduced = reduce_metrics(totals, self.device)
         _check_loss_tokens(reduced, shard)
         return step_metrics(
             reduced,
             grad_norms=norms,
+            breaches=breaches,
             lr=float(self.optimizer.param_groups[0]["lr"]),
             steps=len(steps),
             seconds=time.perf_counter() - started,
@@ -127,8 +135,8 @@ class StepRunner:
         found = iter(self.objective.advantages_of_batch(batches, gather_from_replicas))
         return [[_with_advantages(packed, next(found)) for packed in packs] for packs in steps]
 
-    def _optimizer_step(self, packs: Packs, index: int, target_version: int) -> tuple[dict[str, Tensor], float]:
-        """Metric sums, and the norm of the gradient over all ranks: 0 if the weights were left alone."""
+    def _gradient(self, packs: Packs, index: int) -> tuple[dict[str, Tensor], float]:
+        """Metric sums, and the norm of the gradient over all ranks; the gradient is ready for a step."""
 
         def loss(packed: PackedBatch, output: ModelOutput) -> LossSums:
             return self._loss(packed, output, index)
@@ -140,15 +148,7 @@ class StepRunner:
         for of_micro_batch in self.model.accumulate_gradients(packs, loss):
             accumulate(sums, of_micro_batch)
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise TrainerError(
-                f"gradient norm {norm} at optimizer step {index + 1} from weight version {target_version}: the step "
-                "was not made; resume from the last checkpoint, maybe with a lower --lr or --clip-grad"
-            )
-        if norm > 0:
-            self.optimizer.step()
-        return sums, norm
+        return sums, float(self.optimizer.get_grad_norm())
 
     def _loss(self, packed: PackedBatch, output: ModelOutput, index: int) -> LossSums:
         objective, batch = self.objective, packed.batch

@@ -226,6 +226,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"loss_length_normalizer": 100},
             "--loss-length-normalizer 100 has no effect with --loss-aggregation token_mean: use sequence_sum",
         ),
+        case("bad steps in a row", {"max_bad_steps": 3}, "--max-bad-steps 3 has no effect with --bad-step-action stop"),
         case(
             "weight without KL",
             {"kl_loss_coef": 0.1},
@@ -484,6 +485,13 @@ def test_settings_that_cannot_work_are_refused_with_the_flags_to_change(
     for message in messages:
         assert message in found
     assert "problems" not in found, "one mistake gives one message"
+
+
+def test_log_probs_are_not_compared_with_engines_of_another_run(valid: dict[str, Any], tmp_path: Path):
+    """# covers: C12"""
+    (tmp_path / "0.parquet").touch()
+    found = refusal(valid | {"max_logprob_diff": 0.1, "load_debug_rollout_data": tmp_path / "0.parquet"})
+    assert "--max-logprob-diff 0.1 compares the trainer with the engines that served its weights" in found
 
 
 def test_all_problems_are_reported_together(valid: dict[str, Any]):

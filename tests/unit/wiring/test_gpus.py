@@ -19,6 +19,7 @@ from miles_async.arguments import (
     CheckpointArguments,
     ClusterArguments,
     EvaluationArguments,
+    OptimizerArguments,
     RolloutArguments,
     StalenessArguments,
     WeightsArguments,
@@ -185,6 +186,7 @@ class Run:
             gpus=self.gpus,
             rollout_arguments=RolloutArguments(num_rollout=steps),
             staleness=StalenessArguments(on_policy=True),
+            optimizer=OptimizerArguments(),
             weights=weights,
             evaluation=EvaluationArguments(
                 eval_prompt_data=("x",) if eval_interval else None, eval_interval=eval_interval
