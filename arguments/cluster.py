@@ -16,7 +16,7 @@ DeviceChoice = Literal["auto"] | Device
 FORWARDED = {
     "PYTHONPATH": "hooks are looked up there",
     "CUDA_HOME": "kernels are compiled at run time",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron-core wants 1 for tensor parallelism before Blackwell",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "of trainer ranks, 1 unless it is set: Megatron-core's overlap counts on it",
     "NCCL_*": "interfaces, algorithms, debugging: all members of a group must agree",
     "TORCH_NCCL_*": "PyTorch's watchdog and heartbeat: as for NCCL",
     "GLOO_*": "interface (GLOO_SOCKET_IFNAME)",

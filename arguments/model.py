@@ -53,7 +53,12 @@ class ModelArguments:
         "with --device cpu: samples of a micro-batch that have the same prompt pass it through the model once, which "
         "saves most of the work where prompts are long and responses short",
     )
-    bf16: bool = flag(False, "train in bfloat16 with fp32 main parameters (default: fp32)")
+    bf16: bool | None = flag(
+        None, "train in bfloat16 with fp32 main parameters, else in fp32 (default: on GPUs yes, on a CPU no)"
+    )
+    distributed_timeout_minutes: float = flag(
+        10.0, "minutes that trainer ranks wait for each other in one collective", metavar="MINUTES"
+    )
     recompute_granularity: RecomputeGranularity | None = flag(
         None, "activations that the backward pass computes again: those of whole layers, or of --recompute-modules"
     )

@@ -108,6 +108,7 @@ ABOVE_ZERO = {
     "max_logprob_diff",
     "canary_tolerance",
     "publication_timeout",
+    "distributed_timeout_minutes",
     "engine_start_timeout",
     "request_timeout",
     "stall_timeout",

@@ -51,7 +51,8 @@ class WeightsArguments:
     weight_staging_dir: Path | None = flag(
         None,
         "where the trainer writes exported weights, up to three versions of them (default: /dev/shm if they fit into "
-        "half of the free memory, else TMPDIR); with --weight-transport disk, a place that every engine's node sees",
+        "half of the free memory, else TMPDIR, unless that is a network disk); with --weight-transport disk, a place "
+        "that every engine's node sees",
     )
     verify_weights: VerifyMode = flag(
         "full",

@@ -23,9 +23,9 @@ HEADER = """\
 Written by `.venv/bin/python scripts/migrate_page.py` from the table that reads the flags, `arguments/foreign/`; not
 edited by hand.
 
-A command line of slime or miles is mostly one of ours. Give your paths, your cluster, `--bf16` (their default; ours is
-fp32) and how old data may be: `--max-weight-staleness 2 --use-rollout-logprobs`, or `--on-policy` for their synchronous
-loop. `--dry-run` then lists every flag that changes nothing here, and refuses what cannot work with the reason.
+A command line of slime or miles is mostly one of ours. Give your paths, your cluster, and how old data may be:
+`--max-weight-staleness 2 --use-rollout-logprobs`, or `--on-policy` for their synchronous loop. `--dry-run` then lists
+every flag that changes nothing here, and refuses what cannot work with the reason.
 
     miles-async migrate run-qwen3-4B.sh > qwen3-4b.args
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -121,7 +122,12 @@ def place_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def device_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield what needs a GPU on a CPU, and whether more GPUs are needed than this machine has, if Ray starts on it."""
+    """Yield what needs a GPU on a CPU, what its kernels and NCCL would refuse, and whether more GPUs are needed than
+    this machine has, if Ray starts on it.
+    """
+    from miles_async.arguments.megatron_settings import megatron_settings
+    from miles_async.backends.megatron.attention_kernels import attention_problems
+    from miles_async.runtime.cuda_environment import nccl_problems
     from miles_async.runtime.device import choose_device, count_gpus
 
     cluster = arguments.cluster
@@ -130,7 +136,14 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
         yield "--colocate on a machine without GPUs, where sides share cores anyway: leave it out"
     if device == "cpu" and (fused := set(arguments.model.recompute_modules) & set(TRANSFORMER_ENGINE_MODULES)):
         yield f"--recompute-modules {' '.join(sorted(fused))}: needs Transformer Engine, which a CPU run has not"
-    if device == "cpu" or cluster.ray_address is not None:
+    if device == "cpu":
+        return
+    settings = megatron_settings(arguments.model.megatron_extra)
+    backend = str(settings.provider.get("attention_backend", "auto"))
+    yield from attention_problems(backend, os.environ)
+    if arguments.weights.weight_transport == "distributed":
+        yield from nccl_problems(arguments.engines.sglang_extra, os.environ)
+    if cluster.ray_address is not None:
         return
     owned = [group for group in server_groups(arguments) if not group.external]
     generating = 0 if cluster.colocate else sum(group.engines * group.gpus_per_engine for group in owned)
@@ -220,6 +233,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
     """Yield what works as asked, and differs from what one may think."""
     from miles_async.arguments.megatron_settings import megatron_settings
     from miles_async.arguments.model_files import read_config
+    from miles_async.backends.megatron.attention_kernels import FP32_NOTE
     from miles_async.backends.megatron.host_limits import ignored_on_cpu
     from miles_async.runtime.device import choose_device
 
@@ -238,7 +252,10 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
         )
     settings = megatron_settings(arguments.model.megatron_extra)
     ignored = ignored_on_cpu({**settings.provider, **settings.optimizer, **settings.ddp})
-    if ignored and choose_device(arguments.cluster.device) == "cpu":
+    device = choose_device(arguments.cluster.device)
+    if device == "cuda" and not model.bf16:
+        yield FP32_NOTE
+    if ignored and device == "cpu":
         flags = ", ".join("--" + name.replace("_", "-") for name in ignored)
         yield f"on a CPU these have no effect: {flags}"
 

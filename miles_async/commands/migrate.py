@@ -35,7 +35,6 @@ ONE_STEP_OFF = """\
 """
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
-PRECISION = "# Their default; here it is fp32.\n--bf16\n"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,8 +100,6 @@ def _lines(script: Path, command: ShellCommand, migrated: Migrated) -> Iterator[
     yield f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
     yield from (f"{shlex.join(words)}\n" for words in migrated.words)
     given = {words[0] for words in migrated.words}
-    if "--bf16" not in given:
-        yield PRECISION
     if command.program == "train.py":
         yield SYNCHRONOUS
     else:

@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.arguments.surroundings import check_model_fits
 from miles_async.arguments.validation import check_deadlines, check_ranks, check_staleness
 from miles_async.commands.durations import durations
+from miles_async.commands.precision import with_precision
 from miles_async.errors import ConfigurationError
 from miles_async.simulation.distributions import Fixed, parse_distribution
 from miles_async.simulation.estimates import GB, GPUS, Assumptions
@@ -52,6 +54,7 @@ def plan(words: Sequence[str]) -> str:
         return _plan_memory([word for word in words if word != "--memory"])
     own, train_words = _parser().parse_known_args(list(words))
     base = parse_arguments(train_words, prog="miles-async plan").arguments
+    base = replace(base, model=with_precision(base.model, base.cluster, for_gpus=own.gpu is not None))
     timing, slots, estimated = durations(own, base)
     labels = list(dict.fromkeys(candidates(own.sweep)))
     rows: list[Row] = []
@@ -84,6 +87,7 @@ def _plan_memory(train_words: Sequence[str]) -> str:
     from miles_async.commands.memory import memory_report  # here, since it brings torch with it
 
     arguments = parse_arguments(train_words, prog="miles-async plan --memory").arguments
+    arguments = replace(arguments, model=with_precision(arguments.model, arguments.cluster))
     refuse([*range_problems(arguments)])
     refuse([*check_ranks(arguments), *check_model_fits(arguments)])
     if arguments.model.hf_checkpoint is None or not read_config(arguments.model.hf_checkpoint):

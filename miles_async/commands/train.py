@@ -15,6 +15,7 @@ from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer, run_notes
 from miles_async.commands.keep_running import keep_running
+from miles_async.commands.precision import with_precision
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.last_resort import sigterm_interrupts
 from miles_async.runtime.ray_address import VARIABLE, with_ray_address
@@ -32,7 +33,8 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     if parsed.print_config:
         show(to_toml(parsed.arguments))
         return 0
-    arguments = replace(parsed.arguments, cluster=with_ray_address(parsed.arguments.cluster))
+    cluster = with_ray_address(parsed.arguments.cluster)
+    arguments = replace(parsed.arguments, cluster=cluster, model=with_precision(parsed.arguments.model, cluster))
     validate(arguments, parsed.checks)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from miles_async.arguments.cluster import Device
 from miles_async.machine.finding import Finding, Verdict, gib
+from miles_async.runtime.file_systems import network_file_system
 from miles_async.runtime.open_files import connection_limits
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -55,6 +56,9 @@ def disk_findings(directories: Mapping[str, Path]) -> Iterator[Finding]:
         elif free < FEW_BYTES:
             verdict: Verdict = "failure" if free < FEWEST_BYTES else "warning"
             yield Finding(check="disk", verdict=verdict, found=found, mend=f"du -xhd1 {place} | sort -h")
+        elif name == "TMPDIR" and (kind := network_file_system(place)) is not None:
+            found = f"TMPDIR: {place} is a network disk ({kind}), where no large temporary files go"
+            yield Finding(check="disk", verdict="warning", found=found, mend="export TMPDIR=/a/local/disk")
         else:
             yield Finding(check="disk", verdict="ok", found=found)
 

@@ -11,6 +11,7 @@ import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
+from miles_async.runtime.cuda_environment import cuda_environment
 from miles_async.runtime.keys import KEY_VARIABLES, Secret
 from miles_async.runtime.run_process import MARK
 
@@ -22,7 +23,7 @@ SecretEnvironment = Mapping[str, Secret]
 
 
 def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
-    """Environment of Ray workers: what ``patterns`` select of ours (A8) but for secrets, and settings of a CPU."""
+    """Environment of Ray workers: what ``patterns`` select of ours (A8) but for secrets, and settings of the device."""
     forwarded = {name: text for name, text in _selected((*patterns, MARK)) if not is_secret(name, text)}
     # Modules named by --custom-*-path are looked up as they are for the driver: from the working directory on.
     path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -33,6 +34,8 @@ def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
     }
     if cpu:  # one thread per process: there are more processes than cores already
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    else:
+        environment |= cuda_environment(forwarded)
     return environment
 
 

@@ -1,4 +1,4 @@
-"""Scratch directories for large temporary files: in memory if there is room, else on disk.
+"""Scratch directories for large temporary files: in memory if there is room, else on a local disk.
 
 Processes that choose before any of them has written would all see the same free memory. So each directory in memory
 notes how much it claims, unused claims count as taken, and processes of one machine choose one after another.
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from miles_async.runtime.file_systems import network_file_system
 from miles_async.runtime.memory import free_memory
 from miles_async.runtime.owned_directory import PREFIX, OwnedDirectory, sweep
 
@@ -24,7 +25,8 @@ _CLAIM = ".claim"  # bytes that the owner of a directory may come to use
 def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEMORY) -> OwnedDirectory:
     """Make a directory for ``room`` bytes: in ``memory`` if as much again stays free beside all claims, else on disk.
 
-    ``room``: None if it is not known, which is for disks. ``mode``: see ``OwnedDirectory``. Raises OSError.
+    ``room``: None if it is not known, which is for disks. ``mode``: see ``OwnedDirectory``. Raises OSError, also where
+    TMPDIR is a network disk: every publication would wait for it, and all nodes would write to it at once.
     """
     if room is not None:
         with suppress(OSError), _choosing(memory):
@@ -34,7 +36,13 @@ def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEM
                 directory = OwnedDirectory(memory, mode=mode)
                 (directory.path / _CLAIM).write_text(str(room))
                 return directory
-    return OwnedDirectory(Path(tempfile.gettempdir()), mode=mode)
+    disk = Path(tempfile.gettempdir())
+    if (kind := network_file_system(disk)) is not None:
+        raise OSError(
+            f"expected room in {memory} or a local disk, found TMPDIR {disk} on a network disk ({kind}): set TMPDIR to "
+            f"a local one, or make {memory} larger"
+        )
+    return OwnedDirectory(disk, mode=mode)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from miles_async.arguments.cluster import Device
 from miles_async.errors import TrainerError
+from miles_async.runtime.cuda_environment import RANKS
 from miles_async.runtime.nodes import NO_LABELS, describe_nodes
 from miles_async.runtime.reservation import Reservation
 
@@ -32,7 +33,7 @@ class RankResources:
     ) -> RankResources:
         """On CPU a rank is one thread that shares cores with all others."""
         if device == "cuda":
-            return cls(num_cpus=1, num_gpus=1, env=env, labels=labels)
+            return cls(num_cpus=1, num_gpus=1, env={**RANKS, **env}, labels=labels)
         hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # megatron takes CUDA wherever it sees it
         return cls(num_cpus=0.01, num_gpus=0, env={**env, **hidden}, threads=1, interpreter=interpreter, labels=labels)
 

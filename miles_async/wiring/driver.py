@@ -305,7 +305,7 @@ class Run:
                 fleet,
                 make_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
                 arguments.weights,
-                tolerance=canary_tolerance(arguments.weights.canary_tolerance, bf16=arguments.model.bf16),
+                tolerance=canary_tolerance(arguments.weights.canary_tolerance, bf16=bool(arguments.model.bf16)),
                 engines_timeout=engines_timeout,
             )
 

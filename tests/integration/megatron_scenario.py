@@ -91,7 +91,7 @@ def make_backend(
             expert_tensor_parallel_size=layout.expert_tensor,
             sequence_parallel=layout.sequence_parallel,
             bf16=bf16,
-            **{"recompute_granularity": recompute, **layout.model},
+            **{"recompute_granularity": recompute, "distributed_timeout_minutes": 1, **layout.model},
         ),
         # Chunks of which every micro-batch has several.
         optimizer=OptimizerArguments(**({"lr": LR, "logprob_chunk": 7} | optimizer)),
@@ -99,7 +99,6 @@ def make_backend(
         temperature=1.0,
         objective=partial(make_objective, algorithm),
         device=device,
-        timeout_seconds=60,
     )
 
 

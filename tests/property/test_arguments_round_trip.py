@@ -52,6 +52,8 @@ def test_printed_config_reads_back_equal(values: dict[str, Any], passed: dict[st
 
 
 def as_words(specification: FlagSpecification, value: Any) -> list[str]:
+    if specification.kind is bool and value is None:  # neither was said
+        return []
     if specification.kind is bool:
         return [specification.flag if value else specification.negated_flag]
     return [f"{specification.flag}={'none' if value is None else value}"]

@@ -1,15 +1,17 @@
-"""State of torch's AdamW where megatron-core 0.16 mishandles it; fused Adam (Apex, Transformer Engine) is left alone.
+"""State of Adam where megatron-core 0.16 mishandles it.
 
-Megatron takes torch's AdamW where neither is installed, which is every machine without CUDA. Then
+- A checkpoint can't be saved before, nor loaded by an optimizer that never made, its first step.
 
-- a checkpoint can't be saved before, nor loaded by an optimizer that never made, its first step;
+Megatron takes fused Adam of Transformer Engine or Apex where one is installed, which keeps ``step`` once per group of
+parameters, and else torch's AdamW, on every machine without CUDA. With that
+
 - a load makes all parameters share one ``step`` tensor, which each of them increments: from the second step
   after a resume on, Adam's bias correction runs too fast by the number of parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +19,15 @@ import torch
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
+TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+
 
 def make_state(optimizer: MegatronOptimizer) -> None:
     """Create the state that the first optimizer step would create."""
+    for part in _parts(optimizer):
+        if part.optimizer is None or isinstance(part.optimizer, TORCH_ADAM) or part.init_state_fn is None:
+            continue
+        part.init_state_fn(part.optimizer, part.config)  # fused Adam: what Megatron calls before a load
     for adam, parameter in _torch_adam_parameters(optimizer):
         if not adam.state[parameter]:
             adam.state[parameter] = {
@@ -36,8 +44,13 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
 
 
 def _torch_adam_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         adam = part.optimizer
-        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+        if isinstance(adam, TORCH_ADAM):
             for group in adam.param_groups:
                 yield from ((adam, parameter) for parameter in group["params"])
+
+
+def _parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
+    """Dense layers and experts have an optimizer each if they are sharded differently."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])

@@ -58,12 +58,10 @@ class MegatronBackend:
         objective: Callable[[], Objective],
         device: DeviceChoice = "auto",
         ref_hf_checkpoint: Path | None = None,
-        timeout_seconds: float = 600.0,
     ) -> None:
         """``store``: rendezvous of the ranks. ``objective``: makes what is minimised, in this process.
 
-        ``total_steps``: optimizer steps of the whole run, for the learning rate. ``timeout_seconds``: of one
-        collective.
+        ``total_steps``: optimizer steps of the whole run, for the learning rate.
         """
         directory = _checked(model, world_size, temperature)
         platform = Platform.named(device)
@@ -82,7 +80,7 @@ class MegatronBackend:
             rank=rank,
             world_size=world_size,
             backend=platform.communication_backend,
-            timeout_seconds=timeout_seconds,
+            timeout_minutes=model.distributed_timeout_minutes,
         )
         seed_all(model.seed)
         self._seed = model.seed

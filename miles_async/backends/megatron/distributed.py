@@ -15,14 +15,18 @@ from miles_async.errors import MilesAsyncError
 T = TypeVar("T")
 
 
-def initialise(store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_seconds: float) -> None:
-    """Create the default process group, before megatron-bridge would, which always chooses NCCL."""
+def initialise(store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_minutes: float) -> None:
+    """Create the default process group, before megatron-bridge would, which always chooses NCCL.
+
+    ``timeout_minutes``: of one collective. After it gloo raises; NCCL's watchdog ends the process (torch 2.13,
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` 3), by which the run sees that the rank is lost.
+    """
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
+        timeout=datetime.timedelta(minutes=timeout_minutes),
     )
 
 

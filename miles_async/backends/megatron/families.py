@@ -24,7 +24,7 @@ class Family:
     every_head_with_keys: bool = False  # queries must not share heads of keys and values
     whole_experts: bool = False  # no tensor parallelism inside of an expert
     adapters: bool = True  # trained with --lora-rank
-    host_layers: bool = False  # on every device: Transformer Engine's would compute something else
+    host_layers: bool = False  # on every device: Transformer Engine's would compute something else, or nothing
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -40,7 +40,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(),
     "glm4_moe": Family(attention_bias=True, partial_rotation=True),
     "olmoe": Family(unscaled_router=True, every_head_with_keys=True),
-    "gpt_oss": Family(attention_bias=True, windows=True, yarn=True, whole_experts=True, adapters=False),
+    # Of packed sequences no kernel of Transformer Engine (2.10, 2.11) takes the sinks of its softmax
+    # (pytorch/attention/dot_product_attention/utils.py: softmax_type with qkv_format thd).
+    "gpt_oss": Family(
+        attention_bias=True, windows=True, yarn=True, whole_experts=True, adapters=False, host_layers=True
+    ),
     "deepseek_v3": Family(yarn=True),
     "kimi_k2": Family(yarn=True),  # DeepSeek-V3's architecture
 }

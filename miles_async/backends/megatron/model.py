@@ -154,7 +154,10 @@ def load_model(
     if adapted:
         provider.register_pre_wrap_hook(partial(add_adapters, model=model))  # after it
     if not parallel_state.is_initialized():
-        provider.initialize_model_parallel(seed=model.seed)
+        # Without it megatron (0.16) gives the groups of its own 30 minutes, whatever the default group has.
+        provider.initialize_model_parallel(
+            seed=model.seed, distributed_timeout_minutes=model.distributed_timeout_minutes
+        )
     settings = megatron_settings(model.megatron_extra)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, **overrides.config_values(settings.ddp, platform)

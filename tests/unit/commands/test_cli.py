@@ -240,6 +240,8 @@ def test_exit_code_tells_how_a_run_ended(
             "--recompute-modules layernorm: needs Transformer Engine",
         ),
         (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
+        (["--device", "cuda", "--attention-backend", "flash"], "flash: needs the package flash-attn"),
+        (["--device", "cuda", "--sglang-enable-nccl-nvls"], "export NCCL_NVLS_ENABLE=1"),
     ],
     ids=str,
 )

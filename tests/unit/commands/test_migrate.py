@@ -110,7 +110,6 @@ def test_what_is_printed_is_read_by_train(tmp_path: Path, capsys: pytest.Capture
     assert (arguments.rollout.num_rollout, arguments.rollout.rollout_stop) == (3000, ("#",))
     assert arguments.rewards.group_filter == ("zero_variance",)
     assert arguments.engines.sglang_extra == ("--mem-fraction-static", "0.7")
-    assert arguments.model.bf16
     assert arguments.staleness.on_policy
     assert not parsed.notes
     assert not parsed.checks

@@ -98,3 +98,12 @@ def test_files_go_to_disk_where_memory_is_taken_or_the_room_unknown(
 
 def test_without_memory_files_go_to_disk(places: tuple[Path, Path], tmp_path: Path) -> None:
     assert scratch_directory(1, memory=tmp_path / "absent").path.parent == places[1]
+
+
+def test_a_network_disk_gets_no_large_files(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = places
+    monkeypatch.setattr("miles_async.runtime.scratch.network_file_system", {disk: "nfs4"}.get)
+    scratch_directory(GIB, memory=memory).remove()  # memory is local
+    with pytest.raises(OSError, match=rf"TMPDIR {disk} on a network disk \(nfs4\): set TMPDIR"):
+        scratch_directory(100 * GIB, memory=memory)
+    assert list(disk.iterdir()) == []

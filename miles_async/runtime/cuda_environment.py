@@ -1,0 +1,57 @@
+"""Variables that processes with GPUs get. What the driver's environment says comes first (``--forward-env``).
+
+CUDA, NCCL and Ray read each of them once, when a process starts to use them, so Ray sets them for its workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+SHARED: Mapping[str, str] = {
+    # An engine and a trainer rank that differ here fail in their first common collective (--weight-transport
+    # distributed). SGLang 0.5.23 sets it to 0 unless it finds a value (entrypoints/engine.py, _set_envs_and_config);
+    # slime, miles and verl give their ranks 0 for that reason (slime's ray/actor_group.py, verl's
+    # trainer/constants_ppo.py).
+    "NCCL_CUMEM_ENABLE": "0",
+    # SGLang as above: 0 unless it finds a value. NVLink SHARP takes memory for each communicator, of which a rank has
+    # dozens. slime's scripts set 1 for both sides where nvidia-smi shows NVLink: export it to have the same here.
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Of every process, on both sides."""
+
+_FIXED = {
+    # Ray shows an actor its own GPUs only, and ranks take device 0 of those. OpenRLHF's scripts and some clusters
+    # switch that off for all of Ray (ray/_private/accelerators/nvidia_gpu.py): every rank of a node would take the
+    # node's first GPU.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
+}
+"""Of every process, whatever the driver's environment says."""
+
+RANKS: Mapping[str, str] = {
+    # Kernels run in the order in which megatron-core launches them, by which it overlaps communication with products
+    # (core/tensor_parallel/layers.py, linear_with_grad_accumulation_and_async_allreduce); Megatron-LM refuses tensor
+    # and context parallelism without it before Blackwell. SGLang sets 8 for its own processes, whatever it finds.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""Of trainer ranks, beyond ``SHARED``."""
+
+
+def cuda_environment(forwarded: Mapping[str, str]) -> dict[str, str]:
+    """Return what every process gets; ``forwarded``: variables of the driver that travel."""
+    return {name: forwarded.get(name, default) for name, default in SHARED.items()} | _FIXED
+
+
+def nccl_problems(sglang_flags: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield flags with which SGLang 0.5.23 overrides NCCL's variables, where trainer ranks would keep others."""
+    overridden = {
+        "--enable-symm-mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"),
+        "--enable-nccl-nvls": ("NCCL_NVLS_ENABLE",),
+    }
+    for flag, names in overridden.items():
+        missing = [name for name in names if environment.get(name) != "1"]
+        if flag in sglang_flags and missing:
+            yield (
+                f"--sglang-{flag.removeprefix('--')}: engines then run with {'=1 '.join(names)}=1, and trainer ranks "
+                f"that send them weights have to agree: export {'=1 '.join(missing)}=1, or use --weight-transport "
+                "disk or object_store"
+            )

@@ -1,0 +1,78 @@
+"""What processes with GPUs find in their environment: the same on both sides, and what the driver says first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments.cluster import ClusterArguments
+from miles_async.runtime.cuda_environment import SHARED, nccl_problems
+from miles_async.runtime.environment import worker_environment
+from miles_async.trainer.placement import RankResources
+
+NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SHARED, NOSET, "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def workers(*, cpu: bool = False) -> dict[str, str]:
+    return worker_environment(ClusterArguments().forward_env, cpu=cpu)
+
+
+def test_engines_and_ranks_have_the_same_nccl_unless_the_driver_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name: workers()[name] for name in SHARED} == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert workers()["NCCL_NVLS_ENABLE"] == "1"
+    assert "NCCL_CUMEM_ENABLE" not in workers(cpu=True)
+
+
+def test_ray_shows_every_actor_its_own_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOSET, "1")  # as some clusters have it for all of Ray
+    assert workers()[NOSET] == "0"
+    from ray._common.utils import env_bool
+
+    monkeypatch.setenv(NOSET, workers()[NOSET])
+    assert env_bool(NOSET, True) is False, "Ray takes the value for no"
+
+
+def test_only_ranks_order_their_kernels_by_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in workers()
+    assert RankResources.for_device("cuda", workers()).env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in RankResources.for_device("cpu", workers(cpu=True)).env
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert RankResources.for_device("cuda", workers()).env["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "named"),
+    [
+        ((), {}, []),
+        (("--enable-symm-mem",), {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}, []),
+        (("--enable-symm-mem",), {"NCCL_CUMEM_ENABLE": "1"}, ["export NCCL_NVLS_ENABLE=1,"]),
+        (("--enable-nccl-nvls",), {}, ["--sglang-enable-nccl-nvls", "export NCCL_NVLS_ENABLE=1,"]),
+    ],
+)
+def test_what_sglang_overrides_must_be_exported(
+    flags: tuple[str, ...], environment: dict[str, str], named: list[str]
+) -> None:
+    problems = list(nccl_problems(flags, environment))
+    assert len(problems) == bool(named)
+    assert all(word in problems[0] for word in named)
+
+
+def test_sglang_still_sets_what_the_values_were_chosen_by() -> None:
+    import importlib.util
+
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    text = (Path(spec.origin).parent / "srt/entrypoints/engine.py").read_text()
+    for name in SHARED:
+        assert re.search(rf'"{name}" not in os.environ\s*\n?\s*or cfg.enable', text), f"SGLang decides {name} otherwise"
+    assert 'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"' in text
