@@ -15,6 +15,7 @@ import pytest
 from miles_async.algorithms.registry import advantage_estimator, policy_loss, token_advantages
 from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, Reward, Tracker
 from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.engines.kind import InferenceServer, ServerCommand
 from miles_async.runtime.hooks import load_factory, load_instance, load_object
 from miles_async.weights.transports.spec import TransportSpec
 
@@ -100,6 +101,18 @@ HOOKS = [
 def test_the_hook_of_a_command_is_one(written: Callable[[Path], None], page: Path, flag: str, hook: str) -> None:
     written(page)
     LOADS[flag](hook, flag)
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_an_engine_takes_what_the_project_gives(written: Callable[[Path], None]) -> None:
+    written(PAGES / "engine.md")
+    module = importlib.import_module("my_engine")
+    assert parameters(module.MY_ENGINE.command) == parameters(ServerCommand.__call__)
+    for name in ("encode", "decode"):
+        assert parameters(getattr(module.MyServer, name)) == parameters(getattr(InferenceServer, name))
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
