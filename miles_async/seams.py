@@ -276,8 +276,11 @@ class EngineFleet(Protocol):
     async def receive_stream(
         self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int, flush_cache: bool
     ) -> EngineErrors:
-        """Receive all that the senders of these process groups announce and broadcast, and load it, as one update. Not
-        for engines that are ``FleetMembers.bucketwise``.
+        """Receive all that the senders of these process groups announce and send, and load it, as one update. Not for
+        engines that are ``FleetMembers.bucketwise``.
+
+        Over NCCL every bucket is a broadcast. Over gloo it is sent to rank 1 with tag 0, and the others get it from
+        there.
 
         Engines have the deadline of a call from :meth:`stream_sent` on.
         """

@@ -190,9 +190,11 @@ class InferenceServer(Protocol):
     async def receive_stream(
         self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
     ) -> None:
-        """Receive and load, as one update, what the senders (rank 0) of these process groups broadcast: each of them
-        first announces its buckets, as an int64 and as many bytes of MessagePack (``StagedWeights.buckets``). Buckets
-        have to be received in the order of their indices. Only for ``EngineKind.streams``.
+        """Receive and load, as one update, what the senders (rank 0) of these process groups send. Each of them first
+        announces its buckets, by broadcasts of an int64 and as many bytes of MessagePack (``StagedWeights.buckets``).
+        Then each bucket is one uint8 tensor: over NCCL a broadcast, over gloo sent to rank 1 with tag 0, which passes
+        it on to the others. Buckets have to be received in the order of their indices. Only for
+        ``EngineKind.streams``.
         """
         ...
 

@@ -296,6 +296,11 @@ async def test_an_engine_that_dies_as_it_receives_is_restarted_and_repaired(clus
         await until_answered_by("engine-0", answers)
 
 
+def shares_memory(engine: FaultyEngine) -> bool:
+    """True while the engine receives weights in memory that others of its node read, or reads it."""
+    return "memfd:weights" in Path(f"/proc/{engine.scheduler().pid}/maps").read_text()
+
+
 IN_THE_MIDDLE: dict[str, Callable[[FaultyEngine], None]] = {
     "dies": lambda engine: engine.server().kill(),
     "hangs": lambda engine: engine.scheduler().suspend(),
@@ -310,8 +315,11 @@ async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_an
 ) -> None:
     # covers: A3, C8, C10
     engine, plain, failed = cluster.engines["engine-0"], DistributedSender._on_device, []
+    sharing: list[bool] = []
 
     def load(sender: DistributedSender, version: int, index: int) -> Any:
+        if index == MIDDLE:
+            sharing.append(all(map(shares_memory, cluster.engines.values())))
         if index == MIDDLE and armed and not failed:
             failed.append(index)
             IN_THE_MIDDLE[fault](engine)
@@ -333,6 +341,7 @@ async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_an
     ):
         staged = await published.next()
         assert staged.fenced == ()
+        assert sharing == [True]
         await more(answers)
         armed = True
         if "says" in fault:

@@ -1,9 +1,7 @@
 """In the server's process: all buckets of a publication by one request, received ahead and loaded as they come.
 
 SGLang (0.5.23) takes one bucket per request. With this a request whose ``load_format`` is STREAM names the process
-groups of all senders, and the scheduler does the rest: each sender announces its buckets, which are received in the
-order of their indices, some of them while another is loaded. Every scheduler of every engine starts to receive them in
-that order, so no two of them can wait for each other, and NCCL's operations have the same order everywhere.
+groups of all senders, and the scheduler does the rest: ``stream_buckets.py`` receives what the senders announce.
 
 A request that fails leaves the process groups at once, and so breaks them for all members: those that wait for it learn
 of the failure as soon as it happens.
@@ -11,24 +9,17 @@ of the failure as soon as it happens.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cache
-from math import prod
-from operator import itemgetter
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from miles_async.engines.sglang.names import STREAM
-from miles_async.types import TensorMeta
-
-MOST_RECEIVED_AHEAD = 3  # buckets, beside the one that is loaded: one per sender, and no more for want of memory
+from miles_async.engines.sglang.stream_buckets import received
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -100,63 +91,3 @@ def _agreed(problem: str | None, group: Any) -> str | None:
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     return next(filter(None, problems), None)
-
-
-# ------------------------------------------------------------------------------------------------ receiving
-def received(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Generator[list[tuple[str, Tensor]]]:
-    """The buckets that rank 0 of each group announces and broadcasts, in the order of their indices.
-
-    The tensors are views of memory that is used again for a later bucket. Raises torch's errors of broken groups.
-    """
-    announced = [(index, group, metas) for group in groups for index, metas in _announced(group, device).items()]
-    ahead = min(len(groups), MOST_RECEIVED_AHEAD)
-    memory: deque[Tensor] = deque(torch.empty(0, dtype=torch.uint8, device=device) for _ in range(ahead + 1))
-    under_way: deque[_Receiving] = deque()
-    for _, group, metas in sorted(announced, key=itemgetter(0)):
-        if not memory:
-            first = under_way.popleft()
-            yield first.tensors()
-            memory.append(first.memory)
-        under_way.append(_Receiving.start(metas, memory.popleft(), group))
-    while under_way:
-        yield under_way.popleft().tensors()
-
-
-def _announced(group: dist.ProcessGroup, device: torch.device) -> dict[int, tuple[TensorMeta, ...]]:
-    """Buckets of the group's sender, by index."""
-    length = torch.empty(1, dtype=torch.int64, device=device)
-    dist.broadcast(length, src=0, group=group)
-    manifest = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(manifest, src=0, group=group)
-    return msgspec.msgpack.decode(manifest.cpu().numpy(), type=dict[int, tuple[TensorMeta, ...]])
-
-
-@dataclass(frozen=True, slots=True)
-class _Receiving:
-    """A bucket that is being received."""
-
-    metas: Sequence[TensorMeta]
-    memory: Tensor  # uint8, at least as large as the bucket
-    work: dist.Work
-
-    @staticmethod
-    def start(metas: Sequence[TensorMeta], memory: Tensor, group: dist.ProcessGroup) -> _Receiving:
-        size = sum(map(_nbytes, metas))
-        if len(memory) < size:
-            memory = memory.new_empty(size)
-        return _Receiving(metas, memory, dist.broadcast(memory[:size], src=0, group=group, async_op=True))
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Wait until the bucket is there."""
-        self.work.wait()
-        sizes = [_nbytes(meta) for meta in self.metas]
-        parts = self.memory[: sum(sizes)].split(sizes)
-        return [
-            (meta.name, part.view(getattr(torch, meta.dtype)).view(meta.shape))
-            for meta, part in zip(self.metas, parts, strict=True)
-        ]
-
-
-def _nbytes(meta: TensorMeta) -> int:
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return prod(meta.shape) * dtype.itemsize

@@ -51,13 +51,14 @@ class DistributedSender(Staging):
         if version not in self._staged:
             raise TrainerError(f"weights of version {version} are not staged, only {list(self._staged)}")
         group, buckets = self._groups[group_name], self._staged[version].buckets
+        relayed = announce and self._device.type == "cpu"
         try:
             if announce:
                 self._announce(group, msgspec.msgpack.encode(buckets))
             loading = (self._on_device(version, index) for index in buckets)
             data = next(loading, None)
             while data is not None:
-                with group.broadcasting(data):
+                with group.sending(data, relayed=relayed):
                     data = next(loading, None)
         except GroupBrokenError as error:  # supervision point: as in join_group
             log.warning("process group broke while sending", group=group_name, error=str(error))
@@ -76,7 +77,7 @@ class DistributedSender(Staging):
     def _announce(self, group: WeightGroup, manifest: bytes) -> None:
         """Broadcast the manifest of this sender's buckets, after its length."""
         for data in (torch.tensor([len(manifest)]), torch.frombuffer(bytearray(manifest), dtype=torch.uint8)):
-            with group.broadcasting(data.to(self._device)):
+            with group.sending(data.to(self._device)):
                 pass
 
     def _on_device(self, version: int, index: int) -> torch.Tensor:

@@ -34,6 +34,9 @@ Result = TypeVar("Result")
 
 JOIN_SECONDS = 30.0  # an engine that is up joins in less than a second
 _GRACE_SECONDS = 1.0  # for an operation to notice its own deadline
+# Where and how engines that get buckets one from another expect them (EngineFleet.receive_stream):
+_FIRST_RECEIVER = 1
+_BUCKET_TAG = 0
 
 
 class GroupBrokenError(RuntimeError):
@@ -75,10 +78,10 @@ class WeightGroup:
         self._process_group = self._finish(self._start(self._new_process_group), self._join_timeout)
 
     @contextmanager
-    def broadcasting(self, data: torch.Tensor) -> Iterator[None]:
+    def sending(self, data: torch.Tensor, *, relayed: bool = False) -> Iterator[None]:
         """Send ``data`` while what is inside runs; leave when, as far as the backend knows, all has been received.
 
-        Raises GroupBrokenError.
+        ``relayed``: to the first of the engines' ranks, from which the others get it. Raises GroupBrokenError.
         """
         process_group = self._process_group
         if process_group is None:
@@ -86,7 +89,10 @@ class WeightGroup:
 
         def send() -> None:
             with self._beside_training:
-                dist.broadcast(data, src=0, group=process_group)
+                if relayed:
+                    process_group.send([data], _FIRST_RECEIVER, _BUCKET_TAG).wait()
+                else:
+                    dist.broadcast(data, src=0, group=process_group)
 
         sending = self._start(send)
         try:

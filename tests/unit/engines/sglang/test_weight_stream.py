@@ -1,39 +1,34 @@
-"""The receiving loop of our engines' schedulers: with gloo's own process groups, and with a stand-in for what order and
-memory are asked of them.
-"""
+"""What our engines' schedulers do with a publication, over gloo's own process groups."""
 
 from __future__ import annotations
 
 import importlib.util
 import multiprocessing
-import time
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
-from miles_async.engines.sglang import weight_stream
-from miles_async.engines.sglang.weight_stream import received
-from miles_async.types import TensorMeta
+from miles_async.engines.sglang import relay, weight_stream
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
 from tests.integration.weight_receiver import init_custom_process_group
 
-SPAWN = multiprocessing.get_context("spawn")
-CPU = torch.device("cpu")
+FORK = multiprocessing.get_context("forkserver")  # many processes: torch is imported once
+FORK.set_forkserver_preload(["miles_async.engines.sglang.weight_stream", "tests.integration.weight_receiver"])
 MODULES = 12
 ELEMENTS = 40_000  # of each tensor: more than the sockets between two processes hold, together
 DEADLINE = 20.0
+MIDDLE = 3  # tensors
 
 
-# -------------------------------------------------------------------------------------------- real groups
 def weights() -> dict[str, torch.Tensor]:
     return {f"{module}.a.weight": torch.full((ELEMENTS,), float(module)) for module in range(MODULES)}
 
@@ -51,8 +46,31 @@ def manager(groups: dict[str, Any], load: Callable[[list[tuple[str, torch.Tensor
     return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), _select_runners=lambda: [("target", runner)])
 
 
-def engine(ports: list[int], rank: int, world_size: int, fails_at: int | None, answers: Any, done: Any) -> None:
-    """Answers with why it failed, or the sums of all tensors in the order in which they came."""
+class Refuses(Exception): ...
+
+
+def refuse() -> None:
+    raise Refuses
+
+
+def die() -> None:
+    os._exit(1)
+
+
+def engine(
+    ports: list[int],
+    rank: int,
+    nodes: Sequence[int],
+    in_the_middle: Callable[[], None] | None,
+    may_receive: Any,
+    answers: Any,
+    done: Any,
+) -> None:
+    """Answers with why it failed, or the sums of all tensors in the order in which they came, and whether it had them
+    in memory that it shares.
+    """
+    world_size = 1 + len(nodes)
+    relay._node = lambda: nodes[rank - 1]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups = {
@@ -61,43 +79,60 @@ def engine(ports: list[int], rank: int, world_size: int, fails_at: int | None, a
     }
     sums: dict[str, float] = {}
 
+    shared = []
+
     def load(tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
-        if len(sums) == fails_at:
+        try:
+            if in_the_middle and len(sums) == MIDDLE:
+                in_the_middle()
+        except Refuses:
             return False, "does not fit"
+        shared.append("memfd:weights" in Path("/proc/self/maps").read_text())
         sums.update({name: float(tensor.sum()) for name, tensor in tensors})
         return True, ""
 
+    may_receive.wait()
     problem = weight_stream._loaded(manager(groups, load), list(groups))
-    answers.put((rank, problem, sums))
+    answers.put((rank, problem, sums, any(shared)))
     done.wait()
 
 
 @pytest.fixture
 def stream(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
-    """Sends the weights; returns (rank, problem, sums, seconds) per engine, and what each sender says."""
+    """Sends the weights; returns what each engine answers, and what each sender says."""
     processes: list[Any] = []
     senders: list[DistributedSender] = []
-    done = SPAWN.Event()
+    done = FORK.Event()
 
-    def run(*, engines: int = 1, count: int = 2, fails_at: int | None = None) -> list[Any]:
-        answers = SPAWN.Queue()
+    def run(
+        *,
+        nodes: Sequence[int],
+        count: int = 2,
+        failing: Mapping[int, Callable[[], None]] = MappingProxyType({}),
+        late: int | None = None,
+    ) -> list[Any]:
+        answers, events = FORK.Queue(), [FORK.Event() for _ in nodes]
         for sender in range(count):
             staging = StagingOptions(parent=tmp_path, bucket_bytes=ELEMENTS * 4, sender=sender, senders=count)
             side = RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=DEADLINE)
             senders.append(DistributedSender(side))
             senders[-1].copy(0, weights().items())
             senders[-1].stage(0)
-        ports = [sender.open_group(f"g{index}", 1 + engines)[1] for index, sender in enumerate(senders)]
-        for rank in range(1, 1 + engines):
-            arguments = (ports, rank, 1 + engines, fails_at if rank == 1 else None, answers, done)
-            processes.append(SPAWN.Process(target=engine, args=arguments))
+        ports = [sender.open_group(f"g{index}", 1 + len(nodes))[1] for index, sender in enumerate(senders)]
+        for rank, may_receive in enumerate(events, start=1):
+            arguments = (ports, rank, nodes, failing.get(rank), may_receive, answers, done)
+            processes.append(FORK.Process(target=engine, args=arguments))
             processes[-1].start()
+            if rank != late:
+                may_receive.set()
         for index, joining in enumerate(senders):
             joining.join_group(f"g{index}")
-        started = time.monotonic()
         with ThreadPoolExecutor(count) as threads:
             sent = [threads.submit(sender.send, f"g{index}", 0, True) for index, sender in enumerate(senders)]
-            found = sorted((*answers.get(timeout=2 * DEADLINE), time.monotonic() - started) for _ in range(engines))
+            if late is not None:
+                events[late - 1].set()
+            answering = len(nodes) - list(failing.values()).count(die)
+            found = sorted(answers.get(timeout=2 * DEADLINE) for _ in range(answering))
         return [*found, [each.result() for each in sent]]
 
     yield run
@@ -108,88 +143,32 @@ def stream(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
         sender.close()
 
 
-@pytest.mark.parametrize("senders", [1, 2, 5])
-def test_all_that_senders_broadcast_at_the_same_time_arrives_in_the_manifests_order(
-    stream: Callable[..., list[Any]], senders: int
+@pytest.mark.parametrize(("senders", "nodes", "late"), [(1, (0, 0), 2), (2, (0, 1, 0, 1, 2), 3), (5, (0, 1), 1)])
+def test_all_that_senders_send_at_the_same_time_arrives_in_the_manifests_order(
+    stream: Callable[..., list[Any]], senders: int, nodes: Sequence[int], late: int
 ) -> None:
     # covers: C8
-    *engines, sent = stream(engines=2, count=senders)
+    *engines, sent = stream(nodes=nodes, count=senders, late=late)
     assert sent == [None] * senders
-    for _, problem, sums, _ in engines:
+    for node, (_, problem, sums, shared) in zip(nodes, engines, strict=True):
         assert problem is None
         assert sums == {name: float(tensor.sum()) for name, tensor in weights().items()}
         assert list(sums) == list(weights()), "bucket i is of sender i % senders"
+        assert shared == (nodes.count(node) > 1)
 
 
-def test_a_refusal_in_the_middle_is_known_to_all_at_once(stream: Callable[..., list[Any]]) -> None:
+@pytest.mark.parametrize(("rank", "failure"), [(1, die), (3, refuse), (4, die)])
+def test_a_failure_in_the_middle_is_known_to_all_at_once(
+    stream: Callable[..., list[Any]], rank: int, failure: Callable[[], None]
+) -> None:
+    """Whether it is the first of its node or reads the memory of another, and whoever waits for whom."""
     # covers: C8, C10
-    first, second, sent = stream(engines=2, fails_at=3)
-    assert "does not fit" in first[1]
-    assert second[1] is not None
-    assert all(sent)
-    assert max(first[-1], second[-1]) < DEADLINE / 2
-
-
-# --------------------------------------------------------------------------------------- order and memory
-class Work:
-    def __init__(self, log: list[str], name: str) -> None:
-        self._log, self._name = log, name
-
-    def wait(self) -> None:
-        self._log.append(f"have {self._name}")
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of two groups, "a" with buckets 0, 2, 4 and "b" with 1, 3."""
-    events: list[str] = []
-    indices = {"a": [0, 2, 4], "b": [1, 3]}
-    manifests = {
-        group: msgspec.msgpack.encode({index: (TensorMeta(f"t{index}", "float32", (1 + index,)),) for index in some})
-        for group, some in indices.items()
-    }
-    pending = {
-        group: [torch.tensor([len(manifest)]), torch.frombuffer(bytearray(manifest), dtype=torch.uint8)]
-        for group, manifest in manifests.items()
-    }
-
-    def broadcast(data: torch.Tensor, *, src: int, group: Any, async_op: bool = False) -> Work | None:
-        if not async_op:
-            data.copy_(pending[group].pop(0))
-            return None
-        index = indices[group].pop(0)
-        events.append(f"start {index}")
-        data.copy_(torch.full((1 + index,), float(index)).view(torch.uint8))
-        return Work(events, str(index))
-
-    monkeypatch.setattr(weight_stream.dist, "broadcast", broadcast)
-    return events
-
-
-def test_the_next_buckets_are_received_while_one_is_loaded_one_per_sender(log: list[str]) -> None:
-    # covers: C8
-    addresses = set()
-    for [(name, tensor)] in received(["a", "b"], CPU):  # type: ignore[list-item]
-        log.append(f"load {name}")
-        index = int(name[1:])
-        assert tensor.tolist() == [index] * (1 + index)
-        addresses.add(tensor.data_ptr())
-    assert log == [
-        "start 0", "start 1", "start 2", "have 0", "load t0", "start 3", "have 1", "load t1", "start 4", "have 2",
-        "load t2", "have 3", "load t3", "have 4", "load t4",
-    ]  # fmt: skip
-
-
-def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = msgspec.msgpack.encode({i: (TensorMeta(f"t{i}", "float32", (8 - i % 2,)),) for i in range(8)})
-    pending = [torch.tensor([len(manifest)]), torch.frombuffer(bytearray(manifest), dtype=torch.uint8)]
-
-    def broadcast(data: torch.Tensor, *, async_op: bool = False, **_: Any) -> Any:
-        return Work([], "") if async_op else data.copy_(pending.pop(0))
-
-    monkeypatch.setattr(weight_stream.dist, "broadcast", broadcast)
-    seen = [tensors[0][1].data_ptr() for tensors in received(["a"], CPU)]  # type: ignore[list-item]
-    assert len(set(seen[2:])) <= 3
+    *engines, _ = stream(nodes=(0, 1, 1, 2), failing={rank: failure})
+    assert len(engines) == (3 if failure is die else 4)
+    for problem in (problem for _, problem, *_ in engines):
+        assert problem is not None
+        assert "Timed out" not in problem
+    assert failure is die or "does not fit" in engines[rank - 1][1]
 
 
 def test_requests_for_one_bucket_are_sglangs_as_before() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,16 +33,22 @@ def sender(tmp_path: Path) -> Iterator[DistributedSender]:
 
 @pytest.fixture
 def sent(sender: DistributedSender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
-    """Contents of the broadcasts."""
-    broadcast: Sent = []
+    """Contents of what is broadcast, or sent to rank 1, which comes after a 1."""
+    contents: Sent = []
 
     def note(data: torch.Tensor, **_: Any) -> None:
-        broadcast.append(data.tolist())
+        contents.append(data.tolist())
+
+    class Group:
+        def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+            assert tag == 0
+            contents.extend([rank, *tensor.tolist()] for tensor in tensors)
+            return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(weight_group.dist, "broadcast", note)
     sender.open_group("g", 2)
-    sender._groups["g"]._process_group = object()  # type: ignore[assignment]
-    yield broadcast
+    sender._groups["g"]._process_group = Group()  # type: ignore[assignment]
+    yield contents
     sender._groups.clear()
 
 
@@ -79,7 +86,8 @@ def test_what_engines_need_to_know_goes_ahead(sender: DistributedSender, sent: S
     assert msgspec.msgpack.decode(bytes(manifest), type=dict[int, tuple[TensorMeta, ...]]) == {
         index: sender.metas(0, index) for index in (0, 1)
     }
-    assert [torch.tensor(bucket, dtype=torch.uint8).view(torch.float32).tolist() for bucket in buckets] == [
+    assert [rank for rank, *_ in buckets] == [1, 1], "engines pass them on"
+    assert [torch.tensor(bucket, dtype=torch.uint8).view(torch.float32).tolist() for _, *bucket in buckets] == [
         [1, 1],
         [2, 2],
     ]

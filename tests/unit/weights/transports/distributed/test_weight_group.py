@@ -45,7 +45,7 @@ def member(port: int, rank: int, world_size: int, behaviour: str, done: Any) -> 
 
 
 def broadcast(group: WeightGroup) -> None:
-    with group.broadcasting(torch.zeros(4, dtype=torch.uint8)):
+    with group.sending(torch.zeros(4, dtype=torch.uint8)):
         pass
 
 
