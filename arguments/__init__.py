@@ -55,6 +55,12 @@ class Arguments:
         return self.optimizer.max_tokens_per_gpu * self.model.context_parallel_size
 
     @property
+    def has_reward(self) -> bool:
+        """True if flags name a reward, or something that may give one."""
+        rewards = self.rewards
+        return rewards.rm_type is not None or rewards.custom_rm_path is not None or self.sessions.is_multi_turn
+
+    @property
     def layout(self) -> dict[str, int]:
         """Layout of the trainer's ranks, by the usual names."""
         model = self.model

@@ -8,7 +8,7 @@ from typing import Literal
 
 from miles_async.arguments.flag import ModuleAttr, flag
 
-AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce"]
+AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce", "on_policy_distillation"]
 TokenAdvantagesName = Literal["kl_in_reward"]
 PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"]
 LossAggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
@@ -17,6 +17,7 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 RejectionStatistic = Literal["ratio", "k1", "k2", "k3"]
 ProxLogpMethod = Literal["recompute", "loglinear"]
 KlLossType = Literal["k1", "k2", "k3", "low_var_kl", "abs"]
+OpdStudent = Literal["trainer", "rollout"]
 RoutingReplay = Literal["rollout", "old_policy"]
 """Whose experts the training pass of a mixture takes: those of the engines, or of the pass for old log-probs."""
 
@@ -28,7 +29,7 @@ class AlgorithmArguments:
     advantage_estimator: AdvantageEstimatorName | ModuleAttr = flag(
         "grpo",
         "advantage of a sample. grpo: (r − mean) / (std + 1e-4) within the group; rloo: r − mean of the others; "
-        "reinforce: r",
+        "reinforce: r; on_policy_distillation: 0, to learn from the teacher of --use-opd alone",
     )
     grpo_std_normalization: bool = flag(True, "divide by the group's standard deviation (no: Dr. GRPO)")
     token_advantages: TokenAdvantagesName | ModuleAttr | None = flag(
@@ -49,6 +50,20 @@ class AlgorithmArguments:
         "--overlong-penalty-factor in all (DAPO's soft overlong punishment)",
     )
     overlong_penalty_factor: float = flag(1.0, "largest penalty of --overlong-buffer-len")
+    use_opd: bool = flag(
+        False,
+        "on-policy distillation: the advantage of each token gets less by --opd-kl-coef × (log π − log π_teacher); the "
+        "teacher is a frozen group of --server-groups",
+    )
+    opd_teacher: str | None = flag(
+        None, "name of the frozen group that is the teacher of --use-opd (default: the only one)", metavar="GROUP"
+    )
+    opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd, per nat")
+    opd_student: OpdStudent = flag(
+        "trainer",
+        "whose log-probs --use-opd compares with the teacher's. trainer: those of the policy at the optimizer step, "
+        "however old the sample is (AsyncOPD); rollout: those with which the tokens were sampled",
+    )
     policy_loss: PolicyLossName | ModuleAttr = flag(
         "ppo_clip",
         "loss of a token. ppo_clip: PPO's clipped surrogate; gspo: that with one ratio per sequence; cispo: REINFORCE, "

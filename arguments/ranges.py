@@ -47,6 +47,7 @@ AT_LEAST: dict[str, int] = {
     "loss_length_normalizer": 1,
     "overlong_buffer_len": 1,
     "kl_coef": 0,
+    "opd_kl_coef": 0,
     "tis_clip_low": 0,
     "opsm_delta": 0,
     "max_token_age": 0,

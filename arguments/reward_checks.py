@@ -13,8 +13,13 @@ from miles_async.errors import ConfigurationError
 def check_rewards(arguments: Arguments) -> Iterator[str]:
     """There is one reward, and it has what it needs."""
     rewards = arguments.rewards
-    if rewards.rm_type is None and rewards.custom_rm_path is None and not arguments.sessions.is_multi_turn:
-        yield "no reward: give --rm-type (math, for instance) or --custom-rm-path module:attr"
+    if not arguments.has_reward and arguments.evaluation.eval_prompt_data is not None:
+        yield "--eval-prompt-data without a reward, which evaluation is about: give --rm-type or --custom-rm-path"
+    elif not arguments.has_reward and arguments.algorithm.advantage_estimator != "on_policy_distillation":
+        yield (
+            "no reward: give --rm-type (math, for instance) or --custom-rm-path module:attr (or learn from a teacher "
+            "alone: --use-opd --advantage-estimator on_policy_distillation)"
+        )
     if rewards.rm_type is not None and rewards.custom_rm_path is not None:
         yield f"--rm-type {rewards.rm_type} and --custom-rm-path {rewards.custom_rm_path}: give one of them"
     try:
@@ -51,6 +56,8 @@ def check_group_filters(arguments: Arguments) -> Iterator[str]:
         yield str(error)
         return
     rollout = arguments.rollout
+    if "zero_variance" in filters and not arguments.has_reward:
+        yield "--group-filter zero_variance without a reward: nothing would pass; give --rm-type or --custom-rm-path"
     if "zero_variance" in filters and rollout.n_samples_per_prompt == 1:
         yield "--group-filter zero_variance: with --n-samples-per-prompt 1 all rewards of a group are equal"
     if (tokens := filters.get("max_length")) is not None and not 1 <= tokens < rollout.rollout_max_response_len:

@@ -35,7 +35,7 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: str = ""  # that of the table
     # train: generates for training, gets every version. evaluation: generates for evaluation, gets the version that is
-    # evaluated. frozen: keeps the weights that it started with, for rewards; nothing of the run asks it by itself.
+    # evaluated. frozen: keeps the weights that it started with: a judge that rewards ask, or the teacher of --use-opd.
     role: Role = "train"
     engines: int = 1
     gpus_per_engine: int = 1  # its tensor-parallel size
@@ -100,6 +100,22 @@ def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
 def of_role(groups: Sequence[ServerGroup], role: Role) -> tuple[ServerGroup, ...]:
     """Groups with this role."""
     return tuple(group for group in groups if group.role == role)
+
+
+def teacher_group(arguments: Arguments) -> ServerGroup:
+    """Return the frozen group that --use-opd learns from. Raises ConfigurationError."""
+    frozen = {group.name: group for group in of_role(server_groups(arguments), "frozen")}
+    named = arguments.algorithm.opd_teacher
+    if named is None and len(frozen) == 1:
+        return next(iter(frozen.values()))
+    if named is None or named not in frozen:
+        found = ", ".join(frozen) or "none"
+        asked = "--use-opd" if named is None else f"--opd-teacher {named}"
+        raise ConfigurationError(
+            f'{asked}: expected a group with role = "frozen" in --server-groups, the teacher\'s, found {found}; '
+            + ("name one with --opd-teacher" if frozen else "add one")
+        )
+    return frozen[named]
 
 
 def context_lengths(arguments: Arguments) -> list[int]:

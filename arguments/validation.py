@@ -15,6 +15,7 @@ from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
 from miles_async.arguments.colocation import check_colocation
 from miles_async.arguments.debug_checks import check_debug
+from miles_async.arguments.distillation_checks import check_distillation
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
 from miles_async.arguments.model import RECOMPUTE_MODULES
@@ -343,6 +344,7 @@ CHECKS: tuple[Check, ...] = (
     check_staleness,
     check_bad_steps,
     check_off_policy_correction,
+    check_distillation,
     check_routing_replay,
     check_rewards,
     check_group_filters,

@@ -104,6 +104,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     rollout_logprobs: Float32  # [T] 0 where loss_mask is 0
     weight_versions: Int32  # [T] NO_VERSION where no engine generated the token
     routed_experts: RoutedExperts | None = None  # [T, ...] 0 for the last token, which no engine has read
+    teacher_logprobs: Float32 | None = None  # [T] by the teacher of --use-opd, 0 where loss_mask is 0
 
     @property
     def response_length(self) -> int:
@@ -198,6 +199,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     rewards: Float32  # [S]
     sample_ids: Int64  # [S] the sample's position in the batch before any split; the same for all its branches
     routed_experts: RoutedExperts | None = None  # [N, ...] as in Branch, if they are replayed
+    teacher_logprobs: Float32 | None = None  # [N] as in Branch, if there is a teacher
 
     @property
     def num_branches(self) -> int:

@@ -105,6 +105,11 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
         "--entropy-coef", "noted", "the loss has no entropy: --policy-loss module:attr may add one", only=("0",)
     ),
     _flag("--loss-type", "refused", "use --policy-loss"),
+    _flag(
+        "--opd-type", "noted", "the teacher is a frozen group of --server-groups, whose engines score", only=("sglang",)
+    ),
+    _flag("--opd-teacher-load", "refused", "name the teacher as model of a frozen group in --server-groups"),
+    _flag("--opd-teacher-ckpt-step", "refused", "name the teacher as model of a frozen group in --server-groups"),
     _flag("--custom-advantage-function-path", "refused",
           "use --advantage-estimator module:attr (from groups of samples) or --token-advantages module:attr (on the "
           "trainer)"),

@@ -1,5 +1,7 @@
 """The trainer's objective: a policy loss, weighted by corrections, plus a KL loss.
 
+Advantages are those of the batch; with a teacher, ``distillation`` adds its part to them.
+
 For each token that carries loss, with the product w of the corrections' weights (1 without any)::
 
     w · policy loss + kl_loss_coef · KL(π ‖ π_ref)
@@ -16,6 +18,7 @@ from typing import Literal
 from torch import Tensor
 
 from miles_async.algorithms import registry
+from miles_async.algorithms.distillation import Distillation
 from miles_async.algorithms.proximal import interpolated
 from miles_async.algorithms.whole_batch.gather import Gather
 from miles_async.algorithms.whole_batch.second_moment import within_second_moment
@@ -57,6 +60,7 @@ class Objective:
     token_advantages: TokenAdvantages | None = None  # comes before the first optimizer step on a batch
     normalize_advantages: bool = False
     m2_threshold: float | None = None
+    distillation: Distillation | None = None
     old_policy: OldPolicy = "trainer"  # whose log-probs ``old_logprobs`` are
     log_entropy: bool = False
     routing_replay: RoutingReplay | None = None  # experts that a mixture's tokens pass through; None: routers choose
@@ -69,6 +73,8 @@ class Objective:
             needs.add("ref_logprobs")
         for part in (self.policy_loss, *self.corrections):
             needs.update(part.needs)
+        if self.distillation is not None:
+            needs.update(self.distillation.needs)
         needs |= self.needs_for_advantages
         return frozenset(needs)
 
@@ -107,8 +113,12 @@ class Objective:
         """Sums over the tokens of ``batch`` that carry loss: 0 where there are none. ``logprobs``: float32 [N]."""
         if self.old_policy == "interpolated":
             batch = batch.with_computed("old_logprobs", interpolated(logprobs, batch))
+        taught: Mapping[str, Tensor] = {}
+        if self.distillation is not None:
+            advantages, taught = self.distillation(logprobs.detach(), batch)
+            batch = replace(batch, advantages=advantages)
         loss, metrics = self.policy_loss(logprobs, batch)
-        loss, metrics = _per_token(loss, batch, "--policy-loss"), dict(metrics)
+        loss, metrics = _per_token(loss, batch, "--policy-loss"), {**metrics, **taught}
         if self.log_entropy:
             metrics["entropy"] = batch.entropy
         for correction in self.corrections:
@@ -139,6 +149,7 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         token_advantages=registry.token_advantages(arguments),
         normalize_advantages=arguments.normalize_advantages,
         m2_threshold=arguments.m2_threshold,
+        distillation=Distillation(arguments) if arguments.use_opd else None,
         old_policy=_old_policy(arguments),
         log_entropy=arguments.log_entropy,
         routing_replay=arguments.routing_replay,

@@ -30,6 +30,7 @@ ADVANTAGE_ESTIMATORS = {
     "grpo": f"{HERE}.advantages.grpo:Grpo",
     "rloo": f"{HERE}.advantages.rloo:Rloo",
     "reinforce": f"{HERE}.advantages.reinforce:Reinforce",
+    "on_policy_distillation": f"{HERE}.advantages.on_policy_distillation:OnPolicyDistillation",
 }
 TOKEN_ADVANTAGES = {
     "kl_in_reward": f"{HERE}.token_advantages.kl_in_reward:KlInReward",
@@ -83,7 +84,7 @@ def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
         return None
     path, flag = _row(TOKEN_ADVANTAGES, arguments.token_advantages), "--token-advantages"
     made = _made(path, TokenAdvantages, flag, arguments)
-    _check_needs(made, f"{flag} {arguments.token_advantages}")
+    _check_needs(made, f"{flag} {arguments.token_advantages}", arguments)
     return made
 
 
@@ -91,7 +92,7 @@ def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
     """``--policy-loss``."""
     path, flag = _row(POLICY_LOSSES, arguments.policy_loss), "--policy-loss"
     made = _made(path, PolicyLoss, flag, arguments)
-    _check_needs(made, f"{flag} {arguments.policy_loss}")
+    _check_needs(made, f"{flag} {arguments.policy_loss}", arguments)
     return made
 
 
@@ -101,7 +102,7 @@ def corrections(arguments: AlgorithmArguments) -> tuple[Correction, ...]:
     if arguments.use_tis:
         path, flag = _row(CORRECTIONS, arguments.tis_mode), "--tis-mode"
         made = _made(path, Correction, flag, arguments)
-        _check_needs(made, f"{flag} {arguments.tis_mode}")
+        _check_needs(made, f"{flag} {arguments.tis_mode}", arguments)
         found.append(made)
     others = {
         f"{HERE}.corrections.reject:Reject": ("--use-rs", arguments.use_rs),
@@ -155,7 +156,7 @@ def _row(rows: Mapping[str, str], name: str) -> str:
     return rows.get(name, name)
 
 
-def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str) -> None:
+def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str, arguments: AlgorithmArguments) -> None:
     needs = getattr(part, "needs", None)  # of the user's own, which may have forgotten it
     if not isinstance(needs, Collection) or isinstance(needs, str) or not set(needs) <= set(get_args(Need)):
         raise ConfigurationError(
@@ -164,3 +165,5 @@ def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str) ->
     for name, takes in UNAVAILABLE.items():
         if name in needs:
             raise ConfigurationError(f"{named} needs {name}, which take {takes}: choose one that does without")
+    if "teacher_logprobs" in needs and not arguments.use_opd:
+        raise ConfigurationError(f"{named} needs teacher_logprobs, which take a teacher: add --use-opd")

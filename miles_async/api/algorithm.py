@@ -34,10 +34,11 @@ class AdvantageEstimator(Protocol):
         ...
 
 
-Need = Literal["old_logprobs", "ref_logprobs", "entropy", "values"]
+Need = Literal["old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values"]
 """An array of TokenBatch that costs a pass of a model, so that it is computed only if something needs it.
 
-``values`` takes a critic, which no backend has yet: what needs them is refused at the start.
+``teacher_logprobs`` come with the samples, from the teacher of ``--use-opd``. ``values`` takes a critic, which no
+backend has yet. What needs an array that the run does not have is refused at the start.
 """
 
 
@@ -79,6 +80,11 @@ class TokenBatch:
     def ref_logprobs(self) -> Tensor:
         """float32 [N], by the reference model (``--ref-hf-checkpoint``)."""
         return self._needed("ref_logprobs")
+
+    @property
+    def teacher_logprobs(self) -> Tensor:
+        """float32 [N], by the teacher of ``--use-opd``, at temperature 1."""
+        return self._needed("teacher_logprobs")
 
     @property
     def entropy(self) -> Tensor:

@@ -139,8 +139,10 @@ class InferenceServer(Protocol):
 
     async def load(self, url: str, timeout: float) -> EngineLoad: ...
 
-    async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
-        """Log-probs of tokens[1:] at temperature 1, computed without cached prefixes. Not while paused."""
+    async def score(self, url: str, tokens: Sequence[int], timeout: float, *, first: int = 1) -> CanaryScore:
+        """Log-probs of tokens[first:] at temperature 1, computed without cached prefixes beyond those before ``first``.
+        Not while paused. Raises RequestRejectedError for tokens that the server cannot score.
+        """
         ...
 
     async def report_weights(self, url: str, share: TensorShare, timeout: float) -> str:

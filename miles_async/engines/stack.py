@@ -58,7 +58,7 @@ class EngineStack:
         self.http = Http(keys, network.tls)
         self.registry = EngineRegistry()
         self.traffic = Traffic()
-        server = calls(self.http)
+        self.server = server = calls(self.http)
         self.loads = Loads(self.registry, server)
         self.router = Router(
             self.registry,

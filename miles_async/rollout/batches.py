@@ -37,11 +37,12 @@ class BatchMaker:
     samples_per_optimizer_step: int
     bound: int | None  # C1
     routed: bool = False  # experts that engines chose go with the tokens
+    taught: bool = False  # so do log-probs of a teacher
     record: RecordBatch | None = None  # told of every batch that was made, and of what
 
     def make(self, groups: tuple[Group, ...], target_version: int) -> Converted:
         """Raises ContractViolation if a sample is too old, or is nothing that can be trained on; ConfigurationError if
-        experts are replayed and it has none.
+        it lacks the experts that are replayed, or the log-probs of a teacher.
         """
         table = self._tabulate(groups)
         check_ages(table.oldest_versions.tolist(), target_version, self.bound)
@@ -67,4 +68,4 @@ class BatchMaker:
         return table.join(range(len(table.branches)))
 
     def _tabulate(self, groups: tuple[Group, ...]) -> BranchTable:
-        return tabulate(groups, self.estimator(groups), routed=self.routed)
+        return tabulate(groups, self.estimator(groups), routed=self.routed, taught=self.taught)

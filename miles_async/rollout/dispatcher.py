@@ -7,7 +7,7 @@ prompt of one that ended untrained, which groups are fresh at the cut. This file
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,14 +45,19 @@ from miles_async.types import Attempt, Group, Sample
 log = structlog.get_logger(__name__)
 
 
+Teach = Callable[[Sample], Awaitable[Sample]]
+"""``rollout.teacher.Teacher``: the sample with a teacher's log-probs; raises as it does."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hooks:
-    """The parts of a rollout that users exchange."""
+    """The parts of a rollout that depend on flags."""
 
     generate: Generate
     reward: Reward
     group_filter: GroupFilter | None = None
     service: Circuit = field(default_factory=lambda: Circuit("generation"))  # that Generate needs besides engines
+    teach: Teach | None = None  # asked for rewarded samples
 
 
 class Dispatcher:
@@ -168,7 +173,8 @@ class Dispatcher:
                 sample = await self._hooks.service.call(partial(self._generate, attempt, index, key, running))
                 self._beginnings.note(key, check_sample(sample))
                 reward = await self._hooks.reward(attempt.prompt, sample)
-                return msgspec.structs.replace(sample, reward=reward)
+                sample = msgspec.structs.replace(sample, reward=reward)
+                return sample if self._hooks.teach is None else await self._hooks.teach(sample)
             except (TransientEngineError, VersionUnknownError) as error:
                 self._beginnings.forget(key)
                 failures.append(str(error))

@@ -35,6 +35,10 @@ EXPERTS = "routed_experts"
 """Column of ``Branch.routed_experts``, flat; absent where no engine reported them."""
 
 
+TEACHER = "teacher_logprobs"
+"""Column of ``Branch.teacher_logprobs``; absent without a teacher."""
+
+
 class RolloutDump(msgspec.Struct, frozen=True, kw_only=True):
     """What one step is trained on."""
 
@@ -81,6 +85,9 @@ def write_dump(path: Path, dump: RolloutDump) -> None:
         experts = [branch.routed_experts for branch in branches if branch.routed_experts is not None]
         if len(experts) == len(branches):
             table = table.append_column(EXPERTS, _to_lists([of_branch.ravel() for of_branch in experts]))
+        taught = [branch.teacher_logprobs for branch in branches if branch.teacher_logprobs is not None]
+        if len(taught) == len(branches):
+            table = table.append_column(TEACHER, _to_lists(taught))
         path.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, partial, compression="zstd")
         partial.replace(path)
@@ -100,7 +107,8 @@ def read_dump(path: Path) -> RolloutDump:
         rows = msgspec.convert(table.select(Row.__struct_fields__).to_pylist(), list[Row])
         if not rows:
             raise ValueError("there is no sample in it")
-        arrays = {name: _from_lists(table.column(name), dtype) for name, dtype in PER_TOKEN.items()}
+        columns = {**PER_TOKEN, **({TEACHER: np.float32} if TEACHER in table.column_names else {})}
+        arrays = {name: _from_lists(table.column(name), dtype) for name, dtype in columns.items()}
         for name, array in arrays.items():
             if list(map(len, array)) != list(map(len, arrays["tokens"])):
                 raise ValueError(f"arrays of {name} don't have the length of tokens")

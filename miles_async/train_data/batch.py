@@ -35,6 +35,7 @@ class BranchTable:
     rewards: Float32  # [S] of the sample
     sample_ids: Int64  # [S] the sample's position in the batch
     routed: bool = False  # experts of every token go with it
+    taught: bool = False  # so do log-probs of a teacher
 
     def join(self, indices: npt.ArrayLike) -> TrainBatch:
         """Flatten the given branches, integers in [0, S), in the given order."""
@@ -51,6 +52,7 @@ class BranchTable:
             rewards=self.rewards[chosen],
             sample_ids=self.sample_ids[chosen],
             routed_experts=np.concatenate([experts_of(branch) for branch in branches]) if self.routed else None,
+            teacher_logprobs=np.concatenate([teacher_of(branch) for branch in branches]) if self.taught else None,
         )
 
     def _advantages(self, chosen: Int64) -> Float32:
@@ -60,16 +62,19 @@ class BranchTable:
         return np.concatenate([self.advantages[offsets[index] : offsets[index + 1]] for index in chosen.tolist()])
 
 
-def tabulate(groups: Sequence[Group], advantages: Float32, *, routed: bool = False) -> BranchTable:
+def tabulate(
+    groups: Sequence[Group], advantages: Float32, *, routed: bool = False, taught: bool = False
+) -> BranchTable:
     """Tabulate the branches of all samples of the groups, in order.
 
     Args:
         groups: at least one.
         advantages: one per sample in the same order, or one per token of all their branches.
         routed: experts that were chosen for the tokens go with them.
+        taught: so do a teacher's log-probs.
 
     Raises:
-        ConfigurationError: ``routed``, and a sample has no experts.
+        ConfigurationError: ``routed``, and a sample has no experts; ``taught``, and one has no log-probs of a teacher.
         VersionUnknownError: a branch has no loss token, or one without a version.
         ContractViolation: a loss token has no finite log-prob or advantage; ``rollout.sample_guard`` and the guards of
             rewards let none in.
@@ -81,6 +86,7 @@ def tabulate(groups: Sequence[Group], advantages: Float32, *, routed: bool = Fal
     for branch in branches:
         arrays = (branch.tokens, branch.loss_mask, branch.rollout_logprobs, branch.weight_versions)
         lengths = {len(array) for array in arrays} | ({len(experts_of(branch))} if routed else set())
+        lengths |= {len(teacher_of(branch))} if taught else set()
         assert len(lengths) == 1, f"per-token arrays of a sample differ in length: {lengths}"
     no_logprob = [not _has_logprobs(branch) for branch in branches]
     _refuse("log-prob for every loss token", sample_ids[np.flatnonzero(no_logprob)])
@@ -95,6 +101,7 @@ def tabulate(groups: Sequence[Group], advantages: Float32, *, routed: bool = Fal
         rewards=rewards_of(groups)[sample_ids],
         sample_ids=sample_ids,
         routed=routed,
+        taught=taught,
     )
 
 
@@ -107,6 +114,16 @@ def experts_of(branch: Branch) -> RoutedExperts:
             "remove the flag, or let generated samples have routed_experts"
         )
     return branch.routed_experts
+
+
+def teacher_of(branch: Branch) -> Float32:
+    """Log-probs of a branch by the teacher. Raises ConfigurationError if it was not asked."""
+    if branch.teacher_logprobs is None:
+        raise ConfigurationError(
+            "--use-opd: expected the teacher's log-prob of every token, found a sample without them: it was generated "
+            "without this flag (a checkpoint, a dump); remove the flag, or start from samples that have them"
+        )
+    return branch.teacher_logprobs
 
 
 def _checked(advantages: Float32, branches: Sequence[Branch], sample_ids: Int64) -> Float32:
@@ -140,6 +157,7 @@ def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
         rewards=batch.rewards[branches],
         sample_ids=batch.sample_ids[branches],
         routed_experts=None if batch.routed_experts is None else batch.routed_experts[tokens],
+        teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[tokens],
     )
 
 

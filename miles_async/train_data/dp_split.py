@@ -88,4 +88,5 @@ def _filler(table: BranchTable, index: int) -> TrainBatch:
         rewards=np.zeros(1, dtype=np.float32),
         sample_ids=np.full(1, FILLER, dtype=np.int64),
         routed_experts=experts_of(branch)[:1].copy() if table.routed else None,
+        teacher_logprobs=np.zeros(1, dtype=np.float32) if table.taught else None,
     )

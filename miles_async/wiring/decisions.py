@@ -45,5 +45,6 @@ def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: R
         samples_per_optimizer_step=arguments.global_batch_size,
         bound=arguments.staleness.bound,
         routed=arguments.algorithm.routing_replay == "rollout",
+        taught=arguments.algorithm.use_opd,
         record=record,
     )

@@ -67,9 +67,11 @@ class RunEngines:
         self.train = make(EngineStack, "router", of_role(groups, "train"), engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
         self._stacks = [self.train, *([self.evaluation] if self.evaluation else [])]
-        self._stacks += [
-            make(FrozenEngines, f"router-{group.name}", [group], group.port) for group in of_role(groups, "frozen")
-        ]
+        self.frozen = {
+            group.name: make(FrozenEngines, f"router-{group.name}", [group], group.port)
+            for group in of_role(groups, "frozen")
+        }
+        self._stacks += self.frozen.values()
         self._services: list[Service] = [*self._stacks]
         self.wait_for_joining = self.train.supervisor.wait_for_joining
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_async.api import Agent, EngineClient, Environment, Generate, MakeEnvironment, Reward
+from miles_async.api import Agent, EngineClient, Environment, Generate, MakeEnvironment
 from miles_async.arguments import Arguments
 from miles_async.arguments.prompt_limit import trajectory_limit
 from miles_async.prompts.templates import ChatTemplate
@@ -26,7 +26,7 @@ from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.trajectory.factory import named_parser, trajectory_factory
 from miles_async.trajectory.taker import Limits
-from miles_async.types import CollectedSession, JsonObject, OpenSession
+from miles_async.types import CollectedSession, JsonObject, OpenSession, Prompt, Sample
 from miles_async.wiring.session_process import ServerSettings
 
 Sampling = JsonObject
@@ -200,6 +200,13 @@ def check_hooks(arguments: Arguments) -> None:
 def resolve_run_reward(arguments: Arguments, services: Services) -> GivenReward:
     """The reward of this run; what an environment or agent gives comes first. Raises ConfigurationError."""
     rewards, multi_turn = arguments.rewards, arguments.sessions.is_multi_turn
-    none = multi_turn and rewards.rm_type is None and rewards.custom_rm_path is None
-    otherwise: Reward | None = None if none else resolve_reward(rewards, services)
-    return GivenReward(otherwise)
+    if rewards.rm_type is not None or rewards.custom_rm_path is not None:
+        return GivenReward(resolve_reward(rewards, services))
+    if arguments.algorithm.advantage_estimator == "on_policy_distillation":
+        return GivenReward(_unrewarded)
+    return GivenReward(None if multi_turn else resolve_reward(rewards, services))
+
+
+async def _unrewarded(prompt: Prompt, sample: Sample) -> float:
+    """The reward where a teacher alone teaches."""
+    return 0.0

@@ -49,6 +49,7 @@ from miles_async.wiring.generation import Episodes, resolve_run_reward, run_serv
 from miles_async.wiring.hook_keys import hook_keys
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.prompt_lengths import length_notes
+from miles_async.wiring.teacher import make_teacher
 
 log = structlog.get_logger(__name__)
 
@@ -108,7 +109,7 @@ async def build_rollout(
     manager = RolloutManager(
         engines=engines,
         source=source,
-        dispatcher=_dispatcher(arguments, engines.train, source, episodes, reward, run_dir, pool, services, beginnings),
+        dispatcher=_dispatcher(arguments, engines, source, episodes, reward, run_dir, pool, services, beginnings),
         batches=make_batches(
             arguments, quadratic_work=_quadratic_work(arguments), record=schedule.batch if schedule else None
         ),
@@ -163,7 +164,7 @@ def _beginnings(arguments: Arguments, engines: EngineStack) -> Beginnings:
 
 def _dispatcher(
     arguments: Arguments,
-    engines: EngineStack,
+    engines: RunEngines,
     source: FilePromptSource,
     episodes: Episodes,
     reward: Reward,
@@ -176,16 +177,17 @@ def _dispatcher(
     return Dispatcher(
         pool=pool,
         source=source,
-        client=engines.client,
+        client=engines.train.client,
         hooks=Hooks(
             generate=episodes.generate(sampling_parameters(rollout), trained=True),
             reward=reward,
             group_filter=group_filter(arguments.rewards),
             service=episodes.circuit,
+            teach=make_teacher(arguments, engines, services),
         ),
         arguments=rollout,
-        concurrency=Concurrency(engines.loads, rollout),
-        visible_version=lambda: engines.registry.version,
+        concurrency=Concurrency(engines.train.loads, rollout),
+        visible_version=lambda: engines.train.registry.version,
         stall_timeout=arguments.observability.stall_timeout,
         services=services,
         min_samples=staleness.min_samples(rollout.n_samples_per_prompt),

@@ -181,6 +181,8 @@ class FakeEngine:
             return response
         if not body.get("input_ids"):
             return web.json_response({"error": {"message": "no input"}}, status=400)
+        if len(body["input_ids"]) > KV_TOKENS:
+            return web.json_response({"error": {"message": "the input is longer than the context"}}, status=400)
         self._waiting += 1
         await self._resumed.wait()
         self._waiting -= 1
@@ -234,9 +236,9 @@ class FakeEngine:
         if body.get("return_routed_experts") and self.tells_experts:
             read = [*running.prompt, *running.output][body["routed_experts_start_len"] : -1]
             meta["routed_experts"] = b64encode(np.repeat(np.array(read, np.int32), 2)).decode()
-        if body.get("logprob_start_len") == 0:
-            shifted = [[-1.0 + self.canary_shift, token, None] for token in running.prompt[1:]]
-            meta["input_token_logprobs"] = [[None, running.prompt[0], None], *shifted]
+        if (start := body.get("logprob_start_len", -1)) >= 0:
+            shifted = [[-1.0 + self.canary_shift, token, None] for token in running.prompt[start + 1 :]]
+            meta["input_token_logprobs"] = [[None, running.prompt[start], None], *shifted]
         return {"text": "", "output_ids": running.output, "meta_info": meta}
 
     async def _abort(self, request: web.Request) -> web.Response:

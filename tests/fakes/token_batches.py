@@ -17,6 +17,7 @@ def token_batch(
     mask: Sequence[float] | None = None,
     lengths: Sequence[int] | None = None,
     ref_logprobs: Sequence[float] | None = None,
+    teacher: Sequence[float] | None = None,
 ) -> TokenBatch:
     """``rollout``: ``old`` unless given. ``lengths``: of the sequences; one by default."""
     count = len(old)
@@ -33,4 +34,6 @@ def token_batch(
         target_version=0,
         computed={"old_logprobs": torch.tensor(old)},
     )
-    return batch if ref_logprobs is None else batch.with_computed("ref_logprobs", torch.tensor(ref_logprobs))
+    if ref_logprobs is not None:
+        batch = batch.with_computed("ref_logprobs", torch.tensor(ref_logprobs))
+    return batch if teacher is None else batch.with_computed("teacher_logprobs", torch.tensor(teacher))

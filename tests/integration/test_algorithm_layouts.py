@@ -35,6 +35,7 @@ ALGORITHMS = {
         tis_level="sequence", use_rs=True, rs_level="geometric", rs_upper_bound=1.5, **TIS
     ),
     "masked": AlgorithmArguments(tis_mode="mask", use_opsm=True, max_token_age=0, token_age_decay=0.5, **TIS),
+    "distillation": AlgorithmArguments(use_opd=True, opd_kl_coef=0.5, use_rollout_logprobs=True),
     "interpolated": AlgorithmArguments(
         prox_logp_method="loglinear", token_advantages="kl_in_reward", kl_coef=1.0, **TIS
     ),

@@ -277,6 +277,10 @@ async def test_scores_cover_all_but_the_first_token_whatever_is_cached(engine: E
     scores = [await engine.api.score(engine.url, tokens, DEADLINE) for _ in range(2)]
     assert len(scores[0].logprobs) == 4
     assert scores[0].logprobs == pytest.approx(scores[1].logprobs, abs=1e-6)
+    rest = await engine.api.score(engine.url, tokens, DEADLINE, first=3)
+    assert rest.logprobs == pytest.approx(scores[0].logprobs[2:], abs=1e-6)
+    with pytest.raises(RequestRejectedError, match="longer than"):
+        await engine.api.score(engine.url, [3] * 100_000, DEADLINE)
 
 
 async def test_the_load_shows_running_requests(engine: Engine) -> None:  # covers: C4

@@ -20,6 +20,11 @@ class ToySample:
     weight_versions: np.ndarray
     advantage: float
 
+    @property
+    def teacher_logprobs(self) -> np.ndarray:
+        """Of a teacher that likes even tokens."""
+        return np.where(self.tokens % 2, -5.0, -2.0) * self.loss_mask
+
 
 def toy_samples(count: int, *, vocab: int = 64, seed: int = 0) -> list[ToySample]:
     """Different lengths; prompts that two have each, and a masked stretch inside of every third response, as after a
@@ -68,6 +73,7 @@ def to_batch(samples: Sequence[ToySample]) -> TrainBatch:
         advantages=np.array([sample.advantage for sample in samples], np.float32),
         rewards=np.zeros(count, np.float32),
         sample_ids=np.arange(count),
+        teacher_logprobs=flat("teacher_logprobs", np.float32),
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from miles_async.api import TokenBatch
+from miles_async.api import Need, TokenBatch
 from miles_async.backends.megatron.context_split import positions_of_rank
 from miles_async.backends.megatron.routing_replay import Experts, RoutingLayout, replayed_experts
 from miles_async.backends.megatron.shared_places import first_uses, shared_places
@@ -68,9 +68,12 @@ class PackedBatch:
 
 
 def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, device: torch.device) -> PackedBatch:
-    """Pack a micro-batch for the step from ``target_version``, with nothing computed yet."""
+    """Pack a micro-batch for the step from ``target_version``, with nothing computed yet by the trainer."""
     carries_loss = batch.loss_mask != 0
     oldest_versions = np.repeat(batch.oldest_versions, np.diff(batch.offsets))
+    computed: dict[Need, Tensor] = {}
+    if batch.teacher_logprobs is not None:
+        computed["teacher_logprobs"] = _tensor(batch.teacher_logprobs, torch.float32, device)
     return PackedBatch(
         sequences=_pack(batch.tokens, batch.offsets, carries_loss, layout, device, batch.routed_experts),
         batch=TokenBatch(
@@ -83,7 +86,7 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
             weight_versions=_tensor(batch.weight_versions, torch.int64, device),
             oldest_versions=_tensor(oldest_versions, torch.int64, device),
             target_version=target_version,
-            computed={},
+            computed=computed,
         ),
         loss_tokens=int(np.count_nonzero(carries_loss)),
     )

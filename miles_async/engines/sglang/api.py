@@ -20,7 +20,7 @@ from miles_async.engines.sglang.held_report import (
     read_reports,
 )
 from miles_async.engines.sglang.names import STREAM
-from miles_async.errors import EngineError, EngineTimeoutError
+from miles_async.errors import EngineError, EngineTimeoutError, RequestRejectedError
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -277,19 +277,21 @@ class SGLangServer:
         except msgspec.MsgspecError as error:
             raise EngineError(f"{url}: expected a report of its weights, found {ranks[0][:ERROR_TEXT]!r}") from error
 
-    async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
-        """``logprob_start_len=0`` makes SGLang compute all positions, so that no prefix cache hides wrong weights."""
+    async def score(self, url: str, tokens: Sequence[int], timeout: float, *, first: int = 1) -> CanaryScore:
+        """SGLang computes all positions from ``logprob_start_len`` on, so that from 0 on no prefix cache hides wrong
+        weights.
+        """
         body = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True,
-            "logprob_start_len": 0,
+            "logprob_start_len": first - 1,
         }
         answer = await self._call("POST", url, "/generate", msgspec.json.encode(body), timeout)
         reply = decode_json(answer, _ScoreReply, f"{url}/generate")
         logprobs = [entry[0] for entry in reply.meta_info.input_token_logprobs[1:]]
-        if len(logprobs) != len(tokens) - 1 or any(value is None for value in logprobs):
-            raise EngineError(f"{url}: expected {len(tokens) - 1} log-probs of the canary, found {logprobs}")
+        if len(logprobs) != len(tokens) - first or any(value is None for value in logprobs):
+            raise EngineError(f"{url}: expected {len(tokens) - first} log-probs of given tokens, found {logprobs}")
         return CanaryScore(
             weight_version=reply.meta_info.weight_version,
             logprobs=tuple(value for value in logprobs if value is not None),
@@ -328,5 +330,6 @@ class SGLangServer:
             raise EngineError(f"{method} {url}{path}: {error!r}") from error
         if response.status != 200:
             text = answer.decode(errors="replace")[:ERROR_TEXT]
-            raise EngineError(f"{method} {url}{path}: expected 200, found {response.status}: {text}")
+            refusal = RequestRejectedError if response.status == 400 else EngineError
+            raise refusal(f"{method} {url}{path}: expected 200, found {response.status}: {text}")
         return answer

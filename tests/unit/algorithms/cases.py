@@ -139,6 +139,11 @@ CASES = (
         {"use_tis": True, "tis_clip": 1e9, "eps_clip": 1e9, "eps_clip_c": None, "m2_threshold": 0.04},
         tune=at_second_moment,
     ),
+    Case("distillation", {"use_opd": True, "opd_kl_coef": 0.7, "policy_loss": "sapo"}),
+    Case(
+        "distillation after whitening",
+        {"use_opd": True, "opd_student": "rollout", "normalize_advantages": True, "policy_loss": "cispo"},
+    ),
     Case("weights by age", {"max_token_age": 5, "token_age_decay": 0.7, "use_tis": True}),
 )
 

@@ -26,6 +26,7 @@ def defaults(flags: Flags) -> Flags:
     known |= {"tis_mode": "truncate", "tis_level": "token", "tis_clip": 2.0, "tis_clip_low": 0.0}
     known |= {"rs_statistic": "ratio", "rs_level": "token", "rs_lower_bound": None, "rs_upper_bound": None}
     known |= {"rs_veto_threshold": None, "opsm_delta": 1e-4, "max_token_age": None, "token_age_decay": 1.0}
+    known |= {"opd_kl_coef": 1.0, "opd_student": "trainer"}
     known |= {"prox_logp_method": "recompute", "kl_reward_type": "k1", "kl_loss_type": "k3"}
     found = known | flags
     found["by_age"] = found["max_token_age"] is not None or found["token_age_decay"] != 1
@@ -257,6 +258,16 @@ def with_kl_in_reward(trajectory: Trajectory, flags: Flags) -> Trajectory:
     return dataclasses.replace(trajectory, advantages=torch.tensor(advantages, dtype=torch.float64))
 
 
+def distilled(trajectory: Trajectory, flags: Flags) -> Trajectory:
+    """r_t = -(log π_student − log π_teacher), of the token alone, added to what the reward gave."""
+    student = trajectory.rollout if flags["opd_student"] == "rollout" else trajectory.logprobs.detach()
+    advantages = [
+        advantage + flags["opd_kl_coef"] * (teacher - now)
+        for advantage, teacher, now in zip(trajectory.advantages, trajectory.teacher, student, strict=True)
+    ]
+    return dataclasses.replace(trajectory, advantages=torch.stack(advantages))
+
+
 def whitened(step: Step) -> Step:
     every = [trajectory.advantages[t].item() for trajectory in step for t in carrying(trajectory)]
     mean = sum(every) / len(every)
@@ -292,6 +303,8 @@ def loss_of_step(step: Step, flags: Flags) -> Tensor:
         step = whitened(step)
     if flags.get("m2_threshold") is not None:
         step = within_second_moment(step, flags["m2_threshold"])
+    if flags.get("use_opd"):
+        step = [distilled(trajectory, flags) for trajectory in step]
     of_tokens = POLICY_LOSSES[flags.get("policy_loss", "ppo_clip")]
     losses = []
     for trajectory in step:

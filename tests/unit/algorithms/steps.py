@@ -29,6 +29,7 @@ class Trajectory:
     old: Tensor
     rollout: Tensor
     reference: Tensor
+    teacher: Tensor
     advantages: Tensor
     mask: Tensor  # bool
     versions: Tensor  # int64
@@ -140,6 +141,7 @@ def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: in
         old=floats(old),
         rollout=floats(rollout),
         reference=floats(old + draw.normal(size=length) * draw.choice([0.1, 4.0])),
+        teacher=floats(_below_0(rollout + np.random.default_rng(number).normal(size=length))),
         advantages=floats(advantages),
         mask=torch.tensor(mask),
         versions=torch.tensor(draw.integers(0, TARGET_VERSION + 1, length)),
@@ -183,6 +185,10 @@ def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
         if versions
         else torch.zeros(0, dtype=torch.int64),
         target_version=TARGET_VERSION,
-        computed={"old_logprobs": joined("old"), "ref_logprobs": joined("reference")},
+        computed={
+            "old_logprobs": joined("old"),
+            "ref_logprobs": joined("reference"),
+            "teacher_logprobs": joined("teacher"),
+        },
     )
     return joined("logprobs").requires_grad_(), batch

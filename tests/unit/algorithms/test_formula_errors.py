@@ -22,6 +22,7 @@ MODULES = (
     "corrections.levels",
     "corrections.opsm",
     "corrections.reject",
+    "distillation",
     "kl",
     "proximal",
     "ratio",

@@ -129,7 +129,7 @@ def test_a_loss_of_users_sees_no_more_than_it_asked_for(own: Any) -> None:
         ("class Own:\n    def __init__(self, arguments): ...", "it cannot be called"),
         (
             "class Own:\n    def __init__(self, arguments): ...\n    def __call__(self, logprobs, batch): ...",
-            "expected `needs`, a tuple of any of old_logprobs, ref_logprobs, entropy, values, or .* found None",
+            "expected `needs`, a tuple of any of old_logprobs, ref_logprobs, teacher_logprobs, .*, or .* found None",
         ),
         (
             "class Own:\n    needs = ('logits',)\n    def __init__(self, arguments): ...\n"
@@ -140,6 +140,11 @@ def test_a_loss_of_users_sees_no_more_than_it_asked_for(own: Any) -> None:
             "class Own:\n    needs = ('values',)\n    def __init__(self, arguments): ...\n"
             "    def __call__(self, logprobs, batch): ...",
             "needs values, which take a critic, which there is not yet",
+        ),
+        (
+            "class Own:\n    needs = ('teacher_logprobs',)\n    def __init__(self, arguments): ...\n"
+            "    def __call__(self, logprobs, batch): ...",
+            "needs teacher_logprobs, which take a teacher: add --use-opd",
         ),
     ],
 )

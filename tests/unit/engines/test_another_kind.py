@@ -104,8 +104,8 @@ class EchoServer:
     async def load(self, url: str, timeout: float) -> EngineLoad:
         return EngineLoad(running=0, waiting=0, kv_use=0.0)
 
-    async def score(self, url: str, tokens: Sequence[int], timeout: float) -> CanaryScore:
-        return CanaryScore(self._at(url).version, (0.0,) * (len(tokens) - 1))
+    async def score(self, url: str, tokens: Sequence[int], timeout: float, *, first: int = 1) -> CanaryScore:
+        return CanaryScore(self._at(url).version, (0.0,) * (len(tokens) - first))
 
     async def report_weights(self, url: str, share: TensorShare, timeout: float) -> str:
         return "nothing"

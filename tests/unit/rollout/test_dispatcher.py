@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from miles_async.rollout.checkpoint import read_snapshot, write_snapshot
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
+from miles_async.rollout.teacher import Teacher
 from miles_async.runtime import services
 from miles_async.runtime.services import Services
 from miles_async.simulation.virtual_time import run_in_virtual_time
@@ -37,7 +38,7 @@ from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
+from miles_async.types import Float32, GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
 from tests.fakes.fake_sides import FakeEngineLoads
 
 BATCH = 2
@@ -120,6 +121,7 @@ class Bench:
             ),
             group_filter=options.pop("group_filter", None),
             service=circuits.circuit("generation"),
+            teach=Teacher(score, circuits.circuit("teacher")) if (score := options.pop("score", None)) else None,
         )
         stall_timeout = options.pop("stall_timeout", 10.0)
         dead_letters = options.pop("dead_letters", None)
@@ -299,6 +301,41 @@ async def test_a_group_goes_on_without_its_failed_samples() -> None:
         groups = await bench.dispatcher.cut(0)
         assert {len(group.samples) for group in groups} == {4}
         assert bench.balance()["failed"] == 1
+
+
+async def test_rewarded_samples_get_the_log_probs_of_a_teacher() -> None:
+    async def score(tokens: Sequence[int], first: int) -> Float32:
+        assert (list(tokens), first) == ([1, 2, 7, 8, 2], 2)
+        return np.array([-1.0, -2.0, -3.0], np.float32)
+
+    async with running(Bench(score=score)) as bench:
+        groups = await bench.dispatcher.cut(0)
+    for sample in (sample for group in groups for sample in group.samples):
+        assert sample.teacher_logprobs is not None
+        assert sample.teacher_logprobs.tolist() == [0.0, 0.0, -1.0, -2.0, -3.0]
+        assert sample.reward == 1.0
+
+
+async def test_a_teacher_that_cannot_score_a_sample_costs_the_sample_and_one_that_is_down_nothing() -> None:
+    # covers: C6, C7
+    calls = 0
+
+    async def score(tokens: Sequence[int], first: int) -> Float32:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RequestRejectedError("too long for the teacher")
+        if calls < 6:
+            raise ServiceUnavailableError("no engine is up")
+        return np.zeros(3, np.float32)
+
+    bench = Bench(score=score, n_samples_per_prompt=4, min_samples=3)
+    async with running(bench):
+        await until(lambda: bench.balance()["buffered"] == 2 * BATCH)
+        groups = [*(await bench.dispatcher.cut(0)), *(await bench.dispatcher.cut(0))]
+    assert sorted(len(group.samples) for group in groups) == [3, 4, 4, 4]
+    assert bench.balance()["failed"] == 0
+    assert bench.engine.calls == 4 * 2 * BATCH  # nothing was generated twice
 
 
 async def test_stale_groups_are_swept_at_the_cut_and_their_prompts_come_again() -> None:

@@ -89,6 +89,15 @@ def test_experts_are_read_as_they_were_or_are_absent(dtype: Any, tmp_path: Path)
     assert ("routed_experts" in parquet.read_schema(path).names) == (dtype is not None)
 
 
+def test_a_teacher_s_log_probs_are_read_as_they_were(tmp_path: Path) -> None:
+    whole = DUMP.groups[2]
+    logprobs = np.array([0.0, 0.0, 0.0, -1.5], np.float32)
+    (taught,) = (msgspec.structs.replace(sample, teacher_logprobs=logprobs) for sample in whole.samples)
+    dump = msgspec.structs.replace(DUMP, groups=(msgspec.structs.replace(whole, samples=(taught,)),))
+    write_dump(path := tmp_path / "17.parquet", dump)
+    assert encode(read_dump(path)) == encode(dump)
+
+
 def test_a_row_is_a_branch_with_its_tokens(tmp_path: Path) -> None:
     write_dump(path := tmp_path / "17.parquet", DUMP)
     rows = parquet.read_table(path).to_pylist()

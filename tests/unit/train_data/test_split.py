@@ -9,6 +9,7 @@ import pickle
 import time
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,12 @@ from msgspec import structs
 
 from miles_async.algorithms.advantages.grpo import Grpo
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.errors import ContractViolation, VersionUnknownError
+from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import BranchTable, tabulate, token_advantages
 from miles_async.train_data.dp_split import FILLER, split
 from miles_async.train_data.packing import pack, split_to
-from miles_async.types import NO_VERSION, TrainBatch
+from miles_async.types import NO_VERSION, Sample, TrainBatch
 from tests.property.builders import make_attempt, make_sample
 
 
@@ -33,6 +34,17 @@ def table_of(response_lengths: list[int]) -> BranchTable:
 
 def whole(table: BranchTable) -> TrainBatch:
     return table.join(range(len(table.branches)))
+
+
+def taught(branch: Any) -> Any:
+    """The branch or sample with log-probs of a teacher, which tell tokens apart."""
+    logprobs = (-0.5 * branch.tokens * branch.loss_mask).astype(np.float32)
+    branch = structs.replace(branch, teacher_logprobs=logprobs)
+    return (
+        structs.replace(branch, more_branches=tuple(map(taught, branch.more_branches)))
+        if isinstance(branch, Sample)
+        else branch
+    )
 
 
 def test_tokens_are_copied_once() -> None:
@@ -53,6 +65,8 @@ def test_tokens_are_copied_once() -> None:
 def test_a_shard_is_pickled_without_a_copy_of_its_arrays() -> None:
     """Ray does the same, and moves the buffers into its object store."""
     table = replace(table_of([2000] * 6), routed=True)
+    taught_branches = tuple(map(taught, table.branches))
+    table = replace(table, branches=taught_branches, taught=True)
     (shard,) = split(table, 1, 4000, None, target_version=3)
     buffers: list[pickle.PickleBuffer] = []
     in_band = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
@@ -74,12 +88,29 @@ def test_batch_is_flat_with_offsets() -> None:
     assert batch.oldest_versions.tolist() == [3, 4]
     assert batch.rewards.tolist() == [1, 0]
     assert batch.advantages.tolist() == [0.5, -0.5]
-    dtypes = {name: getattr(batch, name).dtype for name in batch.__struct_fields__}
+    dtypes = {name: getattr(batch, name).dtype for name in batch.__struct_fields__ if name != "teacher_logprobs"}
     assert dtypes == {
         "tokens": np.int32, "offsets": np.int64, "loss_mask": np.uint8, "rollout_logprobs": np.float32,
         "weight_versions": np.int32, "oldest_versions": np.int32, "advantages": np.float32, "rewards": np.float32,
         "sample_ids": np.int64, "routed_experts": np.uint8,
     }  # fmt: skip
+
+
+def test_a_teacher_s_log_probs_stay_with_their_tokens_on_the_way_to_ranks() -> None:
+    samples = [taught(make_sample([5] * length, first_token=20 * length)) for length in (3, 1, 7)]
+    samples.append(taught(make_sample([4, NO_VERSION, 6], more_branches=[[6]], first_token=300)))
+    group = group_of(make_attempt(), samples)
+    table = tabulate([group], np.zeros(4, np.float32), taught=True)
+    shards = split(table, dp_size=3, max_tokens=9, samples_per_optimizer_step=None, target_version=6)
+    seen = 0
+    for batch in (batch for shard in shards for step in shard.optimizer_steps for batch in step):
+        assert batch.teacher_logprobs is not None
+        assert batch.teacher_logprobs.tolist() == (-0.5 * batch.tokens * batch.loss_mask).tolist()
+        seen += int(np.count_nonzero(batch.teacher_logprobs))
+    assert seen == int(table.loss_tokens.sum())
+    assert whole(tabulate([group], np.zeros(4, np.float32))).teacher_logprobs is None
+    with pytest.raises(ConfigurationError, match="--use-opd: expected the teacher's log-prob of every token"):
+        tabulate([group_of(make_attempt(), [samples[0], make_sample([5])])], np.zeros(2, np.float32), taught=True)
 
 
 def test_branches_of_a_sample_share_its_reward_and_advantage() -> None:

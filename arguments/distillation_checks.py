@@ -1,0 +1,67 @@
+"""Check the flags of on-policy distillation: there is a teacher, and it speaks of the student's tokens (C12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.model_files import directory_problems, read_config
+from miles_async.arguments.server_groups import teacher_group
+from miles_async.arguments.vocabulary import difference
+from miles_async.errors import ConfigurationError
+
+SCORED_BESIDES = 7  # tokens of its context that SGLang (0.5) leaves free when it scores
+
+
+def check_distillation(arguments: Arguments) -> Iterator[str]:
+    """--use-opd has a teacher and an effect; nothing else of it is given without it."""
+    algorithm, plain = arguments.algorithm, AlgorithmArguments()
+    if not algorithm.use_opd:
+        for name in ("opd_teacher", "opd_kl_coef", "opd_student"):
+            if (value := getattr(algorithm, name)) != getattr(plain, name):
+                yield f"--{name.replace('_', '-')} {value} has no effect without --use-opd"
+        if algorithm.advantage_estimator == "on_policy_distillation":
+            yield "--advantage-estimator on_policy_distillation leaves learning to a teacher: add --use-opd"
+        return
+    if algorithm.opd_kl_coef == 0 and ":" not in algorithm.policy_loss:
+        yield "--use-opd with --opd-kl-coef 0 has no effect: set the coefficient, or remove both"
+    if (temperature := arguments.rollout.rollout_temperature) != 1:
+        yield (
+            f"--use-opd with --rollout-temperature {temperature:g}: the teacher's log-probs are at temperature 1, and "
+            "the student would become like it at another one: use 1"
+        )
+    if algorithm.m2_threshold is not None:
+        yield "--m2-threshold leaves tokens out that --use-opd would still teach: give one of them"
+    if arguments.debug.sides != "trainer":
+        yield from _check_teacher(arguments)
+
+
+def _check_teacher(arguments: Arguments) -> Iterator[str]:
+    try:
+        teacher = teacher_group(arguments)
+    except ConfigurationError as error:
+        yield str(error)
+        return
+    where = f"--use-opd, [groups.{teacher.name}]"
+    if teacher.external:
+        yield f"{where}: external engines don't show their tokenizer, which has to be the student's: use model"
+        return
+    student = arguments.model.hf_checkpoint
+    if teacher.model is None or student is None:
+        return  # it is the student's own checkpoint
+    model = Path(teacher.model)
+    if problems := list(directory_problems(model, f"{where}: model")):
+        yield from problems
+        return
+    if (why := difference(student, model)) is not None:
+        yield f"{where}: the student's tokens are not the teacher's: {why}; choose a teacher with the same tokenizer"
+    longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
+    positions = read_config(model).get("max_position_embeddings")
+    if isinstance(positions, int) and longest + SCORED_BESIDES > positions:
+        yield (
+            f"{where}: prompt and response may have {longest} tokens, and {SCORED_BESIDES} have to be left of the "
+            f"teacher's max_position_embeddings {positions}: lower --rollout-max-response-len or "
+            "--rollout-max-prompt-len"
+        )
