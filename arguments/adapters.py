@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from miles_async.errors import ConfigurationError
+from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
     from miles_async.arguments import Arguments
+    from miles_async.arguments.model import ModelArguments
 
 LoraType = Literal["lora", "dora"]
 
@@ -26,6 +29,9 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 """Megatron's name of a layer → Hugging Face's names of the projections that it computes as one."""
 
 MLP = ("linear_fc1", "linear_fc2")
+
+PEFT_CONFIG = "adapter_config.json"
+"""File of the peft library's adapters."""
 
 
 def target_layers(words: Sequence[str]) -> tuple[str, ...]:
@@ -64,7 +70,7 @@ def check_adapters(arguments: Arguments) -> Iterator[str]:
     """The flags of adapters fit each other and the layout of ranks."""
     model, defaults = arguments.model, type(arguments.model)()
     if not model.lora_rank:
-        names = ("lora_type", "lora_alpha", "target_modules")
+        names = ("lora_type", "lora_alpha", "target_modules", "lora_adapter_path")
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(model, name) != getattr(defaults, name)]
         if given:
             yield f"without --lora-rank there are no adapters, so that {' and '.join(given)} have no effect: give it"
@@ -78,3 +84,57 @@ def check_adapters(arguments: Arguments) -> Iterator[str]:
             f"--lora-rank {model.lora_rank} is not a multiple of --tensor-model-parallel-size "
             f"{model.tensor_model_parallel_size}, whose ranks share each adapter: choose another rank"
         )
+    yield from _first_adapter_problems(model)
+
+
+def peft_config(model: ModelArguments, modules: Sequence[str]) -> JsonObject:
+    """Contents of ``PEFT_CONFIG`` for adapters of the ``modules``, by the last part of their names."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.hf_checkpoint),
+        **_settings(model),
+        "target_modules": list(modules),
+        "modules_to_save": None,
+        "lora_dropout": 0.0,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _settings(model: ModelArguments) -> JsonObject:
+    """Fields of ``PEFT_CONFIG`` that decide what an adapter computes, but for its matrices."""
+    return {
+        "r": model.lora_rank,
+        "lora_alpha": int(model.lora_alpha) if float(model.lora_alpha).is_integer() else model.lora_alpha,
+        "use_dora": model.lora_type == "dora",
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "bias": "none",
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def _first_adapter_problems(model: ModelArguments) -> Iterator[str]:
+    """What speaks against starting from the adapter in ``--lora-adapter-path``."""
+    if model.lora_adapter_path is None:
+        return
+    path = model.lora_adapter_path / PEFT_CONFIG
+    try:
+        found = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        yield (
+            f"--lora-adapter-path {model.lora_adapter_path}: cannot read {PEFT_CONFIG} ({error}): name a directory "
+            "with an adapter in the peft library's format"
+        )
+        return
+    if found.get("peft_type") != "LORA":
+        yield f"{path}: expected peft_type LORA, found {found.get('peft_type')}: other adapters are not trained"
+        return
+    flags = {"r": "--lora-rank", "lora_alpha": "--lora-alpha", "use_dora": "--lora-type"}
+    for name, expected in _settings(model).items():
+        value = found.get(name, False)  # older versions of peft did not write all of them
+        if (value or expected) and value != expected:
+            what = f"change {flags[name]}" if name in flags else "merge the adapter into --hf-checkpoint"
+            yield f"--lora-adapter-path: {path} has {name} {value}, expected {expected}: {what}"

@@ -82,6 +82,10 @@ class ModelArguments:
         "(q_proj, k_proj, v_proj, ...)",
         metavar="MODULE",
     )
+    lora_adapter_path: Path | None = flag(
+        None,
+        "start from this adapter, a directory of the peft library's files (default: from adapters that add nothing)",
+    )
     seed: int = flag(1234, "seed of the trainer's random generators")
     megatron_extra: tuple[str, ...] = ()  # collected from --megatron-*, as fields of Megatron's configs
 

@@ -126,7 +126,6 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
         "--lora-dropout", "noted", "engines have no dropout, and the trainer's log-probs are to be theirs", only=("0",)
     ),
     _flag("--exclude-modules", "refused", "use --target-modules: it names the layers that get an adapter"),
-    _flag("--lora-adapter-path", "refused", "training starts with new adapters: merge yours into --hf-checkpoint"),
     _switch("--lora-sync-from-tensor", "noted", _MERGED),
     _switch("--lora-base-cpu-backup", "noted", _MERGED),
     _switch("--check-lora-weight-equal", "noted", "every publication is compared: --verify-weights"),

@@ -17,6 +17,7 @@ from miles_async.errors import ConfigurationError
 NOTES = """\
 Counted with Megatron's own model on fake tensors: host layers, where Transformer Engine's fuse some; one sequence of
 --max-tokens-per-gpu tokens; experts that get equal shares. Not counted: CUDA's context, NCCL's buffers, fragmentation.
+Host copy: host memory from which the first of the data-parallel ranks writes checkpoints (--async-save with --save).
 """
 
 
@@ -44,6 +45,7 @@ def memory_report(arguments: Arguments) -> str:
             # Without its adapters, the model is the reference itself.
             reference="ref_logprobs" in needs and not (model.lora_rank and not arguments.algorithm.ref_hf_checkpoint),
             bucket=arguments.weights.update_weight_buffer_size,
+            copies_saves=arguments.checkpoint.save is not None and arguments.checkpoint.async_save,
         )
         for stage in stages
     ]
@@ -87,12 +89,13 @@ def _longest_sample(arguments: Arguments) -> int:
 def _text(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[EngineBytes]) -> str:
     fullest = max(ranks, key=lambda rank: rank.total)
     trainer = Table(
-        "stage", "weights", "gradients", "optimizer", "reference", "activations", "staging", "sum",
+        "stage", "weights", "gradients", "optimizer", "reference", "activations", "staging", "sum", "host copy",
         title=f"Trainer, GiB per rank, micro-batches of {arguments.optimizer.max_tokens_per_gpu} tokens",
     )  # fmt: skip
     for rank in ranks:
         numbers = (
             rank.weights, rank.gradients, rank.optimizer, rank.reference, rank.activations, rank.staging, rank.total,
+            rank.saved_copy,
         )  # fmt: skip
         first, last = rank.stages.start, rank.stages.stop - 1
         name = f"{first}" if first == last else f"{first} to {last}"

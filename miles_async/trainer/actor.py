@@ -11,6 +11,7 @@ takes a step twice or runs ahead of the others when a link was lost.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -129,6 +130,7 @@ class TrainerActor:
         stage = self._backend.pipeline_stage
         if stage is not None and stage < senders:
             self._sender = sender(self._network.address(), sender=stage, senders=senders)
+        gc.freeze()  # torch, megatron and the model stay: no collection need look through them again
         return RankInfo(
             rank=self._rank,
             data_parallel_rank=self._backend.data_parallel_rank,

@@ -47,7 +47,7 @@ def trainer_ranks(
         backend=partial(
             _backend_on_node,
             NodeFiles(
-                present=_models(arguments),
+                present=_sources(arguments),
                 shared=marks,
                 otherwise="keep trainer ranks on the run's machine (--actor-node-labels)",
             ),
@@ -80,10 +80,11 @@ def shared_directories(arguments: Arguments) -> Mapping[str, Path]:
     return {flag: path for flag, path in named.items() if path is not None}
 
 
-def _models(arguments: Arguments) -> Mapping[str, Path]:
+def _sources(arguments: Arguments) -> Mapping[str, Path]:
     named = {
         "--hf-checkpoint": arguments.model.hf_checkpoint,
         "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
+        "--lora-adapter-path": arguments.model.lora_adapter_path,
     }
     return {flag: path for flag, path in named.items() if path is not None}
 

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch.distributed as dist
+from safetensors.numpy import load_file
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.backends.megatron.backend import ADAPTER_DIRECTORY, MegatronBackend
 from miles_async.types import TrainBatch, TrainShard
 from tests.integration.megatron_scenario import Case, Layout, each_case, make_backend
 from tests.integration.toy_batches import ToySample, to_shards, toy_samples
@@ -49,6 +50,7 @@ class Replayed:
     metrics: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)  # by names of Hugging Face
     free_logprobs: list[list[float]] = field(default_factory=list)  # after all, where routers choose
+    adapter: dict[str, np.ndarray] = field(default_factory=dict)  # by peft's names
 
 
 def replaying_shards(
@@ -92,6 +94,10 @@ def observe_replays(
         observed.metrics = backend.train(shard)
         observed.gradients = {name: before[name] - value for name, value in _weights(backend).items()}
         observed.free_logprobs = backend.logprobs([sample.tokens.tolist() for sample in samples])
+        if layout.model.get("lora_rank"):
+            exported = mixture.directory.parent / "-".join(case)
+            backend.save_hf(exported)
+            observed.adapter = load_file(exported / ADAPTER_DIRECTORY / "adapter_model.safetensors")
         backend.close()
         return observed
 

@@ -1,5 +1,5 @@
 """LoRA and DoRA against explicit matrices in float64: values, gradients, optimizer steps, the merged export; a model
-without its adapters as the reference of a KL loss; checkpoints, on the same layout and another.
+without its adapters as the reference of a KL loss; checkpoints, on the same layout and another; peft's files.
 
 One set of processes per number of ranks makes all observations; the tests below only compare.
 """
@@ -7,7 +7,9 @@ One set of processes per number of ranks makes all observations; the tests below
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.backends.megatron.backend import ADAPTER_DIRECTORY, MegatronBackend
 from miles_async.errors import CheckpointError, ConfigurationError
 from tests.integration.megatron_scenario import (
     CORRECTED,
@@ -84,6 +87,7 @@ class Observed:
     resumed: dict[str, float]  # the last step, after a load
     refusal: str  # of the checkpoint, without adapters
     resumed_exports_alike: bool
+    started_exports_alike: bool  # a backend that started from the adapter's files
 
 
 # ------------------------------------------------------------------------------------------- in the ranks
@@ -116,6 +120,8 @@ def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Pa
     first.save(checkpoint)
     steps.append(first.train(shards[-1]))
     exported, logprobs_after = _exported(first), first.logprobs(SEQUENCES)
+    saved = root / "saved" / "-".join(case)
+    first.save_hf(saved)
     trained = {
         name.rpartition(".adapter.")[2]
         for module in first._model.modules
@@ -128,6 +134,10 @@ def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Pa
     second.load(checkpoint)
     resumed, alike = second.train(shards[-1]), _exported(second)
     second.close()
+    started = dataclasses.replace(layout, model={**layout.model, "lora_adapter_path": saved / ADAPTER_DIRECTORY})
+    third = _adapted(dist.PrefixStore("third", store), rank, world_size, case, root, started)
+    from_files = _exported(third)
+    third.close()
     refusal = ""
     if case == CASES[0]:
         whole = make_backend(rank, world_size, dist.PrefixStore("whole", store), root / "qwen3", layout)
@@ -146,6 +156,7 @@ def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Pa
         resumed=resumed,
         refusal=refusal,
         resumed_exports_alike=all(np.array_equal(exported[name], alike[name]) for name in exported),
+        started_exports_alike=all(np.array_equal(exported[name], from_files[name]) for name in exported),
     )
 
 
@@ -187,9 +198,12 @@ def _load_on_one_rank(rank: int, world_size: int, store: dist.Store, root: Path)
 
 
 def _refusals(rank: int, world_size: int, store: dist.Store, root: Path) -> list[str]:
+    adapter = root / "saved" / "-".join(CASES[0]) / ADAPTER_DIRECTORY
     attempts: list[tuple[str, Layout]] = [
         ("qwen3", Layout(model={"target_modules": ("linear_kv_up_proj",)})),
         ("qwen3-moe", Layout(2, tensor=2)),
+        ("qwen3", Layout(2, model={"target_modules": ("linear_qkv",), "lora_adapter_path": adapter})),
+        ("qwen3", Layout(2, model={"lora_adapter_path": _with_separate_matrices(adapter, rank)})),
     ]
     found = []
     for number, (family, layout) in enumerate(attempts):
@@ -202,6 +216,16 @@ def _refusals(rank: int, world_size: int, store: dist.Store, root: Path) -> list
     return found
 
 
+def _with_separate_matrices(adapter: Path, rank: int) -> Path:
+    """A copy in which one of a layer's projections has another A than the others."""
+    copy = adapter.parent / f"separate-{rank}"
+    shutil.copytree(adapter, copy)
+    tensors = load_file(copy / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"][0, 0] += 1
+    save_file(tensors, copy / "adapter_model.safetensors")
+    return copy
+
+
 def _bf16(rank: int, world_size: int, store: dist.Store, directory: Path) -> list[str]:
     layout = Layout(model={"lora_rank": RANK, "lora_type": "dora"})
     backend = make_backend(rank, world_size, store, directory, layout, bf16=True)
@@ -211,6 +235,18 @@ def _bf16(rank: int, world_size: int, store: dist.Store, directory: Path) -> lis
     backend.close()
     assert any("proj" in name for name in moved)
     return differs
+
+
+def _recomputed(rank: int, world_size: int, store: dist.Store, directory: Path) -> list[dict[str, np.ndarray]]:
+    """Exports after a step without and with a recomputed MLP, where nothing before the first MLP is trained."""
+    exports = []
+    for settings in ({}, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}):
+        layout = Layout(model={"lora_rank": RANK, "target_modules": ("linear_fc1", "linear_fc2"), **settings})
+        backend = make_backend(rank, world_size, dist.PrefixStore(str(len(exports)), store), directory, layout)
+        backend.train(to_shards(_rollouts()[0], dp_size=1, micro_batches=1)[0])
+        exports.append(_exported(backend))
+        backend.close()
+    return exports
 
 
 def _rollouts() -> list[Any]:
@@ -340,6 +376,30 @@ def test_another_layout_resumes_too(seen: Callable[[Case], list[Observed]], root
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-5, err_msg=name)
 
 
+def test_the_files_of_the_peft_library_hold_the_adapters(ranks: list[Observed], case: Case, root: Path) -> None:
+    """Its formula on the matrices of the files gives what is exported, and training starts from them."""
+    saved, source = root / "saved" / "-".join(case), root / case[1].split()[0]
+    tensors = load_file(saved / ADAPTER_DIRECTORY / "adapter_model.safetensors")
+    config = json.loads((saved / ADAPTER_DIRECTORY / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["use_dora"]) == (RANK, ALPHA, case[1].endswith("dora"))
+    weights = {name: weight for file in source.glob("*.safetensors") for name, weight in load_file(file).items()}
+    modules = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    for module in modules:
+        name = f"base_model.model.{module}"
+        total = weights[f"{module}.weight"].double() + (
+            ALPHA / RANK * tensors.pop(f"{name}.lora_B.weight").double() @ tensors.pop(f"{name}.lora_A.weight").double()
+        )
+        if config["use_dora"]:
+            total *= (tensors.pop(f"{name}.lora_magnitude_vector") / total.norm(dim=1))[:, None]
+        exported = ranks[0].exported[f"{module}.weight"]
+        np.testing.assert_allclose(exported, total.numpy(), rtol=0, atol=1e-6, err_msg=module)
+    assert not tensors
+    moved = {name for name, value in weights.items() if not np.array_equal(value.numpy(), ranks[0].exported[name])}
+    assert moved == {f"{module}.weight" for module in modules}
+    assert {module.rpartition(".")[2] for module in modules} == set(config["target_modules"])
+    assert all(rank.started_exports_alike for rank in ranks)
+
+
 def test_a_checkpoint_of_adapters_is_none_of_a_whole_model(seen: Callable[[Case], list[Observed]], root: Path) -> None:
     assert "it holds adapters" in seen(CASES[0])[0].refusal
     saved = sum(file.stat().st_size for file in (root / "checkpoints" / "-".join(CASES[0])).rglob("*.distcp"))
@@ -351,11 +411,25 @@ def test_new_adapters_change_nothing_in_bfloat16(tmp_path: Path) -> None:
     assert run_ranks(1, _bf16, directory) == [[]]
 
 
-def test_what_cannot_be_adapted_is_refused(root: Path) -> None:
+def test_a_recomputed_first_layer_is_trained(root: Path) -> None:
+    [(plain, recomputed)] = run_ranks(1, _recomputed, root / "qwen3")
+    source = load_file(root / "qwen3/model.safetensors")
+    assert not np.array_equal(
+        plain["model.layers.0.mlp.down_proj.weight"], source["model.layers.0.mlp.down_proj.weight"]
+    )
+    for name, weight in plain.items():
+        np.testing.assert_allclose(recomputed[name], weight, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_what_cannot_be_adapted_is_refused(seen: Callable[[Case], list[Observed]], root: Path) -> None:
     # covers: M21
-    for absent, shared in run_ranks(2, _refusals, root):
+    seen(CASES[0])  # saves an adapter
+    for absent, shared, others, separate in run_ranks(2, _refusals, root):
         assert absent == "--target-modules: the model has no layer named linear_kv_up_proj"
         assert "--expert-tensor-parallel-size 2" in shared
+        assert "found others, of" in others
+        assert "change --target-modules" in others
+        assert "have an A each" in separate
 
 
 def _assert_close(ours: list[list[float]], reference: list[list[float]], tolerance: float) -> None:

@@ -61,12 +61,20 @@ def request(directory: Path, world_size: int = 1, *, bf16: bool = False, **model
 
 
 def _real_rank(
-    rank: int, world_size: int, store: dist.Store, directories: list[Path], layout: Layout, recompute: Recompute
-) -> tuple[int, int]:
-    """(Elements of parameters; bytes at the peak of a step) of the last model; the first one has warmed up all else."""
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    directories: list[Path],
+    layout: Layout,
+    recompute: Recompute,
+    saves: Path,
+) -> tuple[int, int, int]:
+    """(Elements of parameters; bytes at the peak of a step; bytes of the copy for a save) of the last model; the first
+    one has warmed up all else.
+    """
     # Freed memory goes back at once: what is resident is what is in use.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)
-    parameters = peak = 0
+    parameters = peak = copied = 0
     for index, directory in enumerate(directories):
         gc.collect()
         before = _resident("VmRSS")
@@ -80,12 +88,17 @@ def _real_rank(
             logprob_chunk=CHUNK,
         )
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts over
-        backend.train(long_sample_shard(TOKENS if directory == directories[-1] else 64))
+        tokens = TOKENS if directory == directories[-1] else 64
+        backend.train(long_sample_shard(tokens, ranks=backend.data_parallel_size))
         peak = _resident("VmHWM") - before
         parameters = sum(parameter.numel() for module in backend._model.modules for parameter in module.parameters())
+        backend.stage_save(saves / f"{index}")
+        assert backend._host_buffer is not None
+        memory = backend._host_buffer._memory
+        copied = 0 if memory is None else memory.nbytes
         backend.close()
         del backend
-    return parameters, peak
+    return parameters, peak, copied
 
 
 def _resident(name: str) -> int:
@@ -98,6 +111,7 @@ CASES = {
     "dense-recomputed": ("dense", 1, "full"),
     "dense-tp2": ("dense", 2, None),
     "mixture": ("mixture", 1, None),
+    "dense-dp2": ("dense", 2, None),
     "dense-tp2-adapters": ("dense", 2, None),
 }
 ADAPTED = {"lora_rank": 64, "lora_type": "dora"}
@@ -111,18 +125,23 @@ ADAPTED = {"lora_rank": 64, "lora_type": "dora"}
         *(pytest.param(case, marks=pytest.mark.long) for case in CASES if case not in ("dense", "mixture")),
     ],
 )
-def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path]) -> None:
+def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path], tmp_path: Path) -> None:
     family, world_size, recompute = CASES[case]
     adapters = ADAPTED if case.endswith("adapters") else {}
-    layout = Layout(world_size=world_size, tensor=world_size, model=adapters)
-    parameters, peak = run_ranks(world_size, _real_rank, [models["small"], models[family]], layout, recompute)[0]
-    split = {"tensor_model_parallel_size": world_size, "recompute_granularity": recompute}
+    tensor = 1 if "dp" in case else world_size
+    layout = Layout(world_size=world_size, tensor=tensor, model=adapters)
+    measured = run_ranks(world_size, _real_rank, [models["small"], models[family]], layout, recompute, tmp_path)
+    parameters, peak, _ = measured[0]
+    split = {"tensor_model_parallel_size": tensor, "recompute_granularity": recompute}
     asked = request(models[family], world_size, **split, **adapters)
     stage = measure(asked)[0]
-    told = rank_bytes(stage, asked.model, world_size, reference=False, bucket=0)
+    told = rank_bytes(stage, asked.model, world_size, reference=False, bucket=0, copies_saves=True)
     assert stage.parameters + stage.expert_parameters + stage.adapters + stage.expert_adapters == parameters
     assert bool(stage.adapters) == bool(adapters)
     assert peak == pytest.approx(told.total, rel=WITHIN)
+    # One replica copies for all.
+    copies = [told.saved_copy, 0] if "dp" in case else [told.saved_copy] * world_size
+    assert [copied for _, _, copied in measured] == pytest.approx(copies, rel=WITHIN, abs=1024)
 
 
 def test_stages_and_ranks_add_up_to_the_model(models: dict[str, Path]) -> None:

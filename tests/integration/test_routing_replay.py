@@ -25,7 +25,9 @@ SCALE = 1.0  # of optimizer steps, at which routers change their minds
 RECOMPUTED = {"recompute_granularity": "full"}
 LAYOUTS = {
     "one-rank": Layout(micro_batches=3),
-    "one-rank-recompute": Layout(micro_batches=3, model=RECOMPUTED),
+    # Prompts are shared only where routers choose: engines may have read a prompt with different experts.
+    "one-rank-recompute-shared-prompts": Layout(micro_batches=3, model={**RECOMPUTED, "share_prompts": True}),
+    "one-rank-adapters": Layout(micro_batches=3, model={"lora_rank": 2, "lora_alpha": 6.0}),
     "one-rank-recompute-moe": Layout(
         micro_batches=2, model={"recompute_granularity": "selective", "recompute_modules": ("moe",)}
     ),
@@ -37,11 +39,12 @@ LAYOUTS = {
     "tp2-cp2-ep2": Layout(world_size=4, tensor=2, context=2, expert=2, expert_tensor=1, micro_batches=2),
 }
 CASES: list[Case] = [(name, "four-layers" if "virtual" in name else "qwen3-moe") for name in LAYOUTS]
-ALWAYS = ("one-rank-recompute", "pp2-virtual2-recompute", "tp2-cp2-ep2")
-each_case = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case[0], marks=[] if case[0] in ALWAYS else pytest.mark.long) for case in CASES],
-)
+ALWAYS = ("one-rank-recompute-shared-prompts", "one-rank-adapters", "pp2-virtual2-recompute", "tp2-cp2-ep2")
+
+
+def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    marks = {case: [] if case[0] in ALWAYS else [pytest.mark.long] for case in cases}
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case[0], marks=marks[case]) for case in marks])
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +147,7 @@ def reference(models: dict[str, Mixture]) -> Callable[[str], tuple[dict[bytes, n
     return of_model
 
 
-@each_case
+@each(CASES)
 def test_log_probs_are_those_of_the_given_experts(case: Case, seen: Any, reference: Any) -> None:
     expected, _ = reference(case[1])
     samples = {sample.tokens.tobytes(): sample for sample in toy_samples(12)}
@@ -163,7 +166,7 @@ def test_log_probs_are_those_of_the_given_experts(case: Case, seen: Any, referen
     assert found == samples.keys()
 
 
-@each_case
+@each(case for case in CASES if "adapters" not in case[0])
 def test_gradients_are_those_of_the_given_experts(case: Case, seen: Any, reference: Any) -> None:
     """Of routers, too: through the weights of the experts that were given."""
     _, expected = reference(case[1])
@@ -174,6 +177,19 @@ def test_gradients_are_those_of_the_given_experts(case: Case, seen: Any, referen
         scale = np.abs(gradient).max()
         assert scale > 1e-5, name
         np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-3 * scale, err_msg=name)
+
+
+@each([("one-rank-adapters", "qwen3-moe")])
+def test_adapters_get_the_gradients_of_the_given_experts(case: Case, seen: Any, reference: Any) -> None:
+    """At first B is 0, so that A has no gradient, and that of B is α/r · (the weight's) · Aᵀ."""
+    _, expected = reference(case[1])
+    adapter = seen(case)[0].adapter
+    names = {name.partition(".lora_")[0] for name in adapter}
+    assert any(".experts.11." in name for name in names)
+    for name in names:
+        first, moved = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
+        gradient = 6.0 / 2 * expected[f"{name.removeprefix('base_model.model.')}.weight"] @ first.T
+        np.testing.assert_allclose(-moved, gradient, rtol=0, atol=1e-3 * np.abs(gradient).max(), err_msg=name)
 
 
 def two_steps(mixture: Mixture, scale: float) -> tuple[dict[str, np.ndarray], int]:
@@ -209,7 +225,9 @@ def two_steps(mixture: Mixture, scale: float) -> tuple[dict[str, np.ndarray], in
     return dict(_by_expert(weights)), flipped
 
 
-@pytest.mark.parametrize("layout", ["one-rank-recompute", pytest.param("pp2-recompute", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", ["one-rank-recompute-shared-prompts", pytest.param("pp2-recompute", marks=pytest.mark.long)]
+)
 def test_later_optimizer_steps_take_the_experts_of_old_log_probs(layout: str, models: dict[str, Mixture]) -> None:
     mixture = models["qwen3-moe"]
     expected, flipped = two_steps(mixture, SCALE)

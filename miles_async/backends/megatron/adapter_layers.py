@@ -101,9 +101,9 @@ def summed_weight(wrapper: AdapterWrapper) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     first, second = adapter.linear_in.weight.to(dtype), adapter.linear_out.weight.to(dtype)
     if adapter.input_is_parallel:  # each rank has columns of W and A, and rows of B, all of which are needed
-        second = _rows_of_all(second, adapter)
+        second = rows_of_all(second, adapter)
     else:
-        first = _rows_of_all(first, adapter)
+        first = rows_of_all(first, adapter)
     return weight.to(dtype) + adapter.alpha / adapter.dim * second @ first
 
 
@@ -126,10 +126,20 @@ def _lengths(weight: Tensor, adapter: Adapter) -> Tensor:
     return squares.sqrt()
 
 
-def _rows_of_all(part: Tensor, adapter: Adapter) -> Tensor:
+def rows_of_all(part: Tensor, adapter: Adapter) -> Tensor:
+    """Rows of all ranks that share the layer, in their order. Collective over them."""
+    return _gathered(part, adapter, dim=0)
+
+
+def columns_of_all(part: Tensor, adapter: Adapter) -> Tensor:
+    """Columns likewise."""
+    return _gathered(part, adapter, dim=1)
+
+
+def _gathered(part: Tensor, adapter: Adapter, dim: int) -> Tensor:
     group = adapter.linear_in.tp_group
     if group.size() == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts)
+    return torch.cat(parts, dim)

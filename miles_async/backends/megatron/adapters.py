@@ -76,7 +76,7 @@ def add_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
         target_modules=list(targets), rank=model.lora_rank, alpha=model.lora_alpha, dora=model.lora_type == "dora"
     )
     add(modules, training=True)
-    if not _wrappers(modules):
+    if not adapted_layers(modules):
         raise ConfigurationError(f"--target-modules: the model has no layer named {' or '.join(targets)}")
     for module in modules:
         if module.pre_process:
@@ -88,7 +88,7 @@ def add_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
 @contextlib.contextmanager
 def switched_off(modules: Sequence[Module]) -> Iterator[None]:
     """Run the model as it was before it got adapters."""
-    wrappers = _wrappers(modules)
+    wrappers = adapted_layers(modules)
     try:
         for wrapper in wrappers:
             wrapper.disable_adapter_layers()
@@ -100,7 +100,7 @@ def switched_off(modules: Sequence[Module]) -> Iterator[None]:
 
 def merged(tasks: Iterable[WeightConversionTask], modules: Sequence[Module]) -> Iterator[WeightConversionTask]:
     """The conversions of an export, of weights with their adapters merged in, one of which is made at a time."""
-    wrappers = {wrapper.to_wrap: wrapper for wrapper in _wrappers(modules)}
+    wrappers = {wrapper.to_wrap: wrapper for wrapper in adapted_layers(modules)}
     for task in tasks:
         # By this name the bridge would take the weight for one that is exported beside its adapter.
         changes: dict[str, Any] = {"global_param_name": task.global_param_name.replace(_ADAPTED, "")}
@@ -110,7 +110,8 @@ def merged(tasks: Iterable[WeightConversionTask], modules: Sequence[Module]) -> 
         yield dataclasses.replace(task, **changes)
 
 
-def _wrappers(modules: Sequence[Module]) -> list[AdapterWrapper]:
+def adapted_layers(modules: Sequence[Module]) -> list[AdapterWrapper]:
+    """Layers of these modules that have an adapter."""
     return [part for module in modules for part in module.modules() if isinstance(part, AdapterWrapper)]
 
 

@@ -40,6 +40,8 @@ COMPANION_FILES = (
     "*.py",
 )
 
+ADAPTER_DIRECTORY = "adapter"  # of an export: transformers would take files beside the weights for all there is
+
 
 class MegatronBackend:
     """One rank. Construction builds the model; it and all methods are collective: all ranks call them together."""
@@ -83,7 +85,7 @@ class MegatronBackend:
             timeout_minutes=model.distributed_timeout_minutes,
         )
         seed_all(model.seed)
-        self._seed = model.seed
+        self._model_arguments = model
         self._directory = directory
         self._dtype = "bfloat16" if model.bf16 else "float32"
         minimised = objective()
@@ -212,15 +214,22 @@ class MegatronBackend:
     def load(self, directory: Path) -> None:
         from miles_async.backends.megatron import checkpoint
 
-        checkpoint.load(directory, self._model.modules, self._optimizer, self._scheduler, seed=self._seed)
+        checkpoint.load(
+            directory, self._model.modules, self._optimizer, self._scheduler, seed=self._model_arguments.seed
+        )
         self._stepped_from = None
 
     def save_hf(self, directory: Path) -> None:
-        """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError."""
+        """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError.
+
+        Adapters are merged into the weights, and also written alone: as peft's files, in ``ADAPTER_DIRECTORY``.
+        """
         from miles_async.backends.megatron.distributed import together
 
         together(lambda: self._write_hf(directory, self._write_hf_config))
         together(lambda: self._write_hf(directory, self._write_hf_weights))
+        if self._model.adapted:
+            together(lambda: self._write_hf(directory / ADAPTER_DIRECTORY, self._write_adapter))
 
     def _write_hf(self, directory: Path, write: Callable[[Path], None]) -> None:
         from safetensors import SafetensorError
@@ -248,6 +257,11 @@ class MegatronBackend:
                 shutil.copymode(directory / "config.json", directory / file)
         if rank == 0 and (self._directory / INDEX_FILE).exists():
             (directory / INDEX_FILE).write_text(json.dumps(file_index(sizes, files), indent=2) + "\n")
+
+    def _write_adapter(self, directory: Path) -> None:
+        from miles_async.backends.megatron.adapter_files import write_adapter
+
+        write_adapter(directory, self._model.bridge, self._model.modules, self._model_arguments)
 
     def close(self) -> None:
         """Destroy the process groups, so that this process can build another backend. Collective."""

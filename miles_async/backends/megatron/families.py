@@ -19,6 +19,7 @@ class Family:
     yarn: bool = False
     rope_per_layer_type: bool = False  # another rotary base for layers with a window
     tied_only: bool = False  # the bridge takes it for granted that the output layer is the embedding
+    untied_only: bool = False  # SGLang 0.5.23 has an output layer of its own, which no tensor of a tied model fills
     gelu: bool = False  # the activation is gelu_pytorch_tanh, in place of silu
     unscaled_router: bool = False  # router weights of the chosen experts need not add up to 1
     every_head_with_keys: bool = False  # queries must not share heads of keys and values
@@ -37,13 +38,19 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(tied_only=True, gelu=True, windows=True, host_layers=True),
     "gemma3_text": Family(tied_only=True, gelu=True, windows=True, rope_per_layer_type=True, host_layers=True),
     "glm4": Family(attention_bias=True, partial_rotation=True),
-    "qwen3_moe": Family(),
-    "glm4_moe": Family(attention_bias=True, partial_rotation=True),
-    "olmoe": Family(unscaled_router=True, every_head_with_keys=True),
+    "qwen3_moe": Family(untied_only=True),
+    "glm4_moe": Family(attention_bias=True, partial_rotation=True, untied_only=True),
+    "olmoe": Family(unscaled_router=True, every_head_with_keys=True, untied_only=True),
     # Of packed sequences no kernel of Transformer Engine (2.10, 2.11) takes the sinks of its softmax
     # (pytorch/attention/dot_product_attention/utils.py: softmax_type with qkv_format thd).
     "gpt_oss": Family(
-        attention_bias=True, windows=True, yarn=True, whole_experts=True, adapters=False, host_layers=True
+        attention_bias=True,
+        windows=True,
+        yarn=True,
+        whole_experts=True,
+        adapters=False,
+        host_layers=True,
+        untied_only=True,
     ),
     "deepseek_v3": Family(yarn=True),
     "kimi_k2": Family(yarn=True),  # DeepSeek-V3's architecture

@@ -206,6 +206,8 @@ def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
         yield "mlp_bias true: biases would be dropped"
     if family.tied_only and not config.get("tie_word_embeddings", True):
         yield "tie_word_embeddings false: the output layer would be that of the embedding"
+    if family.untied_only and config.get("tie_word_embeddings", False):
+        yield "tie_word_embeddings true: SGLang 0.5.23 would generate with an output layer that nothing fills"
     if family.gelu:
         activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu"
         if activation not in ("gelu", "gelu_pytorch_tanh"):

@@ -66,9 +66,11 @@ class RankBytes:
     reference: int  # weights of a frozen model
     activations: int  # of all micro-batches that are under way at once
     staging: int  # one bucket of exported weights
+    saved_copy: int  # in host memory, on the first of the data-parallel ranks: what --async-save writes from
 
     @property
     def total(self) -> int:
+        """Bytes on the GPU."""
         return sum((self.weights, self.gradients, self.optimizer, self.reference, self.activations, self.staging))
 
 
@@ -86,9 +88,10 @@ def measure(request: StageRequest) -> list[StageMemory]:
 
 
 def rank_bytes(
-    stage: StageMemory, model: ModelArguments, world_size: int, *, reference: bool, bucket: int
+    stage: StageMemory, model: ModelArguments, world_size: int, *, reference: bool, bucket: int, copies_saves: bool
 ) -> RankBytes:
     """Sum up one rank. ``reference``: it holds a second model. ``bucket``: bytes of ``--update-weight-buffer-size``.
+    ``copies_saves``: it writes checkpoints from a copy of its state.
 
     Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
     bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).
@@ -113,6 +116,8 @@ def rank_bytes(
         reference=per_weight * parameters if reference else 0,
         activations=stage.peak + (stage.under_way - 1) * stage.kept,
         staging=bucket,
+        # Checkpoints hold the trained weights, their fp32 copies and both moments, gathered from all replicas.
+        saved_copy=(per_weight + 12) * (trained + expert_trained) if copies_saves else 0,
     )
 
 

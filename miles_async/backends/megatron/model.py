@@ -30,6 +30,7 @@ from miles_async.backends.megatron import (
     overrides,
     shared_prompts,
 )
+from miles_async.backends.megatron.adapter_files import read_adapter
 from miles_async.backends.megatron.adapters import add_adapters, merged, switched_off
 from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.model_output import return_hidden_states
@@ -153,6 +154,8 @@ def load_model(
     provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's own, which loads the weights
     if adapted:
         provider.register_pre_wrap_hook(partial(add_adapters, model=model))  # after it
+        if model.lora_adapter_path is not None:
+            provider.register_pre_wrap_hook(partial(_with_first_adapter, model.lora_adapter_path, bridge))
     if not parallel_state.is_initialized():
         # Without it megatron (0.16) gives the groups of its own 30 minutes, whatever the default group has.
         provider.initialize_model_parallel(
@@ -184,6 +187,11 @@ def load_model(
         if model.share_prompts:
             shared_prompts.check_module(module)
     return LoadedModel(modules, bridge, adapted, model.share_prompts)
+
+
+def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:
+    read_adapter(directory, bridge, modules)
+    return modules
 
 
 def make_optimizer(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.model import ModelArguments
@@ -47,10 +48,29 @@ def with_memory(arguments: Arguments, gib: float | None) -> Arguments:
 def test_tables(arguments: Arguments) -> None:
     lines = memory.memory_report(arguments).splitlines()
     trainer = next(line for line in lines if line.startswith("│ 0 "))
-    assert [cell.strip() for cell in trainer.split("│")[2:-1]] == ["1.0", "2.0", "6.0", "0.0", "3.0", "0.5", "12.5"]
+    assert [cell.strip() for cell in trainer.split("│")[2:-1]] == [
+        "1.0",
+        "2.0",
+        "6.0",
+        "0.0",
+        "3.0",
+        "0.5",
+        "12.5",
+        "0.0",
+    ]
     engine = next(line for line in lines if "engine" in line)
     # 2 KV heads on 4 ranks: each has one of them; (0.85 × 80 − 0.25) GiB for 4 layers × 2 × 64 × 2 bytes.
     assert [cell.strip() for cell in engine.split("│")[2:-1]] == ["4", "0.2", "1,024", f"{int(67.75 * 1024**2):,}"]
+
+
+@pytest.mark.parametrize(("checkpoint", "host"), [
+    (CheckpointArguments(save=Path("checkpoints")), "7.0"),  # of bf16 weights 14 bytes each
+    (CheckpointArguments(save=Path("checkpoints"), async_save=False), "0.0"),
+])  # fmt: skip
+def test_saves_meanwhile_take_host_memory(arguments: Arguments, checkpoint: CheckpointArguments, host: str) -> None:
+    lines = memory.memory_report(replace(arguments, checkpoint=checkpoint)).splitlines()
+    trainer = next(line for line in lines if line.startswith("│ 0 "))
+    assert [cell.strip() for cell in trainer.split("│")[-3:-1]] == ["12.5", host]
 
 
 def test_room_for_tokens_is_not_guessed(arguments: Arguments) -> None:

@@ -96,6 +96,7 @@ def test_verified_configs_pass(config: dict[str, Any]) -> None:
         (QWEN3 | {"attention_bias": True}, "attention_bias"),
         (QWEN3 | {"mlp_bias": True}, "mlp_bias"),
         (GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        (MOE | {"tie_word_embeddings": True}, "tie_word_embeddings true"),
         (GEMMA | {"hidden_act": "silu"}, "hidden_act"),
         (OLMOE | {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         (OLMOE | {"num_key_value_heads": 2}, "num_key_value_heads"),
