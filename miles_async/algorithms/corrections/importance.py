@@ -41,6 +41,7 @@ class Truncate:
             "tis_weight_mean": weight,
             "tis_weight_max": weight,
             "tis_capped_fraction": (weight != ratio).float(),
+            "tis_masked_fraction": (weight == 0).float(),
         }
         return weight, metrics
 

@@ -30,22 +30,24 @@ def initialise(store: dist.Store, *, rank: int, world_size: int, backend: str, t
     )
 
 
-def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, float]:
+def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Reduce metrics over data-parallel ranks (sum; maximum for names ending in ``_max``), for every pipeline stage.
 
-    Collective. Only the last pipeline stage passes metrics, the same names on each of its ranks.
+    Collective. Only the last pipeline stage passes metrics: the same names and shapes on each of its ranks. Returns
+    float64 on the host.
     """
     from megatron.core import parallel_state
 
-    reduced: dict[str, float] = {}
+    reduced: dict[str, Tensor] = {}
     if parallel_state.is_pipeline_last_stage():
         group = parallel_state.get_data_parallel_group()
         for operation, suffixed in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
             names = sorted(name for name in sums if name.endswith("_max") is suffixed)
             if names:
-                values = torch.stack([sums[name].detach().to(device, torch.float64) for name in names])
+                values = torch.cat([sums[name].detach().to(device, torch.float64).flatten() for name in names])
                 dist.all_reduce(values, op=operation, group=group)
-                reduced |= dict(zip(names, values.tolist(), strict=True))
+                parts = values.cpu().split([sums[name].numel() for name in names])
+                reduced |= {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
     return from_last_stage(reduced)
 
 

@@ -10,11 +10,21 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics
+from miles_async.algorithms.spread import SPREAD_SUMS, spread_metrics
 from miles_async.backends.megatron.step_limits import Breach
 from miles_async.bad_steps import PREFIX
 
 TOTALS = frozenset({"tokens", "loss_tokens"})
 LOSS = frozenset({"loss", "loss_count"})
+MASKS = {
+    "clip_fraction": "clip",
+    "dual_clip_fraction": "dual_clip",
+    "tis_masked_fraction": "tis",
+    "rs_rejected_fraction": "rs",
+    "opsm_masked_fraction": "opsm",
+    "age_masked_fraction": "age",
+}
+"""Metric → reason, of those that count tokens which do not move the policy."""
 
 
 def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
@@ -30,7 +40,7 @@ def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
 
 
 def step_metrics(
-    reduced: Mapping[str, float],
+    reduced: Mapping[str, Tensor],
     *,
     grad_norms: Sequence[float],
     breaches: Sequence[Breach],
@@ -43,15 +53,18 @@ def step_metrics(
 
     ``grad_norm`` is the mean over the optimizer steps that were made (before clipping), ``lr`` that of the last.
     """
-    loss_tokens = max(reduced.get("loss_tokens", 0.0), 1.0)
+    scalars = {name: float(values) for name, values in reduced.items() if values.ndim == 0}
+    loss_tokens = max(scalars.get("loss_tokens", 0.0), 1.0)
     means = {
         name: value if name.endswith("_max") else value / loss_tokens
-        for name, value in reduced.items()
-        if name not in TOTALS | MISMATCH_SUMS | LOSS
+        for name, value in scalars.items()
+        if name not in TOTALS | MISMATCH_SUMS | SPREAD_SUMS | LOSS
     }
-    if "loss" in reduced:
-        means["loss"] = reduced["loss"] / max(reduced["loss_count"], 1.0)
-    totals = {name: reduced.get(name, 0.0) for name in sorted(TOTALS)}
+    if "loss" in scalars:
+        means["loss"] = scalars["loss"] / max(scalars["loss_count"], 1.0)
+    totals = {name: scalars.get(name, 0.0) for name in sorted(TOTALS)}
+    masked = {f"masked_tokens/{reason}": scalars[name] for name, reason in MASKS.items() if name in scalars}
+    masked["masked_tokens/no_loss"] = totals["tokens"] - totals["loss_tokens"]
     optimizer = {
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
         "lr": lr,
@@ -59,7 +72,8 @@ def step_metrics(
         "skipped_optimizer_steps": float(steps - len(grad_norms)),
         "step_seconds": seconds,
     }
-    return means | mismatch_metrics(reduced) | totals | optimizer | _bad_steps(breaches)
+    tokens = mismatch_metrics(reduced) | spread_metrics(reduced) | masked
+    return means | tokens | totals | optimizer | _bad_steps(breaches)
 
 
 def _bad_steps(breaches: Sequence[Breach]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from miles_async.algorithms.mismatch import mismatch_sums
 from miles_async.algorithms.objective import LossSums, Objective
+from miles_async.algorithms.spread import spread_sums
 from miles_async.api import Need
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
 from miles_async.backends.megatron.forward import Pipeline
@@ -165,6 +166,7 @@ class StepRunner:
         metrics = {
             **sums.metrics,
             **({} if before is None else mismatch_sums(before, batch)),
+            **spread_sums(logprobs, batch),
             "loss": sums.loss.detach(),
             "loss_count": sums.count,
             "tokens": torch.tensor(float(packed.sequences.num_tokens), device=self.device),
@@ -185,8 +187,8 @@ def _with_advantages(packed: PackedBatch, advantages: Tensor) -> PackedBatch:
     return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, advantages=advantages))
 
 
-def _check_loss_tokens(reduced: Mapping[str, float], shard: TrainShard) -> None:
-    promised, found = sum(shard.loss_tokens), reduced.get("loss_tokens", 0.0)
+def _check_loss_tokens(reduced: Mapping[str, Tensor], shard: TrainShard) -> None:
+    promised, found = sum(shard.loss_tokens), float(reduced.get("loss_tokens", 0.0))
     if found != promised:
         raise ContractViolation(
             f"the batch for version {shard.target_version} promises {promised} loss tokens over all ranks, "

@@ -54,7 +54,7 @@ class StepLimits:
         if self.logprob_diff is not None and same_weights:
             zero = torch.zeros((), device=device)
             total = reduce_metrics({name: sums.get(name, zero) for name in DIFFERENCE}, device)
-            difference = total["logprob_diff_sum"] / max(total["logprob_diff_tokens"], 1.0)
+            difference = float(total["logprob_diff_sum"]) / max(float(total["logprob_diff_tokens"]), 1.0)
         if not (math.isfinite(norm) and (self.grad_norm is None or norm <= self.grad_norm)):
             return Breach("grad_norm", norm)
         if self.logprob_diff is not None and not difference <= self.logprob_diff:

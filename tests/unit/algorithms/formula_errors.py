@@ -1,7 +1,8 @@
 """Small errors in formulas: any one expression of a module, made wrong by a factor of 1.001 while a test runs.
 
 Every expression is wrapped in a call that passes its value on, except for the one that is wrong at the time. What
-metrics are made of is left alone: a dictionary and what is in it. So is what a factor cannot change, such as a sign.
+metrics are made of is left alone unless asked for: a dictionary and what is in it. So is what a factor cannot change,
+such as a sign.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ class Errors:
 
 
 @contextlib.contextmanager
-def instrumented(module: ModuleType) -> Iterator[Errors]:
-    """Let any expression in the functions and methods of ``module`` be made wrong, wherever they are called from."""
+def instrumented(module: ModuleType, *, metrics: bool = False) -> Iterator[Errors]:
+    """Let any expression in the functions and methods of ``module`` be made wrong, wherever they are called from.
+
+    ``metrics``: dictionaries, too.
+    """
     errors, source = Errors(), inspect.getsource(module)
-    tree = _Wrap(source, errors).visit(ast.parse(source))
+    tree = _Wrap(source, errors, metrics=metrics).visit(ast.parse(source))
     namespace: dict[str, Any] = {"__name__": module.__name__}
     exec(compile(ast.fix_missing_locations(tree), module.__file__ or "", "exec"), namespace)
     changed, originals = dict(_functions(namespace, module)), dict(_functions(vars(module), module))
@@ -81,8 +85,8 @@ def _functions(namespace: Mapping[str, Any], module: ModuleType) -> Iterator[tup
 
 
 class _Wrap(ast.NodeTransformer):
-    def __init__(self, source: str, errors: Errors) -> None:
-        self._source, self._errors, self._inside = source, errors, False
+    def __init__(self, source: str, errors: Errors, *, metrics: bool) -> None:
+        self._source, self._errors, self._metrics, self._inside = source, errors, metrics, False
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         outer, self._inside = self._inside, True
@@ -91,7 +95,7 @@ class _Wrap(ast.NodeTransformer):
         return node
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
-        return node
+        return self.generic_visit(node) if self._metrics else node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         """Whether something is None, or what sign it has, does not depend on the factor."""
