@@ -78,6 +78,11 @@ class Arguments:
         share = self.rollout.samples_per_rollout // (self.optimizer.num_steps_per_rollout or 1)
         return self.optimizer.global_batch_size or max(1, share)
 
+    @property
+    def optimizer_steps_per_rollout(self) -> int:
+        """Optimizer steps on each rollout batch."""
+        return self.rollout.samples_per_rollout // self.global_batch_size * self.optimizer.ppo_epochs
+
 
 __all__ = [
     "AlgorithmArguments",

@@ -21,6 +21,7 @@ class OptimizerArguments:
     num_steps_per_rollout: int | None = flag(
         None, "optimizer steps per rollout, of as many samples each: instead of --global-batch-size"
     )
+    ppo_epochs: int = flag(1, "times that optimizer steps go through each rollout batch, in the same order")
     max_tokens_per_gpu: int = flag(
         8192,
         "tokens per GPU packed into one micro-batch, which --context-parallel-size GPUs share; a longer sample gets "

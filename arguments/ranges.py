@@ -54,6 +54,7 @@ AT_LEAST: dict[str, int] = {
     "kl_loss_coef": 0,
     "global_batch_size": 1,
     "num_steps_per_rollout": 1,
+    "ppo_epochs": 1,
     "max_tokens_per_gpu": 1,
     "logprob_chunk": 1,
     "min_lr": 0,

@@ -243,6 +243,15 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
             "--use-kl-loss with --kl-loss-coef 0: the KL to the reference model is computed and logged, which takes a "
             "pass and that model's memory, and does not move the weights; leave both out to save that"
         )
+    steps, bound = arguments.optimizer_steps_per_rollout, arguments.staleness.bound
+    if bound is not None and steps - 1 > bound:
+        yield (
+            f"{steps} optimizer steps on each rollout batch (--global-batch-size, --num-steps-per-rollout, "
+            f"--ppo-epochs): ages count from the first, so the last trains on data that is up to {steps - 1} optimizer "
+            f"steps older than its age says, more than the {bound} of the bound (--max-weight-staleness; --on-policy: "
+            "0). The ratio to old log-probs and its clip have to make up for that; train/optimizer_lag_mean tells how "
+            "much it is. Fewer steps per batch avoid it"
+        )
     model = arguments.model
     if model.hf_checkpoint is not None and (extra := read_config(model.hf_checkpoint).get("num_nextn_predict_layers")):
         yield (

@@ -87,7 +87,7 @@ def _memory(arguments: Arguments) -> str:
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     """Describe the run that would start, for people."""
     cluster, rollout = arguments.cluster, arguments.rollout
-    staleness, steps = arguments.staleness, rollout.samples_per_rollout // arguments.global_batch_size
+    staleness, steps = arguments.staleness, arguments.optimizer_steps_per_rollout
     bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"
     lines = {
         "model": arguments.model.hf_checkpoint,

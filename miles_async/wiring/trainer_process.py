@@ -111,12 +111,11 @@ def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironmen
     apply_secrets(secrets)
     from miles_async.algorithms.objective import make_objective  # torch, which the driver does without
 
-    steps_per_rollout = arguments.rollout.samples_per_rollout // arguments.global_batch_size
     return create_backend(
         arguments.model.train_backend,
         model=arguments.model,
         optimizer=arguments.optimizer,
-        total_steps=arguments.rollout.num_rollout * steps_per_rollout,
+        total_steps=arguments.rollout.num_rollout * arguments.optimizer_steps_per_rollout,
         temperature=arguments.rollout.rollout_temperature,
         objective=partial(make_objective, arguments.algorithm),
         device=device,

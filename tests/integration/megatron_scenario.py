@@ -129,7 +129,8 @@ class Training:
 
     directory: Path
     algorithm: AlgorithmArguments = PLAIN
-    optimizer_steps: int = 1  # per rollout step
+    optimizer_steps: int = 1  # per rollout step and epoch
+    epochs: int = 1
 
 
 def observe_training(
@@ -156,7 +157,9 @@ def rollout_steps(optimizer_steps: int) -> list[list[Any]]:
 
 
 def _observe(store: dist.Store, rank: int, world_size: int, training: Training, layout: Layout) -> Observed:
-    backend = make_backend(rank, world_size, store, training.directory, layout, training.algorithm)
+    backend = make_backend(
+        rank, world_size, store, training.directory, layout, training.algorithm, ppo_epochs=training.epochs
+    )
     observed = Observed(
         logprobs=backend.logprobs(SEQUENCES),
         logprobs_alone=[backend.logprobs([sequence])[0] for sequence in SEQUENCES],

@@ -89,6 +89,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
             directory,
             algorithm=ALGORITHMS.get(name, PLAIN),
             optimizer_steps=2 if name in ("qwen3", "qwen3-tied") else 1,
+            epochs=2 if name == "qwen3-moe" else 1,
         )
         for name, directory in directories.items()
     }
@@ -160,7 +161,8 @@ def test_losses_and_gradient_norms_equal_plain_pytorch(
     ranks: Ranks, plain: Observed, case: Case, models: dict[str, Training]
 ) -> None:
     """Three rollout steps: the clip, TIS, KL in the loss and in the reward, the means over tokens and over sequences of
-    all ranks, AdamW and clipping are all in these numbers.
+    all ranks, AdamW and clipping are all in these numbers, and log-probs of before the first of several optimizer steps
+    or epochs.
     """
     in_reward = models[case[1]].algorithm == PER_TOKEN
     rounding = 4e-6 * PER_TOKEN.kl_coef if in_reward else 1e-6  # the coefficient multiplies that of the log-probs
@@ -198,6 +200,7 @@ def test_step_metrics(seen: Callable[[Case], Ranks]) -> None:  # covers: M3, O5
     first = seen(("one-rank", "qwen3"))[0].steps[0]
     assert first["optimizer_steps"] == 2
     assert first["skipped_optimizer_steps"] == 0
+    assert 0 < first["optimizer_lag_mean"] < first["optimizer_lag_max"] == 1
     assert first["lr"] == LR
     assert 0 < first["entropy"] <= np.log(64)  # the algorithm of this model asks for it
     assert "entropy" not in seen(("one-rank", "llama"))[0].steps[0]
@@ -224,7 +227,7 @@ def _plain(training: Training) -> Observed:
             return [trainer.logprobs(sequence).tolist() if len(sequence) > 1 else [] for sequence in SEQUENCES]
 
     before = logprobs()
-    steps = [trainer.train(samples) for samples in rollout_steps(training.optimizer_steps)]
+    steps = [trainer.train(samples * training.epochs) for samples in rollout_steps(training.optimizer_steps)]
     return Observed(before, [], [], steps, logprobs())
 
 

@@ -108,6 +108,7 @@ class MegatronBackend:
             scheduler=self._scheduler,
             objective=minimised,
             limits=StepLimits.of(optimizer),
+            epochs=optimizer.ppo_epochs,
             scorer=Scorer(temperature=temperature, chunk=optimizer.logprob_chunk),
             layout=self._model.pack_layout,
             device=self.device,

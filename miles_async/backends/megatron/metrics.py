@@ -44,6 +44,7 @@ def step_metrics(
     *,
     grad_norms: Sequence[float],
     breaches: Sequence[Breach],
+    lags: Sequence[tuple[int, int]],
     lr: float,
     steps: int,
     seconds: float,
@@ -52,6 +53,8 @@ def step_metrics(
     over what its aggregation counts.
 
     ``grad_norm`` is the mean over the optimizer steps that were made (before clipping), ``lr`` that of the last.
+    ``lags``: per optimizer step, how many were made before it since the version that the batch was cut for, and its
+    loss tokens, over which ``optimizer_lag_mean`` is the mean.
     """
     scalars = {name: float(values) for name, values in reduced.items() if values.ndim == 0}
     loss_tokens = max(scalars.get("loss_tokens", 0.0), 1.0)
@@ -69,6 +72,8 @@ def step_metrics(
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
         "lr": lr,
         "optimizer_steps": float(steps),
+        "optimizer_lag_mean": sum(lag * tokens for lag, tokens in lags) / max(sum(tokens for _, tokens in lags), 1),
+        "optimizer_lag_max": float(max((lag for lag, _ in lags), default=0)),
         "skipped_optimizer_steps": float(steps - len(grad_norms)),
         "step_seconds": seconds,
     }

@@ -1,4 +1,4 @@
-"""One rollout step of the trainer: every optimizer step of a TrainShard.
+"""One rollout step of the trainer: every optimizer step of a TrainShard, ``--ppo-epochs`` times.
 
 The loss is a mean over an optimizer step (over its loss tokens, or its sequences: ``--loss-aggregation``), over all
 micro-batches and data-parallel ranks, so neither packing nor the number of ranks changes it.
@@ -54,6 +54,7 @@ class StepRunner:
     scheduler: OptimizerParamScheduler
     objective: Objective
     limits: StepLimits
+    epochs: int
     scorer: Scorer
     layout: PackLayout
     device: torch.device
@@ -69,16 +70,19 @@ class StepRunner:
             [pack_batch(batch, shard.target_version, self.layout, self.device) for batch in step]
             for step in shard.optimizer_steps
         ]
-        steps = self._with_advantages(self._with_logprobs(steps))
+        steps = self._with_advantages(self._with_logprobs(steps)) * self.epochs
+        loss_tokens = shard.loss_tokens * self.epochs
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
         breaches: list[Breach] = []
+        lags: list[tuple[int, int]] = []  # (optimizer steps made since the shard's version, loss tokens)
         for index, packs in enumerate(steps):
             self.scheduler.step(1)
-            if shard.loss_tokens[index] == 0:  # on no rank; there is no mean over nothing
+            if loss_tokens[index] == 0:  # on no rank; there is no mean over nothing
                 continue
             sums, norm = self._gradient(packs, index)
             accumulate(totals, sums)
+            lags.append((len(norms), loss_tokens[index]))
             breach = self.limits.breach(norm, sums, self.device, same_weights=same_weights)
             if breach is not None:
                 breaches.append(breach)
@@ -86,11 +90,12 @@ class StepRunner:
                 self.optimizer.step()
                 norms.append(norm)
         reduced = reduce_metrics(totals, self.device)
-        _check_loss_tokens(reduced, shard)
+        _check_loss_tokens(reduced, sum(loss_tokens), shard.target_version)
         return step_metrics(
             reduced,
             grad_norms=norms,
             breaches=breaches,
+            lags=lags,
             lr=float(self.optimizer.param_groups[0]["lr"]),
             steps=len(steps),
             seconds=time.perf_counter() - started,
@@ -110,8 +115,9 @@ class StepRunner:
                 [_computed(packed, "old_logprobs", packed.batch.rollout_logprobs) for packed in packs]
                 for packs in steps
             ]
-        # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet.
-        first = 0 if early else 1
+        # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet. That is lost
+        # where the step comes again.
+        first = 0 if early or self.epochs > 1 else 1
         record = objective.routing_replay == "old_policy"
         return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.model, record=record)
 
@@ -187,10 +193,10 @@ def _with_advantages(packed: PackedBatch, advantages: Tensor) -> PackedBatch:
     return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, advantages=advantages))
 
 
-def _check_loss_tokens(reduced: Mapping[str, Tensor], shard: TrainShard) -> None:
-    promised, found = sum(shard.loss_tokens), float(reduced.get("loss_tokens", 0.0))
+def _check_loss_tokens(reduced: Mapping[str, Tensor], promised: int, version: int) -> None:
+    found = float(reduced.get("loss_tokens", 0.0))
     if found != promised:
         raise ContractViolation(
-            f"the batch for version {shard.target_version} promises {promised} loss tokens over all ranks, "
-            f"trained were {found:g}: its shards do not belong together"
+            f"the batch for version {version} promises {promised} loss tokens over all ranks, trained were {found:g}: "
+            "its shards do not belong together"
         )

@@ -1,0 +1,43 @@
+"""What a run says at its start about flags that work as asked, and differ from what one may think."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from miles_async.arguments.parser import assemble
+from miles_async.commands.checks import run_notes
+
+
+def notes(**values: Any) -> list[str]:
+    flags = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "device": "cpu"}
+    return list(run_notes(assemble(flags | values, {})))
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "bound"),
+    [
+        ({"num_steps_per_rollout": 4, "max_weight_staleness": 2}, 4, 2),
+        ({"ppo_epochs": 4, "max_weight_staleness": 2}, 4, 2),
+        ({"global_batch_size": 16, "ppo_epochs": 2, "max_weight_staleness": 1}, 4, 1),
+        ({"num_steps_per_rollout": 2, "on_policy": True}, 2, 0),
+    ],
+)
+def test_optimizer_steps_that_age_a_batch_by_more_than_the_bound(values: Any, steps: int, bound: int) -> None:
+    # covers: C1
+    (note,) = notes(**values)
+    assert note.startswith(f"{steps} optimizer steps on each rollout batch")
+    assert f"up to {steps - 1} optimizer steps older than its age says, more than the {bound} of the bound" in note
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_weight_staleness": 0},
+        {"num_steps_per_rollout": 4, "max_weight_staleness": 3},
+        {"num_steps_per_rollout": 4},  # there is no bound
+    ],
+)
+def test_no_note_within_the_bound(values: Any) -> None:
+    assert notes(**values) == []
