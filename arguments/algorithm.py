@@ -158,6 +158,12 @@ class AlgorithmArguments:
         "mixtures: optimizer steps pass each token through the experts that computed its old log-prob (covered by "
         "--use-rollout-routing-replay)",
     )
+    entropy_coef: float = flag(
+        0.0, "weight of the entropy bonus: this × the mean entropy of tokens, in nats, is subtracted from the loss"
+    )
+    entropy_coef_end: float | None = flag(
+        None, "weight of the entropy bonus at the end of the run, to which it moves linearly (default: no change)"
+    )
     log_entropy: bool = flag(False, "compute the policy's entropy, a pass over all logits, and log it as train/entropy")
     allow_uncorrected_off_policy: bool = flag(
         False,

@@ -54,6 +54,9 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward"
     if algorithm.kl_reward_type != "k1" and algorithm.token_advantages != "kl_in_reward":
         yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without --token-advantages kl_in_reward"
+    end = algorithm.entropy_coef_end
+    if end is not None and end == algorithm.entropy_coef:
+        yield f"--entropy-coef-end {end} is --entropy-coef: leave it out, or give another end"
     longest, buffer = arguments.rollout.rollout_max_response_len, algorithm.overlong_buffer_len
     if buffer is not None and buffer > longest:
         yield f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len {longest}"

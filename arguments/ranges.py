@@ -52,6 +52,8 @@ AT_LEAST: dict[str, int] = {
     "opsm_delta": 0,
     "max_token_age": 0,
     "kl_loss_coef": 0,
+    "entropy_coef": 0,
+    "entropy_coef_end": 0,
     "global_batch_size": 1,
     "num_steps_per_rollout": 1,
     "ppo_epochs": 1,

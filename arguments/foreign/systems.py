@@ -101,9 +101,6 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
     _switch(
         "--use-dynamic-batch-size", "noted", "samples always are packed: --max-tokens-per-gpu sizes a micro-batch"
     ),
-    _flag(
-        "--entropy-coef", "noted", "the loss has no entropy: --policy-loss module:attr may add one", only=("0",)
-    ),
     _flag("--loss-type", "refused", "use --policy-loss"),
     _flag(
         "--opd-type", "noted", "the teacher is a frozen group of --server-groups, whose engines score", only=("sglang",)

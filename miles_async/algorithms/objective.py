@@ -1,10 +1,10 @@
-"""The trainer's objective: a policy loss, weighted by corrections, plus a KL loss.
+"""The trainer's objective: a policy loss, weighted by corrections, plus a KL loss, minus a bonus for entropy.
 
 Advantages are those of the batch; with a teacher, ``distillation`` adds its part to them.
 
 For each token that carries loss, with the product w of the corrections' weights (1 without any)::
 
-    w · policy loss + kl_loss_coef · KL(π ‖ π_ref)
+    w · policy loss + kl_loss_coef · KL(π ‖ π_ref) - entropy_coef · H(π)
 
 and of that the mean that ``--loss-aggregation`` names, over the whole optimizer step.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from miles_async.algorithms import registry
 from miles_async.algorithms.distillation import Distillation
+from miles_async.algorithms.entropy import EntropyBonus
 from miles_async.algorithms.proximal import interpolated
 from miles_async.algorithms.whole_batch.gather import Gather
 from miles_async.algorithms.whole_batch.second_moment import within_second_moment
@@ -63,12 +64,13 @@ class Objective:
     distillation: Distillation | None = None
     old_policy: OldPolicy = "trainer"  # whose log-probs ``old_logprobs`` are
     log_entropy: bool = False
+    entropy_bonus: EntropyBonus | None = None
     routing_replay: RoutingReplay | None = None  # experts that a mixture's tokens pass through; None: routers choose
 
     @property
     def needs(self) -> frozenset[Need]:
         """Arrays that the trainer computes for any of the parts."""
-        needs: set[Need] = {"entropy"} if self.log_entropy else set()
+        needs: set[Need] = {"entropy"} if self.log_entropy or self.entropy_bonus else set()
         if self.kl is not None:
             needs.add("ref_logprobs")
         for part in (self.policy_loss, *self.corrections):
@@ -109,8 +111,14 @@ class Objective:
         found = _per_token(self.token_advantages(batch), batch, "--token-advantages")
         return found.float().masked_fill(batch.loss_mask == 0, 0.0)
 
-    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> LossSums:
-        """Sums over the tokens of ``batch`` that carry loss: 0 where there are none. ``logprobs``: float32 [N]."""
+    def __call__(
+        self, logprobs: Tensor, batch: TokenBatch, *, entropy: Tensor | None = None, progress: float = 0.0
+    ) -> LossSums:
+        """Sums over the tokens of ``batch`` that carry loss: 0 where there are none.
+
+        ``logprobs``: float32 [N]. ``entropy``: the same with its gradient, where the objective needs it. ``progress``:
+        share of the run's optimizer steps that are behind.
+        """
         if self.old_policy == "interpolated":
             batch = batch.with_computed("old_logprobs", interpolated(logprobs, batch))
         taught: Mapping[str, Tensor] = {}
@@ -119,8 +127,8 @@ class Objective:
             batch = replace(batch, advantages=advantages)
         loss, metrics = self.policy_loss(logprobs, batch)
         loss, metrics = _per_token(loss, batch, "--policy-loss"), {**metrics, **taught}
-        if self.log_entropy:
-            metrics["entropy"] = batch.entropy
+        if entropy is not None:
+            metrics["entropy"] = entropy
         for correction in self.corrections:
             weight, of_correction = correction(logprobs.detach(), batch)
             loss = loss * _per_token(weight, batch, "--tis-mode")
@@ -130,6 +138,9 @@ class Objective:
             divergence = _per_token(self.kl(logprobs, batch.ref_logprobs), batch, "--kl-loss-type")
             loss = loss + self.kl_coef * divergence
             metrics["ref_kl"] = divergence
+        if self.entropy_bonus is not None:
+            assert entropy is not None, "the entropy bonus needs an entropy"
+            loss = loss - self.entropy_bonus.coefficient(progress) * entropy
         total, count = self.aggregation(loss, batch)
         return LossSums(
             loss=total,
@@ -152,6 +163,7 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         distillation=Distillation(arguments) if arguments.use_opd else None,
         old_policy=_old_policy(arguments),
         log_entropy=arguments.log_entropy,
+        entropy_bonus=EntropyBonus.of(arguments),
         routing_replay=arguments.routing_replay,
     )
 

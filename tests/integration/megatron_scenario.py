@@ -27,7 +27,7 @@ from tests.integration.toy_batches import to_shards, toy_samples
 LR = 1e-3
 SEQUENCES = [np.random.default_rng(1).integers(0, 64, length).tolist() for length in (5, 18, 1, 33, 7, 2, 16)]
 PLAIN = AlgorithmArguments()
-CORRECTED = AlgorithmArguments(use_tis=True, use_kl_loss=True, kl_loss_coef=0.3, log_entropy=True)
+CORRECTED = AlgorithmArguments(use_tis=True, use_kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1, entropy_coef_end=0.4)
 PER_TOKEN = AlgorithmArguments(token_advantages="kl_in_reward", kl_coef=5.0, loss_aggregation="sequence_mean")
 
 Case = tuple[str, str]

@@ -18,8 +18,8 @@ from tests.integration.toy_batches import ToySample
 
 class PlainTrainer:
     """GRPO with clip 0.2; optionally TIS (cap 2), KL to the initial model in the loss (k3, coefficient ``kl``) or the
-    reward (k1, coefficient ``reward_kl``), and the mean over sequences of the mean over their tokens. ``adapters``:
-    train these alone, in float64.
+    reward (k1, coefficient ``reward_kl``), and the mean over sequences of the mean over their tokens. ``entropy``:
+    coefficient of the bonus, at the first step and at the eleventh. ``adapters``: train these alone, in float64.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class PlainTrainer:
         kl: float | None = None,
         reward_kl: float | None = None,
         sequence_mean: bool = False,
+        entropy: tuple[float, float] = (0.0, 0.0),
         adapters: PlainAdapters | None = None,
     ) -> None:
         torch.set_num_threads(1)  # more threads spend their time waiting for each other: the models are tiny
@@ -41,6 +42,7 @@ class PlainTrainer:
             adapters.adapt(self.model)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        self.entropy, self.steps = entropy, 0
         self.tis, self.kl, self.reward_kl, self.sequence_mean = tis, kl, reward_kl, sequence_mean
 
     def logprobs(self, tokens: Sequence[int], model: Any = None) -> torch.Tensor:
@@ -66,6 +68,7 @@ class PlainTrainer:
             (loss / count).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.trained, 1.0)))
             self.optimizer.step()
+            self.steps += 1
             loss_sum, count_sum = loss_sum + loss.item(), count_sum + count
         return {
             "loss": loss_sum / count_sum,
@@ -95,6 +98,10 @@ class PlainTrainer:
             with torch.no_grad():
                 reference = self.logprobs(sample.tokens, self.initial)
             loss = loss + self.kl * (torch.exp(reference - new) - (reference - new) - 1)
+        begin, end = self.entropy
+        if begin or end:
+            all_logprobs = torch.log_softmax(self.model(torch.tensor(sample.tokens)[None].long()).logits[0, :-1], -1)
+            loss = loss + (begin + (end - begin) * self.steps / 10) * (all_logprobs.exp() * all_logprobs).sum(-1)
         return (loss * mask).sum()
 
 

@@ -160,9 +160,9 @@ def test_export_is_bitwise_what_was_loaded(ranks: Ranks) -> None:
 def test_losses_and_gradient_norms_equal_plain_pytorch(
     ranks: Ranks, plain: Observed, case: Case, models: dict[str, Training]
 ) -> None:
-    """Three rollout steps: the clip, TIS, KL in the loss and in the reward, the means over tokens and over sequences of
-    all ranks, AdamW and clipping are all in these numbers, and log-probs of before the first of several optimizer steps
-    or epochs.
+    """Three rollout steps: the clip, TIS, KL in the loss and in the reward, entropy, the means over tokens and over
+    sequences of all ranks, AdamW and clipping are all in these numbers, and log-probs of before the first of several
+    optimizer steps or epochs.
     """
     in_reward = models[case[1]].algorithm == PER_TOKEN
     rounding = 4e-6 * PER_TOKEN.kl_coef if in_reward else 1e-6  # the coefficient multiplies that of the log-probs
@@ -218,6 +218,7 @@ def _plain(training: Training) -> Observed:
         lr=LR,
         tis=corrected,
         kl=0.3 if corrected else None,
+        entropy=(0.1, 0.4) if corrected else (0.0, 0.0),
         reward_kl=5.0 if per_token else None,
         sequence_mean=per_token,
     )

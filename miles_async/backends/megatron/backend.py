@@ -109,6 +109,7 @@ class MegatronBackend:
             objective=minimised,
             limits=StepLimits.of(optimizer),
             epochs=optimizer.ppo_epochs,
+            total_steps=total_steps,
             scorer=Scorer(temperature=temperature, chunk=optimizer.logprob_chunk),
             layout=self._model.pack_layout,
             device=self.device,

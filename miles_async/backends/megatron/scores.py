@@ -15,10 +15,10 @@ from miles_async.backends.megatron.vocab_logprobs import VocabSettings, vocab_lo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """fp32 [N]: entry ``i`` describes ``tokens[i]`` given its prefix, and is 0 where no log-prob is needed."""
+    """fp32 [N], differentiable: entry ``i`` describes ``tokens[i]`` given its prefix, 0 where no log-prob is needed."""
 
-    logprobs: Tensor  # differentiable
-    entropy: Tensor | None  # of the distribution that the token is drawn from, without gradient; None if not asked for
+    logprobs: Tensor
+    entropy: Tensor | None  # of the distribution that the token is drawn from; None if not asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,6 +55,7 @@ class StepRunner:
     objective: Objective
     limits: StepLimits
     epochs: int
+    total_steps: int  # optimizer steps of the whole run
     scorer: Scorer
     layout: PackLayout
     device: torch.device
@@ -162,13 +163,14 @@ class StepRunner:
         scores = self.scorer(output, packed.sequences, entropy="entropy" in objective.needs)
         logprobs = scores.logprobs
         if scores.entropy is not None:
-            batch = batch.with_computed("entropy", scores.entropy)
+            batch = batch.with_computed("entropy", scores.entropy.detach())
         before = batch.computed.get("old_logprobs") if objective.old_policy == "trainer" else None
         if before is None and index == 0:
             before = logprobs.detach()
         if before is not None and objective.old_policy == "trainer":
             batch = batch.with_computed("old_logprobs", before)
-        sums = objective(logprobs, batch)
+        progress = (self.scheduler.num_steps - 1) / self.total_steps  # which counts this step already
+        sums = objective(logprobs, batch, entropy=scores.entropy, progress=progress)
         metrics = {
             **sums.metrics,
             **({} if before is None else mismatch_sums(before, batch)),

@@ -30,7 +30,7 @@ class VocabSettings:
 def vocab_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, settings: VocabSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs of ``labels``, fp32 [n] and differentiable, and entropies, fp32 [n] without gradient, or None.
+    """Return log-probs of ``labels``, and entropies or None: each fp32 [n] and differentiable.
 
     ``hidden``: [n, H], in ``weight``'s dtype. ``weight``: this rank's rows of the output layer, [V / TP, H].
     ``labels``: int64 [n], in [0, V). With tensor parallelism the gradient of ``hidden`` is this rank's part of a sum
@@ -63,24 +63,37 @@ class _VocabLogprobs(torch.autograd.Function):
             if settings.entropy:
                 entropies[rows] = total.log() - weighted[0] / total  # H = log Z − Σ p·z
             del logits, weights  # before the next ones are made
-        ctx.save_for_backward(hidden, weight, labels, normalizers)
+        ctx.save_for_backward(hidden, weight, labels, normalizers, entropies)
         ctx.settings, ctx.main_grad = settings, getattr(weight, "main_grad", None)
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden, weight, labels, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+        hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
         settings: VocabSettings = ctx.settings
-        of_logprobs = gradients[0] / settings.temperature
+        of_logprobs, of_entropies = (
+            torch.zeros_like(normalizers) if gradient is None else gradient / settings.temperature
+            for gradient in gradients
+        )
+        with_entropy = gradients[1] is not None
         of_hidden = torch.empty_like(hidden)
         of_weight = ctx.main_grad
         if of_weight is None and ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight, dtype=_dtype(weight))
-        for rows in _chunks(len(labels), weight, settings.chunk, softcapped=settings.softcap is not None):
+        softcapped = settings.softcap is not None
+        for rows in _chunks(len(labels), weight, settings.chunk, entropy=with_entropy, softcapped=softcapped):
             logits, slope = _logits(hidden[rows], weight, settings, with_slope=True)
             # dL/dlogits = dL/dlogprob · (one at the label − probabilities)
-            logits.sub_(normalizers[rows, None]).exp_().mul_(-of_logprobs[rows, None])
+            #              − dL/dentropy · probabilities · (log-probabilities + entropy)
+            logits.sub_(normalizers[rows, None])
+            if with_entropy:
+                probabilities = logits.exp()
+                logits.add_(entropies[rows, None]).mul_(-of_entropies[rows, None]).sub_(of_logprobs[rows, None])
+                logits.mul_(probabilities)
+                del probabilities
+            else:
+                logits.exp_().mul_(-of_logprobs[rows, None])
             column, inside = _columns(labels[rows], weight, settings.group)
             logits.scatter_add_(1, column[:, None], (of_logprobs[rows] * inside)[:, None])
             if slope is not None:

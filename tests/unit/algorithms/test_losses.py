@@ -18,11 +18,10 @@ from tests.fakes.token_batches import token_batch
 
 def loss_of(batch: TokenBatch, logprobs: Tensor, **flags: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     objective = make_objective(AlgorithmArguments(**flags))
-    if "entropy" in objective.needs:
-        batch = batch.with_computed("entropy", torch.full_like(logprobs, 0.5))
+    entropy = torch.full_like(logprobs, 0.5) if "entropy" in objective.needs else None
     if objective.old_policy == "rollout":
         batch = batch.with_computed("old_logprobs", batch.rollout_logprobs)
-    sums = objective(logprobs, batch)
+    sums = objective(logprobs, batch, entropy=entropy)
     assert sums.count == batch.loss_mask.count_nonzero()
     return sums.loss, sums.metrics
 

@@ -85,9 +85,9 @@ class TestTable:
 
 class TestTranslation:
     def test_numbers_are_compared_as_numbers(self):
-        assert "--entropy-coef 0.00 changes nothing" in parse("--entropy-coef", "0.00").notes[0]
-        assert parse("--entropy-coef=0").notes
-        assert "expected 0: the loss has no entropy" in refusal("--entropy-coef", "0.01")
+        assert "--lora-dropout 0.00 changes nothing" in parse("--lora-dropout", "0.00").notes[0]
+        assert parse("--lora-dropout=0").notes
+        assert "expected 0: engines have no dropout" in refusal("--lora-dropout", "0.01")
 
     def test_the_last_mention_counts(self):
         words = ["--moe-token-dispatcher-type", "alltoall", "--moe-token-dispatcher-type"]

@@ -226,6 +226,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"loss_length_normalizer": 100},
             "--loss-length-normalizer 100 has no effect with --loss-aggregation token_mean: use sequence_sum",
         ),
+        case("a schedule that stands still", {"entropy_coef_end": 0.0}, "--entropy-coef-end 0.0 is --entropy-coef"),
         case("bad steps in a row", {"max_bad_steps": 3}, "--max-bad-steps 3 has no effect with --bad-step-action stop"),
         case(
             "weight without KL",

@@ -43,26 +43,40 @@ def test_values_and_gradients_for_any_size_of_chunk(chunk: int, entropy: bool, s
     hidden, weight, labels = make()
     logprobs, entropies = vocab_logprobs(hidden, weight, labels, settings(chunk, entropy=entropy, softcap=softcap))
     coefficients = torch.linspace(-1, 2, ROWS)
-    gradients = torch.autograd.grad(logprobs @ coefficients, (hidden, weight))
+    total = logprobs @ coefficients
     expected, expected_entropies = plain(hidden, weight, labels, softcap)
-    expected_gradients = torch.autograd.grad(expected @ coefficients.double(), (hidden, weight))
+    expected_total = expected @ coefficients.double()
+    if entropies is not None:
+        total, expected_total = (
+            one + of_entropies @ coefficients.flip(0).to(of_entropies)
+            for one, of_entropies in ((total, entropies), (expected_total, expected_entropies))
+        )
+    gradients = torch.autograd.grad(total, (hidden, weight))
+    expected_gradients = torch.autograd.grad(expected_total, (hidden, weight))
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
     for found, right in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
     if entropy:
         assert entropies is not None
-        assert not entropies.requires_grad
         torch.testing.assert_close(entropies.double(), expected_entropies, rtol=1e-5, atol=1e-6)
     else:
         assert entropies is None
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_derivatives_in_float64(softcap: float | None) -> None:
+@pytest.mark.parametrize("entropy", [False, True])
+def test_derivatives_in_float64(entropy: bool, softcap: float | None) -> None:
     hidden, weight, labels = make(rows=7, vocabulary=11, dtype=torch.float64)
-    capped = settings(3, softcap=softcap)
-    function = lambda hidden, weight: vocab_logprobs(hidden, weight, labels, capped)[0]  # noqa: E731
+    capped = settings(3, entropy=entropy, softcap=softcap)
+    function = lambda hidden, weight: vocab_logprobs(hidden, weight, labels, capped)[: 1 + entropy]  # noqa: E731
     assert torch.autograd.gradcheck(function, (hidden, weight))
+
+
+def test_an_entropy_that_is_only_logged_changes_no_gradient() -> None:
+    hidden, weight, labels = make()
+    logged, plainly = (vocab_logprobs(hidden, weight, labels, settings(4, entropy=on))[0] for on in (True, False))
+    for one, other in zip(*(torch.autograd.grad(of.sum(), (hidden, weight)) for of in (logged, plainly)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,8 +129,8 @@ def test_both_passes_take_one_chunk_of_logits_whatever_the_number_of_tokens(
     hidden, weight, labels = make(rows=rows, vocabulary=vocabulary, dtype=dtype)
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
     with LiveBytes(but=[hidden, weight, labels, weight.main_grad]) as live:  # type: ignore[attr-defined]
-        logprobs, _ = vocab_logprobs(hidden, weight, labels, settings(chunk, entropy=entropy, softcap=softcap))
-        logprobs.sum().backward()
-    beside = rows * (2 * WIDTH * hidden.element_size() + 32)  # gradient of hidden states; numbers per row
+        logprobs, found = vocab_logprobs(hidden, weight, labels, settings(chunk, entropy=entropy, softcap=softcap))
+        (logprobs if found is None else logprobs + found).sum().backward()
+    beside = rows * (2 * WIDTH * hidden.element_size() + 40)  # gradient of hidden states; numbers per row
     assert live.most <= chunk * vocabulary * 4 + beside
     assert live.most >= 0.5 * chunk * vocabulary * 4  # it was counted
