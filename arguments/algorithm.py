@@ -147,6 +147,21 @@ class AlgorithmArguments:
         "estimator of the KL loss. k3: exp(d) − 1 − d with d = log π_ref − log π; low_var_kl: that, at most 10; k2: "
         "d² / 2; abs: |d|; k1: −d, whose gradient is 0 in the mean",
     )
+    kl_target: float | None = flag(
+        None,
+        "mean KL to the reference model, in nats per token, that --kl-loss-coef or --kl-coef is adapted to after each "
+        "rollout step (default: they are constant)",
+    )
+    kl_horizon: int = flag(
+        10_000, "with --kl-target: sequences over which the coefficient changes by at most a fifth, about"
+    )
+    ref_update_interval: int | None = flag(
+        None, "rollout steps after which the reference model follows the policy (default: never)"
+    )
+    ref_update_alpha: float = flag(
+        1.0,
+        "share of the policy's weights in the reference model each time: 1: it becomes a copy; less: a moving average",
+    )
     ref_hf_checkpoint: Path | None = flag(
         None, "reference model of the KL loss and the KL in the reward (default: --hf-checkpoint)"
     )

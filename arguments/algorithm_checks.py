@@ -54,6 +54,7 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward"
     if algorithm.kl_reward_type != "k1" and algorithm.token_advantages != "kl_in_reward":
         yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without --token-advantages kl_in_reward"
+    yield from _check_reference(arguments)
     end = algorithm.entropy_coef_end
     if end is not None and end == algorithm.entropy_coef:
         yield f"--entropy-coef-end {end} is --entropy-coef: leave it out, or give another end"
@@ -76,6 +77,33 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
     own = ":" in algorithm.policy_loss or ":" in algorithm.tis_mode  # may compare with the reference model
     if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.token_advantages or own):
         yield "--ref-hf-checkpoint has no effect without --use-kl-loss or --token-advantages kl_in_reward"
+
+
+def _check_reference(arguments: Arguments) -> Iterator[str]:
+    """A reference model follows, and a coefficient adapts, where there is one."""
+    algorithm, plain = arguments.algorithm, AlgorithmArguments()
+    in_reward = algorithm.token_advantages == "kl_in_reward"
+    if algorithm.kl_target is not None:
+        flag = f"--kl-target {algorithm.kl_target}"
+        coefficient = "--kl-coef" if in_reward else "--kl-loss-coef"
+        if not (algorithm.use_kl_loss or in_reward):
+            yield f"{flag} has no effect without --use-kl-loss or --token-advantages kl_in_reward"
+        elif algorithm.use_kl_loss and in_reward:
+            yield f"{flag} adapts one coefficient: use --use-kl-loss or --token-advantages kl_in_reward, not both"
+        elif not (algorithm.kl_coef if in_reward else algorithm.kl_loss_coef):
+            yield f"{flag} multiplies {coefficient}, which is 0 and would stay so: give it a value to begin with"
+    elif algorithm.kl_horizon != plain.kl_horizon:
+        yield f"--kl-horizon {algorithm.kl_horizon} has no effect without --kl-target"
+    if algorithm.ref_update_interval is None:
+        if algorithm.ref_update_alpha != plain.ref_update_alpha:
+            yield f"--ref-update-alpha {algorithm.ref_update_alpha} has no effect without --ref-update-interval"
+        return
+    flag = f"--ref-update-interval {algorithm.ref_update_interval}"
+    own = any(":" in (name or "") for name in (algorithm.policy_loss, algorithm.tis_mode, algorithm.token_advantages))
+    if not (algorithm.use_kl_loss or in_reward or own):
+        yield f"{flag} has no effect without --use-kl-loss or --token-advantages kl_in_reward: nothing asks a reference"
+    if arguments.model.lora_rank:
+        yield f"{flag} with --lora-rank: adapters are not copied into a reference model; leave one of them out"
 
 
 def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:

@@ -52,6 +52,8 @@ AT_LEAST: dict[str, int] = {
     "opsm_delta": 0,
     "max_token_age": 0,
     "kl_loss_coef": 0,
+    "kl_horizon": 1,
+    "ref_update_interval": 1,
     "entropy_coef": 0,
     "entropy_coef_end": 0,
     "global_batch_size": 1,
@@ -106,6 +108,8 @@ ABOVE_ZERO = {
     "m2_threshold",
     "rs_veto_threshold",
     "token_age_decay",
+    "kl_target",
+    "ref_update_alpha",
     "lr",
     "adam_eps",
     "grad_norm_limit",
@@ -120,6 +124,7 @@ ABOVE_ZERO = {
 
 AT_MOST: dict[str, int] = {
     "token_age_decay": 1,
+    "ref_update_alpha": 1,
     "min_group_fraction": 1,
     "rollout_kv_use_target": 1,
     "eval_top_p": 1,

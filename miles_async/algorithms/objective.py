@@ -20,7 +20,9 @@ from torch import Tensor
 from miles_async.algorithms import registry
 from miles_async.algorithms.distillation import Distillation
 from miles_async.algorithms.entropy import EntropyBonus
+from miles_async.algorithms.kl_coefficient import KlCoefficient
 from miles_async.algorithms.proximal import interpolated
+from miles_async.algorithms.token_advantages.kl_in_reward import KlInReward
 from miles_async.algorithms.whole_batch.gather import Gather
 from miles_async.algorithms.whole_batch.second_moment import within_second_moment
 from miles_async.algorithms.whole_batch.whiten import whiten
@@ -50,6 +52,14 @@ class LossSums:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceUpdates:
+    """When and how the reference model follows the policy."""
+
+    interval: int  # rollout steps
+    alpha: float  # share of the policy's weights each time; 1: the reference becomes a copy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
     """The chosen algorithms, called for every micro-batch."""
 
@@ -57,7 +67,8 @@ class Objective:
     aggregation: Aggregation
     corrections: tuple[Correction, ...] = ()
     kl: KlEstimator | None = None
-    kl_coef: float = 0.0
+    kl_coefficient: KlCoefficient | None = None  # of that estimate in the loss
+    reference_updates: ReferenceUpdates | None = None  # None: the reference model stays as it is
     token_advantages: TokenAdvantages | None = None  # comes before the first optimizer step on a batch
     normalize_advantages: bool = False
     m2_threshold: float | None = None
@@ -79,6 +90,18 @@ class Objective:
             needs.update(self.distillation.needs)
         needs |= self.needs_for_advantages
         return frozenset(needs)
+
+    @property
+    def adaptive(self) -> KlCoefficient | None:
+        """The coefficient that follows the KL from one rollout step to the next; None if none does."""
+        in_reward = self.token_advantages if isinstance(self.token_advantages, KlInReward) else None
+        found = self.kl_coefficient if in_reward is None else in_reward.coefficient
+        return found if found is not None and found.target is not None else None
+
+    @property
+    def adapts_to(self) -> str:
+        """The metric that is the KL which :attr:`adaptive` follows."""
+        return "reward_kl" if isinstance(self.token_advantages, KlInReward) else "ref_kl"
 
     @property
     def changes_advantages(self) -> bool:
@@ -136,8 +159,11 @@ class Objective:
         metrics["policy_loss"] = loss
         if self.kl is not None:
             divergence = _per_token(self.kl(logprobs, batch.ref_logprobs), batch, "--kl-loss-type")
-            loss = loss + self.kl_coef * divergence
+            assert self.kl_coefficient is not None, "a KL loss has a coefficient"
+            loss = loss + self.kl_coefficient.value * divergence
             metrics["ref_kl"] = divergence
+        if isinstance(self.token_advantages, KlInReward):
+            metrics["reward_kl"] = self.token_advantages.divergence(batch)
         if self.entropy_bonus is not None:
             assert entropy is not None, "the entropy bonus needs an entropy"
             loss = loss - self.entropy_bonus.coefficient(progress) * entropy
@@ -156,7 +182,10 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         aggregation=registry.aggregation(arguments),
         corrections=registry.corrections(arguments),
         kl=registry.kl_estimator(arguments),
-        kl_coef=arguments.kl_loss_coef,
+        kl_coefficient=KlCoefficient(
+            value=arguments.kl_loss_coef, target=arguments.kl_target, horizon=arguments.kl_horizon
+        ),
+        reference_updates=_reference_updates(arguments),
         token_advantages=registry.token_advantages(arguments),
         normalize_advantages=arguments.normalize_advantages,
         m2_threshold=arguments.m2_threshold,
@@ -166,6 +195,12 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         entropy_bonus=EntropyBonus.of(arguments),
         routing_replay=arguments.routing_replay,
     )
+
+
+def _reference_updates(arguments: AlgorithmArguments) -> ReferenceUpdates | None:
+    if arguments.ref_update_interval is None:
+        return None
+    return ReferenceUpdates(interval=arguments.ref_update_interval, alpha=arguments.ref_update_alpha)
 
 
 def _old_policy(arguments: AlgorithmArguments) -> OldPolicy:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from miles_async.algorithms.histogram import SIGNED_MIDDLES, quantile, signed
 from miles_async.algorithms.ratio import bounded_difference
+from miles_async.algorithms.sequences import loss_tokens
 from miles_async.api import TokenBatch
 
-SPREAD_SUMS = frozenset({"advantage_sums", "advantage_abs_max", "log_ratio_histogram"})
+SPREAD_SUMS = frozenset({"advantage_sums", "advantage_abs_max", "log_ratio_histogram", "sequences"})
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
@@ -30,6 +31,7 @@ def spread_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
             [mask.sum(), advantages.sum(), advantages.square().sum(), (mask * (advantages == 0)).sum()]
         ),
         "advantage_abs_max": advantages.abs().max() if advantages.numel() else advantages.sum(),
+        "sequences": (loss_tokens(batch) > 0).sum(),
     }
     if "old_logprobs" in batch.computed:
         found["log_ratio_histogram"] = signed(bounded_difference(logprobs, batch.old_logprobs), mask)
@@ -39,10 +41,11 @@ def spread_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
 def spread_metrics(reduced: Mapping[str, Tensor]) -> dict[str, float]:
     """Metrics from the sums over all ranks and micro-batches."""
     if "advantage_sums" not in reduced:
-        return {}
+        return {"sequences": 0.0}
     count, total, squares, zeros = reduced["advantage_sums"].tolist()
     count = max(count, 1.0)
     found = {
+        "sequences": float(reduced["sequences"]),
         "advantage_mean": total / count,
         "advantage_std": math.sqrt(max(squares / count - (total / count) ** 2, 0.0)),
         "advantage_abs_max": float(reduced["advantage_abs_max"]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from miles_async.algorithms.kl_coefficient import KlCoefficient
 from miles_async.algorithms.registry import reward_kl_estimator
 from miles_async.algorithms.sequences import sum_to_go
 from miles_async.api import TokenBatch
@@ -22,8 +23,15 @@ class KlInReward:
     needs = ("old_logprobs", "ref_logprobs")
 
     def __init__(self, arguments: AlgorithmArguments) -> None:
-        self._coefficient, self._estimate = arguments.kl_coef, reward_kl_estimator(arguments)
+        self.coefficient = KlCoefficient(
+            value=arguments.kl_coef, target=arguments.kl_target, horizon=arguments.kl_horizon
+        )
+        self._estimate = reward_kl_estimator(arguments)
+
+    def divergence(self, batch: TokenBatch) -> Tensor:
+        """The KL of each token, [N]."""
+        return self._estimate(batch.old_logprobs, batch.ref_logprobs)
 
     def __call__(self, batch: TokenBatch) -> Tensor:
-        cost = self._coefficient * self._estimate(batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
+        cost = self.coefficient.value * self.divergence(batch) * batch.loss_mask
         return batch.advantages - sum_to_go(cost, batch.offsets)

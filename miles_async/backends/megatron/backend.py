@@ -73,6 +73,8 @@ class MegatronBackend:
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoint import seed_all
         from miles_async.backends.megatron.model import load_model, make_optimizer
+        from miles_async.backends.megatron.per_rollout import PerRollout
+        from miles_async.backends.megatron.reference import FollowingReference
         from miles_async.backends.megatron.scores import Scorer
         from miles_async.backends.megatron.step import StepRunner
         from miles_async.backends.megatron.step_limits import StepLimits
@@ -94,13 +96,16 @@ class MegatronBackend:
         self._optimizer, self._scheduler = make_optimizer(
             self._model.modules, optimizer, model, platform, total_steps=total_steps
         )
-        reference = None
+        reference, following = None, None
         if "ref_logprobs" in minimised.needs:
             if self._model.adapted and ref_hf_checkpoint is None:
                 reference = self._model.without_adapters(self.device)
             else:
                 frozen = load_model(ref_hf_checkpoint or directory, model, platform, trainable=False)
                 reference = frozen.pipeline(self.device)
+                if (updates := minimised.reference_updates) is not None:
+                    following = FollowingReference(modules=frozen.modules, policy=self._model.modules, updates=updates)
+        self._per_rollout = PerRollout(reference=following, objective=minimised)
         self._runner = StepRunner(
             model=self._model.pipeline(self.device),
             reference=reference,
@@ -143,7 +148,8 @@ class MegatronBackend:
         # A version is stepped from again where it was not published in between: engines have older weights then.
         same_weights = shard.target_version != self._stepped_from
         self._stepped_from = shard.target_version
-        return self._runner.train(shard, same_weights=same_weights)
+        metrics = self._runner.train(shard, same_weights=same_weights)
+        return metrics | self._per_rollout.update(metrics)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, on every rank; at the rollout temperature unless given."""
@@ -190,7 +196,7 @@ class MegatronBackend:
     def save(self, directory: Path) -> None:
         from miles_async.backends.megatron import checkpoint
 
-        checkpoint.save(directory, self._model.modules, self._optimizer, self._scheduler)
+        checkpoint.save(directory, self._model.modules, self._optimizer, self._scheduler, self._per_rollout)
 
     def stage_save(self, directory: Path) -> None:
         """Copy what :meth:`save` writes to the host, for :meth:`write_save`."""
@@ -200,7 +206,12 @@ class MegatronBackend:
         if self._host_buffer is None:
             self._host_buffer = HostBuffer()
         self._staged = StagedSave(
-            directory, self._model.modules, self._optimizer, self._scheduler, copies=self._host_buffer
+            directory,
+            self._model.modules,
+            self._optimizer,
+            self._scheduler,
+            self._per_rollout,
+            copies=self._host_buffer,
         )
 
     def write_save(self) -> bytes:
@@ -217,7 +228,12 @@ class MegatronBackend:
         from miles_async.backends.megatron import checkpoint
 
         checkpoint.load(
-            directory, self._model.modules, self._optimizer, self._scheduler, seed=self._model_arguments.seed
+            directory,
+            self._model.modules,
+            self._optimizer,
+            self._scheduler,
+            self._per_rollout,
+            seed=self._model_arguments.seed,
         )
         self._stepped_from = None
 

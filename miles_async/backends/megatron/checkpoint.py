@@ -1,4 +1,4 @@
-"""Exact checkpoints of one training state: model, optimizer, schedule, random generators.
+"""Exact checkpoints of one training state: model, optimizer, schedule, random generators, what follows the training.
 
 After a load the next step equals, bit by bit, the one that an uninterrupted run would have made with the same flags on
 the same layout of ranks. The format is megatron's dist_checkpointing (torch_dist): every rank writes its part, all
@@ -34,6 +34,7 @@ from miles_async.backends.megatron import adam_state
 from miles_async.backends.megatron.adapters import ADAPTER
 from miles_async.backends.megatron.checkpoint_writer import HostBuffer, PlannedSave
 from miles_async.backends.megatron.distributed import together
+from miles_async.backends.megatron.per_rollout import PerRollout
 from miles_async.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class StagedSave:
         modules: list[Module],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
+        per_rollout: PerRollout,
         copies: HostBuffer | None = None,
     ) -> None:
         """Collective. ``directory`` must be absent or empty. ``copies``: where the state is copied to, so that training
@@ -88,6 +90,7 @@ class StagedSave:
                 "optimizer_step": _optimizer_step(optimizer),
                 "schedule_step": scheduler.num_steps,
                 "rng": _sharded_rng(),
+                **per_rollout.sharded_state(),
             }
             self._planned = PlannedSave(directory, state, copies)
 
@@ -103,10 +106,14 @@ class StagedSave:
 
 
 def save(
-    directory: Path, modules: list[Module], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+    directory: Path,
+    modules: list[Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    per_rollout: PerRollout,
 ) -> None:
     """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError."""
-    staged = StagedSave(directory, modules, optimizer, scheduler)
+    staged = StagedSave(directory, modules, optimizer, scheduler, per_rollout)
     parts = together(staged.write)
     together(lambda: staged.finish(parts) if dist.get_rank() == 0 else None)
 
@@ -116,6 +123,7 @@ def load(
     modules: list[Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
+    per_rollout: PerRollout,
     *,
     seed: int,
 ) -> None:
@@ -134,12 +142,14 @@ def load(
         rng = _sharded_rng()
         if rng.unique_key in found:
             wanted["rng"] = rng
+        wanted |= per_rollout.wanted(found)
         state = dist_checkpointing.load(wanted, str(directory))
         for index, module in _inner(modules).items():
             module.load_state_dict(state["model"][index], strict=not _is_adapted(state["model"][index]))
         _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
         scheduler.num_steps = state["schedule_step"]
         scheduler.step(0)  # the flags' rate at this step
+        per_rollout.load(state)
     if "rng" in state:
         _restore_rng(state["rng"])
     else:

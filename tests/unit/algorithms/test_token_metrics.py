@@ -97,6 +97,7 @@ def reference(step: Step) -> dict[str, float]:
     found["advantage_mean"], found["advantage_std"] = advantages.mean(), advantages.std()
     found["advantage_abs_max"] = np.abs(advantages).max()
     found["masked_tokens/zero_advantage"] = (advantages == 0).sum()
+    found["sequences"] = sum(one.carries_loss for one in step)
     for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
         found[f"ratio_{name}"] = np.quantile(ratio, share, method="inverted_cdf")
     return found
@@ -133,6 +134,7 @@ def aged(step: Step, seed: int) -> Step:
             old=values[1],
             rollout=values[2],
             reference=values[1],
+            teacher=values[1],
             advantages=values[3],
             mask=torch.arange(length) % 2 == 1,
             versions=torch.full((length,), TARGET_VERSION),
@@ -225,7 +227,7 @@ def test_a_batch_without_loss_has_no_such_metrics() -> None:
     assert mismatch_metrics({}) == {
         "rollout_kl": 0, "rollout_kl_k3": 0, "logprob_diff_tokens": 0, "logprob_diff_mean": 0, "logprob_diff_max": 0
     }  # fmt: skip
-    assert spread_metrics({}) == {}
+    assert spread_metrics({}) == {"sequences": 0}
 
 
 @pytest.mark.parametrize("value", [0.0, 3e-6, 0.011, 1.0, 19.0])

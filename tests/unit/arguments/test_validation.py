@@ -226,6 +226,31 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"loss_length_normalizer": 100},
             "--loss-length-normalizer 100 has no effect with --loss-aggregation token_mean: use sequence_sum",
         ),
+        case("target of nothing", {"kl_target": 0.1}, "--kl-target 0.1 has no effect without --use-kl-loss or"),
+        case(
+            "target for a weight of 0",
+            {"kl_target": 0.1, "use_kl_loss": True},
+            "--kl-target 0.1 multiplies --kl-loss-coef, which is 0",
+        ),
+        case(
+            "one target for two",
+            {
+                "kl_target": 0.1,
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.1,
+                "token_advantages": "kl_in_reward",
+                "kl_coef": 0.1,
+            },
+            "--kl-target 0.1 adapts one coefficient",
+        ),
+        case("horizon of nothing", {"kl_horizon": 7}, "--kl-horizon 7 has no effect without --kl-target"),
+        case("average of nothing", {"ref_update_alpha": 0.5}, "--ref-update-alpha 0.5 has no effect without"),
+        case("a reference that nobody asks", {"ref_update_interval": 5}, "--ref-update-interval 5 has no effect"),
+        case(
+            "a reference of adapters",
+            {"ref_update_interval": 5, "use_kl_loss": True, "kl_loss_coef": 0.1, "lora_rank": 4},
+            "--ref-update-interval 5 with --lora-rank",
+        ),
         case("a schedule that stands still", {"entropy_coef_end": 0.0}, "--entropy-coef-end 0.0 is --entropy-coef"),
         case("bad steps in a row", {"max_bad_steps": 3}, "--max-bad-steps 3 has no effect with --bad-step-action stop"),
         case(

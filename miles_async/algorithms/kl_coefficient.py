@@ -1,0 +1,33 @@
+"""The weight of the KL to the reference model: constant, or such that the KL stays near a target.
+
+After each rollout step, with the mean KL of its tokens and n sequences trained::
+
+    e = clip(KL / kl_target - 1, -0.2, 0.2)
+    β ← β · (1 + e · n / kl_horizon)
+
+Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2, where the factor
+of e is 0.1 per batch; here it is that of the paper's code, lm-human-preferences, and of verl. There the KL is a sum
+over a sequence (verl: a mean over tokens, as here), so the paper's targets are those of whole answers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MOST = 0.2
+
+
+@dataclass(kw_only=True, slots=True)
+class KlCoefficient:
+    """β as it is now."""
+
+    value: float
+    target: float | None  # nats per token; None: β is constant
+    horizon: int  # sequences
+
+    def adapt(self, kl: float, sequences: float) -> None:
+        """Follow a rollout step with this mean KL; a KL that is not finite changes nothing."""
+        if self.target is not None and math.isfinite(kl):
+            error = min(max(kl / self.target - 1.0, -MOST), MOST)
+            self.value *= 1.0 + error * sequences / self.horizon
