@@ -15,6 +15,7 @@ named as ``shared`` are the same files everywhere, besides the sources and the e
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -170,9 +171,22 @@ class Machines:
 
     def slow_down(self, machine: Machine, *netem: str) -> None:
         """Delay or lose packets in both directions: ``netem`` are words of tc's, such as "delay", "50ms"."""
+        self._queue(machine, "netem", *netem)
+
+    def limit(self, machine: Machine, megabits: int) -> None:
+        """Limit the machine's link to that many megabits per second, in each direction."""
+        self._queue(machine, "tbf", "rate", f"{megabits}mbit", "burst", "1mb", "latency", "50ms")
+
+    def _queue(self, machine: Machine, *discipline: str) -> None:
+        """Let packets to and from the machine go through a queue: words of tc's."""
         for place in (self._on_switch, lambda *words: subprocess.run(machine.command(*words), check=True)):
             device = machine.link if place == self._on_switch else "eth0"
-            place("tc", "qdisc", "replace", "dev", device, "root", "netem", *netem)
+            place("tc", "qdisc", "replace", "dev", device, "root", *discipline)
+
+    def bytes_from(self, machine: Machine) -> int:
+        """Count the bytes that the machine has sent so far."""
+        found = self._on_switch("ip", "-json", "-stats", "link", "show", "dev", machine.link)
+        return int(json.loads(found)[0]["stats64"]["rx"]["bytes"])
 
     def start_ray(self, labels: Mapping[int, str] | None = None) -> None:
         """Start a Ray node on every machine; they ask for a token, as they do by default since Ray 2.60.
@@ -208,8 +222,9 @@ class Machines:
         for log in logs:
             _wait_for_line(log, "Ray runtime started")
 
-    def _on_switch(self, *words: str) -> None:
-        subprocess.run(["nsenter", f"--target={self._switch.pid}", "--net", *words], check=True)
+    def _on_switch(self, *words: str) -> bytes:
+        command = ["nsenter", f"--target={self._switch.pid}", "--net", *words]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
 
     def stop(self) -> None:
         """End all machines, and with them everything that runs or is mounted in them."""
