@@ -33,6 +33,8 @@ from miles_async.runtime.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import CanaryScore, GenerateRequest, Generation
 from miles_async.weights.transports.distributed.rank import DistributedSender
+from miles_async.weights.transports.host_files import Source
+from miles_async.weights.transports.object_store.rank import ObjectStoreSender
 from tests.integration.faulty_engines import Fault, FaultyEngine, PassOn, dies, does_nothing, hangs, refuses
 from tests.integration.publishing import (
     Publishing,
@@ -358,6 +360,31 @@ async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_an
         assert await published.publisher.repair() == ("engine-0",)
         await cluster.assert_all_hold_what_was_trained()
         await until_answered_by("engine-0", answers)
+
+
+@pytest.mark.long
+async def test_an_engine_that_restarted_takes_the_files_of_its_neighbour(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: A3, C8
+    sent: list[str] = []
+    plain = ObjectStoreSender.put_file
+
+    def put_file(sender: ObjectStoreSender, version: int, name: str) -> list[Source]:
+        sent.append(name)
+        return plain(sender, version, name)
+
+    monkeypatch.setattr(ObjectStoreSender, "put_file", put_file)
+    async with cluster.publishing(weight_transport="object_store", weight_delta="xor") as published:
+        await published.next()
+        await published.next()
+        assert sent
+        sent.clear()
+        cluster.engines["engine-0"].server().kill()
+        await cluster.until_joining("engine-0")
+        assert await published.publisher.repair() == ("engine-0",)
+        assert sent == []
+        await cluster.assert_all_hold_what_was_trained()
 
 
 async def test_no_failure_left_anything(cluster: Cluster) -> None:

@@ -83,6 +83,11 @@ def find_place(directory: Path) -> Place:
     return Place((_BOOT_ID.read_text(), status.st_dev, status.st_ino), directory.name)
 
 
+def find_copy(directory: Path, version: int) -> Place | None:
+    """Tell where the directory is if all files of ``version`` are in it."""
+    return find_place(directory) if (directory / version_directory(version)).is_dir() else None
+
+
 def link_version(directory: Path, version: int, neighbour: str, files: Sequence[str]) -> str | None:
     """Share ``files`` of a version with the directory ``neighbour`` beside this one. Returns the directory that the
     engine has to load; None if the neighbour is gone.

@@ -5,14 +5,20 @@ Hosts get their files while engines generate; in the pause a server only loads f
 directories are in one place share the files: one of them gets them, the others link them. One that has the version
 before, and whose server holds that version too, gets what changed since; else it gets everything. A server that holds
 the version before loads the buckets in which something changed. ``host_files.py`` is what runs on the hosts.
+
+Where files stay on hosts, an engine that comes later (restarted, or of a later portion) gets them from engines that
+serve the version: by links on their node, else by ``Pass``. If it comes again for the same version, the trainer sends
+it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
+
+import structlog
 
 from miles_async.runtime.tasks import gathered
 from miles_async.seams import EngineErrors, EngineFleet
@@ -23,24 +29,33 @@ from miles_async.weights.transports import host_files
 from miles_async.weights.transports.host_files import CHANGED, Source
 from miles_async.weights.transports.spec import DriverSide, Half
 
+log = structlog.get_logger(__name__)
+
 Ts = TypeVarTuple("Ts")
 Answer = TypeVar("Answer")
 
 FindSource = Callable[[StagedWeights, int, str], Awaitable[Source]]
 """(staged weights, index of a bucket, name of a file of that bucket) → where hosts get its bytes from."""
 
+Pass = Callable[[Path, int, str], list[Source]]
+"""Runs on the host of an engine: (its directory, version, name of a file) → where other hosts get the bytes from, in a
+list, so that no reference is resolved on the way.
+"""
+
 
 class LocalFilesTransport:
     """Implements WeightTransport."""
 
-    def __init__(self, side: DriverSide[Half], source: FindSource) -> None:
+    def __init__(self, side: DriverSide[Half], source: FindSource, pass_on: Pass | None = None) -> None:
         """With ``side.delta`` the files stay on the hosts, as the base of the next version; else they are removed once
-        loaded.
+        loaded. ``pass_on``: None if hosts get the bytes from ``source`` whoever else has them.
         """
         self._fleet = side.fleet
         self._flush_cache = side.flush_cache
         self._keep = side.delta
         self._source = source
+        self._pass_on = pass_on
+        self._taken: dict[str, int] = {}  # engine → version that it got from other engines last
         self._directories: dict[Incarnation, str] = {}  # engine → what its server has to load
         self.sent_fraction = 1.0
 
@@ -52,7 +67,8 @@ class LocalFilesTransport:
         hosts = _Hosts(self._fleet, staged, engines)
         places = await hosts.run(engines, host_files.find_place)
         with_base = set(await self._that_have_base(staged, hosts))
-        self._directories = {}
+        holders = await self._holders(staged, engines)
+        self._directories = dict(await self._link_to_holders(staged, hosts, places, holders, with_base))
         sent = 0
         while waiting := [engine for engine in hosts.survivors.left if engine not in self._directories]:
             groups: defaultdict[object, list[Incarnation]] = defaultdict(list)
@@ -61,7 +77,8 @@ class LocalFilesTransport:
             first = [group[0] for group in groups.values()]
             changing = [engine for engine in first if engine in with_base]
             storing = [engine for engine in first if engine not in with_base]
-            await self._fill(staged, hosts, storing, changing)
+            passing = [*holders] if self._pass_on and self._may_take(staged, storing) == storing else []
+            await self._fill(staged, hosts, storing, changing, passing)
             sent += len(storing) * staged.total_bytes + len(changing) * _delta_bytes(staged)
             self._directories |= await hosts.run(first, host_files.complete, staged.version)
             linking = []
@@ -88,13 +105,52 @@ class LocalFilesTransport:
 
     async def close(self) -> None: ...
 
+    async def _holders(
+        self, staged: StagedWeights, engines: Sequence[Incarnation]
+    ) -> Mapping[Incarnation, host_files.Place]:
+        """Engines that serve the version and whose hosts have its files, and where."""
+        serving = (await self._fleet.members()).serving if self._keep else ()
+        others = [engine for engine in serving if engine not in engines]
+        found = await self._fleet.on_host(others, host_files.find_copy, staged.version) if others else {}
+        return {engine: place for engine, place in found.items() if isinstance(place, host_files.Place)}
+
+    def _may_take(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> Sequence[Incarnation]:
+        """Those of ``engines`` that have not got this version from others before, which was of no use."""
+        return [engine for engine in engines if self._taken.get(engine.engine) != staged.version]
+
+    async def _link_to_holders(
+        self,
+        staged: StagedWeights,
+        hosts: _Hosts,
+        places: Mapping[Incarnation, host_files.Place],
+        holders: Mapping[Incarnation, host_files.Place],
+        with_base: Collection[Incarnation],
+    ) -> Mapping[Incarnation, str]:
+        """Have engines share the files of holders on their node. Returns what these engines have to load."""
+        names = {place.parent: place.name for place in holders.values()}
+        linking = []
+        for engine in self._may_take(staged, hosts.survivors.left):
+            if (name := names.get(places[engine].parent)) is not None:
+                self._taken[engine.engine] = staged.version
+                linking.append(hosts.link(name, [engine], _files(staged, changes=engine in with_base)))
+        return {engine: directory for linked in await gathered(*linking) for engine, directory in linked.items()}
+
     async def _fill(
-        self, staged: StagedWeights, hosts: _Hosts, storing: Sequence[Incarnation], changing: Sequence[Incarnation]
+        self,
+        staged: StagedWeights,
+        hosts: _Hosts,
+        storing: Sequence[Incarnation],
+        changing: Sequence[Incarnation],
+        passing: list[Incarnation],
     ) -> None:
-        """Write the files, one bucket after another: an object store never holds more than one."""
+        """Write the files, one bucket after another: an object store never holds more than one.
+
+        ``passing``: engines that pass on whole files; the sending rank does when none is left.
+        """
+        self._taken |= dict.fromkeys((engine.engine for engine in storing if passing), staged.version)
         for index, tensors in staged.buckets.items():
             if storing:
-                source = await self._source(staged, index, bucket_file(index))
+                source = await self._find_whole(staged, index, passing)
                 await hosts.run(storing, host_files.store_bucket, staged.version, index, source)
             if changing:
                 assert staged.delta is not None
@@ -102,6 +158,16 @@ class LocalFilesTransport:
                 delta = await self._source(staged, index, delta_file(index)) if changed else None
                 base = staged.delta.base_version
                 await hosts.run(changing, host_files.change_bucket, staged.version, index, delta, base, tensors)
+
+    async def _find_whole(self, staged: StagedWeights, index: int, passing: list[Incarnation]) -> Source:
+        """Where hosts get a bucket's file from. Engines that fail to pass it on are removed from ``passing``."""
+        while passing:
+            assert self._pass_on is not None
+            answers = await self._fleet.on_host(passing[:1], self._pass_on, staged.version, bucket_file(index))
+            if not isinstance(answer := answers[passing[0]], Exception):
+                return answer[0]
+            log.warning("engine did not pass on weights", engine=str(passing.pop(0)), error=str(answer))
+        return await self._source(staged, index, bucket_file(index))
 
     async def _that_have_base(self, staged: StagedWeights, hosts: _Hosts) -> Sequence[Incarnation]:
         """Engines whose host and whose server hold the version that the delta starts from."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from miles_async.seams import WeightSender
 from miles_async.types import StagedWeights
+from miles_async.weights.files import version_directory
 from miles_async.weights.transports.host_files import Source
 from miles_async.weights.transports.local_files import LocalFilesTransport
 from miles_async.weights.transports.spec import DriverSide
@@ -29,4 +33,11 @@ def make_driver(side: DriverSide[PutsFiles]) -> LocalFilesTransport:
         [reference] = await side.sender(index % staged.senders).call(PutsFiles.put_file, staged.version, name)
         return reference
 
-    return LocalFilesTransport(side, put)
+    return LocalFilesTransport(side, put, put_from_host)
+
+
+def put_from_host(directory: Path, version: int, name: str) -> list[Source]:
+    """Put a file that an engine's host has into the object store, as ``PutsFiles.put_file`` does."""
+    import ray
+
+    return [ray.put(np.memmap(directory / version_directory(version) / name, np.uint8, mode="r"))]

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
 
 from miles_async.arguments import WeightsArguments
 from miles_async.errors import EngineError
-from miles_async.types import Incarnation, StagedWeights
+from miles_async.types import CanaryScore, Incarnation, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports import host_files
@@ -83,7 +84,7 @@ class FileFleet(FakeFleet):
 
     def restart(self, engine: str) -> None:
         """With an empty host directory, as any start of an engine."""
-        self.hosts[engine] = self.hosts[engine].with_name(f"{engine} again")
+        self.hosts[engine] = self.hosts[engine].with_name(f"{engine} again {self.restarts[engine]}")
         self.hosts[engine].mkdir()
         self.tensors[engine].clear()
         super().restart(engine)
@@ -152,6 +153,12 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["xor", "overwrite"])
 def delta(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no Ray: an object is a reference to itself."""
+    monkeypatch.setattr(ray, "put", np.array)
 
 
 BUCKETS = [f"bucket-0000{index}.safetensors" for index in range(3)]
@@ -346,6 +353,72 @@ async def test_a_base_that_was_changed_costs_the_engine_that_notices_and_its_nei
     assert (publication.engines, publication.fenced) == (("engine-1", "engine-2"), ("engine-0",))
     setup.check(1)
     assert setup.fleet.loaded["engine-2"] == BUCKETS
+    setup.sender.close()
+
+
+# -------------------------------------------------------------------------- from engines that serve the version
+async def test_an_engine_that_restarted_links_the_files_that_its_node_has(tmp_path: Path, transport: str) -> None:
+    # covers: C8
+    setup = Setup(tmp_path, engines=2, one_node=True, weight_transport=transport, weight_delta="xor")
+    await setup.publish(0)
+    await setup.publish(1)
+    setup.fleet.restart("engine-1")
+    setup.trainer.sent_bytes.clear()
+    staged = setup.sender.file(1, "")
+    staged.rename(staged.with_name("gone"))
+    assert await setup.publisher.repair() == ("engine-1",)
+    assert setup.trainer.sent_bytes == {}
+    setup.check(1)
+    staged.with_name("gone").rename(staged)
+    assert await setup.publish(2) < 0.25
+    setup.sender.close()
+
+
+@pytest.mark.parametrize("fails_at", [None, "bucket-00001.safetensors"])
+async def test_an_engine_on_another_node_passes_files_on_and_the_trainer_sends_the_rest_if_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str | None
+) -> None:
+    # covers: C8
+    def put(data: Any) -> Any:
+        if Path(data.filename).name == fails_at:
+            raise EngineError("its store is full")
+        return np.array(data)
+
+    monkeypatch.setattr(ray, "put", put)
+    setup = Setup(tmp_path, engines=2, weight_transport="object_store", weight_delta="xor")
+    await setup.publish(0)
+    await setup.publish(1)
+    setup.fleet.restart("engine-1")
+    setup.trainer.sent_bytes.clear()
+    assert await setup.publisher.repair() == ("engine-1",)
+    assert sorted(setup.trainer.sent_bytes) == (BUCKETS[1:] if fails_at else [])
+    setup.check(1)
+    assert setup.fleet.fenced == []
+    setup.sender.close()
+
+
+@pytest.mark.parametrize("one_node", [True, False])
+async def test_an_engine_that_got_wrong_files_from_another_gets_them_from_the_trainer(
+    tmp_path: Path, one_node: bool
+) -> None:
+    # covers: C8
+    setup = Setup(tmp_path, engines=2, one_node=one_node, weight_transport="object_store", weight_delta="xor")
+    await setup.publish(0)
+    _spoil_base(setup.fleet.hosts["engine-0"])
+    right = setup.trainer.weights(0)["a"]
+    setup.fleet.restart("engine-1")
+
+    async def scores(engines: Sequence[Incarnation], tokens: Any) -> Any:
+        differs = {each.engine: not torch.equal(setup.fleet.tensors[each.engine]["a"], right) for each in engines}
+        return {each: CanaryScore("0", (9.0, 9.0) if differs[each.engine] else CANARY_LOGPROBS) for each in engines}
+
+    setup.fleet.score = scores  # type: ignore[method-assign]
+    assert await setup.publisher.repair() == ()
+    assert setup.fleet.fenced == ["engine-1"]
+    setup.fleet.restart("engine-1")
+    assert await setup.publisher.repair() == ("engine-1",)
+    assert sorted(setup.trainer.sent_bytes) == BUCKETS
+    assert torch.equal(setup.fleet.tensors["engine-1"]["a"], right)
     setup.sender.close()
 
 
