@@ -8,6 +8,7 @@ from typing import Literal
 from miles_async.arguments.flag import flag
 
 LrDecayStyle = Literal["constant", "linear", "cosine"]
+EssLrScaling = Literal["sqrt", "linear"]
 BadStepAction = Literal["stop", "skip"]
 
 
@@ -34,6 +35,14 @@ class OptimizerArguments:
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: LrDecayStyle = flag("constant", "shape of the decay over --num-rollout")
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
+    ess_lr_scaling: EssLrScaling | None = flag(
+        None,
+        "scale the learning rate of every optimizer step by its effective sample size, the share of its sequences that "
+        "count: stale data then makes small steps (VCPO). sqrt: by its square root, as suits Adam; linear",
+    )
+    ess_lr_full_share: float = flag(
+        1.0, "with --ess-lr-scaling: share from which on a step has the whole learning rate"
+    )
     weight_decay: float = flag(0.0, "AdamW weight decay")
     adam_beta1: float = flag(0.9, "Adam beta 1")
     adam_beta2: float = flag(0.95, "Adam beta 2")

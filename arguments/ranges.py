@@ -112,6 +112,7 @@ ABOVE_ZERO = {
     "ref_update_alpha",
     "lr",
     "adam_eps",
+    "ess_lr_full_share",
     "grad_norm_limit",
     "max_logprob_diff",
     "canary_tolerance",
@@ -123,6 +124,7 @@ ABOVE_ZERO = {
 }
 
 AT_MOST: dict[str, int] = {
+    "ess_lr_full_share": 1,
     "token_age_decay": 1,
     "ref_update_alpha": 1,
     "min_group_fraction": 1,

@@ -244,6 +244,14 @@ def check_bad_steps(arguments: Arguments) -> Iterator[str]:
         )
 
 
+def check_ess_lr_scaling(arguments: Arguments) -> Iterator[str]:
+    """The share that a whole learning rate takes is given with what it scales."""
+    optimizer = arguments.optimizer
+    share = optimizer.ess_lr_full_share
+    if optimizer.ess_lr_scaling is None and share != OptimizerArguments().ess_lr_full_share:
+        yield f"--ess-lr-full-share {share:g} has no effect without --ess-lr-scaling"
+
+
 def check_hooks(arguments: Arguments) -> Iterator[str]:
     """Hooks are written ``module:attr``; they are loaded later, once."""
     hooks = {
@@ -343,6 +351,7 @@ CHECKS: tuple[Check, ...] = (
     check_sampling,
     check_staleness,
     check_bad_steps,
+    check_ess_lr_scaling,
     check_off_policy_correction,
     check_distillation,
     check_routing_replay,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.histogram import magnitudes, quantile
-from miles_async.algorithms.ratio import bounded_exp
+from miles_async.algorithms.ratio import MAX_LOG_RATIO
 from miles_async.algorithms.sequences import loss_tokens, per_token, sum_of_loss_tokens
 from miles_async.api import TokenBatch
 
@@ -16,6 +16,8 @@ BEGINNINGS = (0, 1, 2, 3, 4, 8, 16)
 """First age of each group of ages; turns, counted from 0, are grouped alike."""
 
 AGES = ("age_0", "age_1", "age_2", "age_3", "age_4-7", "age_8-15", "age_16+")
+MIN_LOG_WEIGHT = -300.0  # its square is above 0 in float64, so that no sum of squares is 0
+
 TURNS = ("turn_1", "turn_2", "turn_3", "turn_4", "turn_5-8", "turn_9-16", "turn_17+")
 
 MISMATCH_SUMS = frozenset(
@@ -44,8 +46,8 @@ def mismatch_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
     mean(log q − log p) and by the k3 estimator r − 1 − log r with r = p / q, which is never negative (Schulman,
     "Approximating KL divergence", 2020).
 
-    Importance weights are r, at most e^20, of tokens and as products over sequences. Their sums, [3], are over 1, r and
-    r². Sums by age and by turn, [groups, 3], are over 1, |log r| and the k3 of each token.
+    Importance weights are r of tokens, and their products over sequences. Sums by age and by turn, [groups, 3], are
+    over 1, |log r| and the k3 of each token.
     """
     mask = batch.loss_mask
     difference = (batch.rollout_logprobs - logprobs) * mask
@@ -54,7 +56,6 @@ def mismatch_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
     same_weights = mask * (batch.oldest_versions == batch.target_version)
     absolute = difference.abs() * same_weights
     ages, turns = batch.ages.clamp(min=0), turns_of(batch)
-    sequences = (loss_tokens(batch) > 0).double()
     return {
         "mismatch_tokens": mask.sum(),
         "rollout_kl": difference.sum(),
@@ -62,8 +63,8 @@ def mismatch_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
         "logprob_diff_tokens": same_weights.sum(),
         "logprob_diff_sum": absolute.sum(),
         "logprob_diff_max": absolute.max() if absolute.numel() else absolute.sum(),
-        "importance_sums": _moments(bounded_exp(-difference.double()), mask.double()),
-        "sequence_importance_sums": _moments(bounded_exp(sum_of_loss_tokens(-difference.double(), batch)), sequences),
+        "importance_sums": importance_sums(-difference, mask),
+        "sequence_importance_sums": sequence_importance_sums(logprobs, batch),
         **_grouped("ages", ages, difference, k3, mask),
         **_grouped("turns", turns, difference, k3, mask),
     }
@@ -94,6 +95,12 @@ def mismatch_metrics(reduced: Mapping[str, Tensor]) -> dict[str, float]:
     return found
 
 
+def sequence_importance_sums(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """The :func:`importance_sums` of sequences that carry loss; w is the product of π / π_rollout over their tokens."""
+    log_ratio = (logprobs - batch.rollout_logprobs).double()
+    return importance_sums(sum_of_loss_tokens(log_ratio, batch), loss_tokens(batch) > 0)
+
+
 def effective_sample_size(sums: Tensor) -> float:
     """(Σ w)² / Σ w² as a share of the samples, in (0, 1], from the sums over 1, w and w² (Kong, 1992); 0 of none."""
     count, total, squares = sums.tolist()
@@ -115,8 +122,10 @@ def turns_of(batch: TokenBatch) -> Tensor:
     return (begun - per_token(earlier, batch.offsets) - 1).clamp(min=0)
 
 
-def _moments(weights: Tensor, mask: Tensor) -> Tensor:
-    weights = weights * mask
+def importance_sums(log_weights: Tensor, mask: Tensor) -> Tensor:
+    """float64 [3]: sums over 1, w and w² where ``mask`` is 1, both [n]; log w is taken to be within -300 and 20."""
+    mask = mask.double()
+    weights = log_weights.double().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO).exp() * mask
     return torch.stack([mask.sum(), weights.sum(), weights.square().sum()])
 
 

@@ -20,7 +20,7 @@ from miles_async.algorithms.objective import make_objective
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.cluster import DeviceChoice
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
-from miles_async.arguments.optimizer import OptimizerArguments
+from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
 from miles_async.backends.megatron.backend import MegatronBackend
 from tests.integration.toy_batches import to_shards, toy_samples
 
@@ -131,6 +131,7 @@ class Training:
     algorithm: AlgorithmArguments = PLAIN
     optimizer_steps: int = 1  # per rollout step and epoch
     epochs: int = 1
+    ess_lr_scaling: EssLrScaling | None = None
 
 
 def observe_training(
@@ -158,7 +159,14 @@ def rollout_steps(optimizer_steps: int) -> list[list[Any]]:
 
 def _observe(store: dist.Store, rank: int, world_size: int, training: Training, layout: Layout) -> Observed:
     backend = make_backend(
-        rank, world_size, store, training.directory, layout, training.algorithm, ppo_epochs=training.epochs
+        rank,
+        world_size,
+        store,
+        training.directory,
+        layout,
+        training.algorithm,
+        ppo_epochs=training.epochs,
+        ess_lr_scaling=training.ess_lr_scaling,
     )
     observed = Observed(
         logprobs=backend.logprobs(SEQUENCES),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -42,7 +43,7 @@ ALGORITHMS = {
 }
 METRICS = {
     *(f"logprob_diff/age_{age}/{what}" for age in (0, 1) for what in ("tokens", "mean", "p99", "max")),
-    *("rollout_kl_k3/age_0", "logprob_diff/turn_2/mean", "ess", "ess_sequences"),
+    *("lr_factor", "rollout_kl_k3/age_0", "logprob_diff/turn_2/mean", "ess", "ess_sequences"),
     *("advantage_mean", "advantage_std", "advantage_abs_max", "ratio_p01", "ratio_p99", "masked_tokens/no_loss"),
 }
 REPRESENTATIVES = ("gspo", "reinforce-plus-plus", "m2po")
@@ -61,7 +62,11 @@ LONG = tuple(name for name in LAYOUTS if name not in ("one-rank", "dp2"))
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     directory = save_tiny("qwen3-moe", tmp_path_factory.mktemp("model") / "qwen3-moe")
-    return {name: Training(directory, algorithm=algorithm, optimizer_steps=2) for name, algorithm in ALGORITHMS.items()}
+    found = {
+        name: Training(directory, algorithm=algorithm, optimizer_steps=2) for name, algorithm in ALGORITHMS.items()
+    }
+    found["gspo"] = dataclasses.replace(found["gspo"], ess_lr_scaling="linear")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,8 @@ def assert_equal(found: dict[str, list[Observed]], expected: dict[str, list[Obse
     for name, ranks in found.items():
         (alone,) = expected[name]
         assert any(step["grad_norm"] > 0 for step in alone.steps), name
+        assert ("lr_factor" in alone.steps[0]) is (name == "gspo")
+        assert alone.steps[0].get("lr_factor", 0.5) < 0.99
         for rank in ranks:
             for ours, reference in zip(rank.steps, alone.steps, strict=True):
                 assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4, abs=1e-5), name

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from miles_async.algorithms.objective import Objective
+from miles_async.algorithms.step_scale import StepScale
 from miles_async.arguments.cluster import DeviceChoice
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
@@ -113,6 +114,7 @@ class MegatronBackend:
             scheduler=self._scheduler,
             objective=minimised,
             limits=StepLimits.of(optimizer),
+            scale=StepScale.of(optimizer),
             epochs=optimizer.ppo_epochs,
             total_steps=total_steps,
             scorer=Scorer(temperature=temperature, chunk=optimizer.logprob_chunk),

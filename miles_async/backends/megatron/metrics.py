@@ -46,13 +46,15 @@ def step_metrics(
     breaches: Sequence[Breach],
     lags: Sequence[tuple[int, int]],
     lr: float,
+    lr_factors: Sequence[float],
     steps: int,
     seconds: float,
 ) -> dict[str, float]:
     """``reduced``: over all ranks; sums become means over loss tokens, ``_max`` and totals stay. ``loss`` is the mean
     over what its aggregation counts.
 
-    ``grad_norm`` is the mean over the optimizer steps that were made (before clipping), ``lr`` that of the last.
+    ``grad_norm`` is the mean over the optimizer steps that were made (before clipping), ``lr`` that of the last,
+    before ``lr_factors`` if there are any: one per optimizer step that was made.
     ``lags``: per optimizer step, how many were made before it since the version that the batch was cut for, and its
     loss tokens, over which ``optimizer_lag_mean`` is the mean.
     """
@@ -71,6 +73,7 @@ def step_metrics(
     optimizer = {
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
         "lr": lr,
+        **({"lr_factor": sum(lr_factors) / len(lr_factors)} if lr_factors else {}),
         "optimizer_steps": float(steps),
         "optimizer_lag_mean": sum(lag * tokens for lag, tokens in lags) / max(sum(tokens for _, tokens in lags), 1),
         "optimizer_lag_max": float(max((lag for lag, _ in lags), default=0)),

@@ -25,6 +25,8 @@ from torch import Tensor
 from miles_async.algorithms.mismatch import mismatch_sums
 from miles_async.algorithms.objective import LossSums, Objective
 from miles_async.algorithms.spread import spread_sums
+from miles_async.algorithms.step_scale import SUMS as STEP_SUMS
+from miles_async.algorithms.step_scale import StepScale
 from miles_async.api import Need
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
 from miles_async.backends.megatron.forward import Pipeline
@@ -54,6 +56,7 @@ class StepRunner:
     scheduler: OptimizerParamScheduler
     objective: Objective
     limits: StepLimits
+    scale: StepScale | None  # of the learning rate; None: 1
     epochs: int
     total_steps: int  # optimizer steps of the whole run
     scorer: Scorer
@@ -76,6 +79,7 @@ class StepRunner:
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
         breaches: list[Breach] = []
+        lr_factors: list[float] = []
         lags: list[tuple[int, int]] = []  # (optimizer steps made since the shard's version, loss tokens)
         for index, packs in enumerate(steps):
             self.scheduler.step(1)
@@ -88,7 +92,10 @@ class StepRunner:
             if breach is not None:
                 breaches.append(breach)
             elif norm > 0:
-                self.optimizer.step()
+                if self.scale is None:
+                    self.optimizer.step()
+                else:
+                    lr_factors.append(self._scaled_step(self.scale, sums))
                 norms.append(norm)
         reduced = reduce_metrics(totals, self.device)
         _check_loss_tokens(reduced, sum(loss_tokens), shard.target_version)
@@ -98,6 +105,7 @@ class StepRunner:
             breaches=breaches,
             lags=lags,
             lr=float(self.optimizer.param_groups[0]["lr"]),
+            lr_factors=lr_factors,
             steps=len(steps),
             seconds=time.perf_counter() - started,
         )
@@ -158,6 +166,19 @@ class StepRunner:
         self.optimizer.prepare_grads()
         return sums, float(self.optimizer.get_grad_norm())
 
+    def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:
+        """Make an optimizer step; return the factor of its learning rate. ``sums``: this rank's. Collective."""
+        of_rank = sums.get(STEP_SUMS, torch.zeros(3, device=self.device))
+        factor = scale.factor(reduce_metrics({STEP_SUMS: of_rank}, self.device)[STEP_SUMS])
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        return factor
+
     def _loss(self, packed: PackedBatch, output: ModelOutput, index: int) -> LossSums:
         objective, batch = self.objective, packed.batch
         scores = self.scorer(output, packed.sequences, entropy="entropy" in objective.needs)
@@ -175,6 +196,7 @@ class StepRunner:
             **sums.metrics,
             **({} if before is None else mismatch_sums(before, batch)),
             **spread_sums(logprobs, batch),
+            **({} if self.scale is None else self.scale.sums(logprobs, batch)),
             "loss": sums.loss.detach(),
             "loss_count": sums.count,
             "tokens": torch.tensor(float(packed.sequences.num_tokens), device=self.device),

@@ -152,6 +152,7 @@ def test_metrics_equal_numpy_however_sequences_are_packed(seed: int, parts: Sequ
 
 COARSE, CANCELLED, PRESENCE = "below a bin's width", "a factor of all three sums cancels", "only whether it is 0 counts"
 HARMLESS = {
+    "MIN_LOG_WEIGHT": "far below any weight that counts",
     **dict.fromkeys(
         (
             "0.99",
@@ -167,7 +168,9 @@ HARMLESS = {
     **dict.fromkeys(
         (
             "weights",
-            "weights * mask",
+            "importance_sums(sum_of_loss_tokens(log_ratio, batch), loss_tokens(batch) > 0)",
+            "log_weights.double().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO).exp()",
+            "log_weights.double().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO).exp() * mask",
             "sums",
             "torch.stack([mask.sum(), weights.sum(), weights.square().sum()])",
         ),

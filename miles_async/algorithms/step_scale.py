@@ -1,0 +1,51 @@
+"""A smaller learning rate for optimizer steps that few sequences decide: the step scaling of VCPO.
+
+Huang et al., "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", arXiv:2602.17616. With w the product of
+π / π_rollout over the tokens of a sequence that carry loss, π the policy that is about to step::
+
+    share  = (Σ w)² / (B · Σ w²)                        over the B sequences of the optimizer step
+    factor = min(1, share / full_share) ** power        power 1/2 for Adam ("sqrt"), 1 ("linear")
+
+The text leaves open what follows from a share above full_share; as in the authors' code the factor is 1.
+Their second part, a baseline that weights rewards with the squared gradient norm of each trajectory, takes a backward
+pass per sample and is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.mismatch import effective_sample_size, sequence_importance_sums
+from miles_async.api import TokenBatch
+from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
+
+POWERS: dict[EssLrScaling, float] = {"sqrt": 0.5, "linear": 1.0}
+SUMS = "step_importance_sums"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepScale:
+    """How the learning rate of an optimizer step follows from its effective sample size."""
+
+    power: float
+    full_share: float  # from here on the step has the whole learning rate
+
+    @staticmethod
+    def of(arguments: OptimizerArguments) -> StepScale | None:
+        """Read the flags; None if every step has the whole learning rate."""
+        rule = arguments.ess_lr_scaling
+        return None if rule is None else StepScale(power=POWERS[rule], full_share=arguments.ess_lr_full_share)
+
+    @torch.no_grad()
+    def sums(self, logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+        """Return what :meth:`factor` needs of one micro-batch, to be added up. ``logprobs``: [N], by the policy that is
+        about to step.
+        """
+        return {SUMS: sequence_importance_sums(logprobs, batch)}
+
+    def factor(self, sums: Tensor) -> float:
+        """Return the factor of the learning rate, in (0, 1], from the sums of the whole optimizer step."""
+        return min(1.0, effective_sample_size(sums) / self.full_share) ** self.power

@@ -1,0 +1,99 @@
+"""The factor of the learning rate by effective sample size, against numpy in float64.
+
+# covers: C12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from miles_async.algorithms import step_scale
+from miles_async.algorithms.step_scale import SUMS, StepScale
+from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
+from tests.fakes.token_batches import token_batch
+from tests.unit.algorithms.formula_errors import instrumented
+from tests.unit.algorithms.steps import Step, micro_batch, random_step
+
+SEEDS = range(4)
+SETTINGS: list[tuple[EssLrScaling, float]] = [("sqrt", 1.0), ("linear", 1.0), ("sqrt", 0.6), ("linear", 0.1)]
+
+
+def make(rule: EssLrScaling, full_share: float) -> StepScale:
+    scale = StepScale.of(OptimizerArguments(ess_lr_scaling=rule, ess_lr_full_share=full_share))
+    assert scale is not None
+    return scale
+
+
+def ours(step: Step, parts: Sequence[Sequence[int]], scale: StepScale) -> float:
+    total = torch.zeros(3)
+    for part in parts:
+        logprobs, batch = micro_batch([step[index] for index in part])
+        total = total + scale.sums(logprobs, batch)[SUMS]
+    return scale.factor(total)
+
+
+def reference(step: Step, rule: str, full_share: float) -> float:
+    """(Σ w)² / (B Σ w²), w the product of π / π_rollout over the sequence; VCPO, 2602.17616."""
+    products = [one for one in step if one.carries_loss]
+    logs = np.array([float((one.logprobs - one.rollout).detach()[one.mask].double().sum()) for one in products])
+    w = np.exp(np.minimum(logs, 20.0))
+    share = w.sum() ** 2 / (len(w) * (w**2).sum())
+    ratio = min(1.0, share / full_share)
+    return float(np.sqrt(ratio)) if rule == "sqrt" else ratio
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("rule", "full_share"), SETTINGS)
+@pytest.mark.parametrize("parts", [[range(8)], [[7, 5, 0], [], [1], [2, 3, 4, 6]]])
+def test_the_factor_equals_numpy_however_sequences_are_packed(
+    seed: int, rule: EssLrScaling, full_share: float, parts: Sequence[Sequence[int]]
+) -> None:
+    step = random_step(seed)
+    assert len(step) == 8
+    assert ours(step, parts, make(rule, full_share)) == pytest.approx(reference(step, rule, full_share), rel=1e-6)
+
+
+def test_an_error_of_a_thousandth_is_noticed() -> None:
+    steps = [random_step(seed) for seed in SEEDS]
+
+    def agree() -> bool:
+        return all(
+            ours(step, [range(8)], make(*setting)) == pytest.approx(reference(step, *setting), rel=1e-6)
+            for step in steps
+            for setting in SETTINGS
+        )
+
+    with instrumented(step_scale, metrics=True) as errors:
+        assert agree()
+        unnoticed = []
+        for number in sorted(errors.reached):
+            with errors.in_expression(number):
+                if agree():
+                    unnoticed.append(errors.expressions[number].split(": ", 1)[1])
+    assert unnoticed == ["sums"]  # a factor of all three cancels
+
+
+def test_fresh_data_has_the_whole_learning_rate() -> None:
+    batch = token_batch(old=[-1.0, -2.0, -1.0], advantages=[1.0] * 3, rollout=[-1.0, -2.0, -1.0], lengths=[2, 1])
+    scale = make("sqrt", 1.0)
+    assert scale.factor(scale.sums(batch.old_logprobs, batch)[SUMS]) == 1.0
+
+
+def test_one_sequence_that_outweighs_all_others_makes_a_small_step() -> None:
+    batch = token_batch(old=[15.0] + [0.0] * 99, advantages=[1.0] * 100, rollout=[0.0] * 100, lengths=[1] * 100)
+    scale = make("linear", 1.0)
+    assert scale.factor(scale.sums(batch.old_logprobs, batch)[SUMS]) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_long_sequences_that_became_unlikely_are_no_division_by_zero() -> None:
+    batch = token_batch(old=[-900.0, -901.0], advantages=[1.0] * 2, rollout=[0.0] * 2, lengths=[1, 1])
+    scale = make("sqrt", 1.0)
+    assert 0 < scale.factor(scale.sums(batch.old_logprobs, batch)[SUMS]) <= 1
+
+
+def test_without_the_flag_there_is_none() -> None:
+    assert StepScale.of(OptimizerArguments()) is None
