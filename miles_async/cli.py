@@ -27,7 +27,7 @@ Commands:
   scale          more or fewer engines while a run goes on; `miles-async scale --help`
   replay         take the decisions of a run with --record again, and compare; `miles-async replay --help`
   plan           predict step time, idle time and ages of settings; `miles-async plan --help`
-  migrate        a recipe of slime or miles as flags of ours; `miles-async migrate --help`
+  migrate        a recipe of slime, miles or verl as flags of ours; `miles-async migrate --help`
   doctor         check this machine, or a cluster, and say how to mend it; `miles-async doctor --help`
   --version      print the version ({__version__})
 

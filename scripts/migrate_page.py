@@ -1,4 +1,4 @@
-"""Write docs/migrate.md: what becomes of each flag of other systems, from the table in arguments/foreign/.
+"""Write docs/migrate.md: what becomes of each flag of other systems, from the tables in arguments/foreign/.
 
 From the repository root:
 
@@ -14,25 +14,29 @@ from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
 from miles_async.arguments.foreign.record import ForeignFlag
+from miles_async.arguments.foreign.verl import KEYS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "migrate.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "migrate.md"
+EXAMPLES = ROOT / "examples" / "migrate"
 
 HEADER = """\
 # Coming from another system
 
-Written by `.venv/bin/python scripts/migrate_page.py` from the table that reads the flags, `arguments/foreign/`; not
-edited by hand.
+Written by `.venv/bin/python scripts/migrate_page.py` from the tables that read the flags, `arguments/foreign/`, and the
+recipes of `examples/migrate/`; not edited by hand.
 
-A command line of slime or miles is mostly one of ours. Give your paths, your cluster, and how old data may be:
-`--max-weight-staleness 2 --use-rollout-logprobs`, or `--on-policy` for their synchronous loop. `--dry-run` then lists
-every flag that changes nothing here, and refuses what cannot work with the reason.
+A command line of slime or miles is mostly one of ours, and most keys of verl's configuration are flags here. Give your
+paths, your cluster, and how old data may be: `--max-weight-staleness 2 --use-rollout-logprobs`, or `--on-policy` for
+their synchronous loop. `--dry-run` then lists every flag that changes nothing here, and refuses what cannot work with
+the reason.
 
     miles-async migrate run-qwen3-4B.sh > qwen3-4b.args
 
-reads a script of theirs (arrays, variables, sourced files; it is not run) and prints the flags that are left of it
-here, what became of the others and why, and which variables it could not know. Exit code 1 says that something could
-not be mapped. A script in Python decides its flags as it runs: `miles-async migrate -` reads the command that it
-prints.
+reads a script of theirs (arrays, variables, arithmetic, sourced files; it is not run) and prints the flags that are
+left of it here, what became of the others and why, and which variables it could not know. Exit code 1 says that
+something could not be mapped. Scripts of verl, which say `key=value`, are read by this command only. A script in Python
+decides its flags as it runs: `miles-async migrate -` reads the command that it prints.
 
 Flags of Megatron-LM that are fields of its configs work under their own name, as `--megatron-X` and as `--X`;
 `miles-async train --help-megatron` lists them. Those that have a flag of ours, or that the run decides, are refused
@@ -42,7 +46,17 @@ with what to do. `--sglang-X` reaches SGLang and `--router-X` smg, as `--X`.
 - *checked*: it has to agree with the model, or with other flags; an error names both.
 - *noted*: accepted, and changes nothing for the reason given; with other values than those in brackets it is refused.
 - *refused*: the error says what the note says.
+
+| a recipe of | theirs | ours |
+|---|---|---|
+| slime | [slime.sh](../examples/migrate/slime.sh) | [slime.args](../examples/migrate/slime.args) |
+| miles, with adapters | [miles.sh](../examples/migrate/miles.sh) | [miles.args](../examples/migrate/miles.args) |
+| verl | [verl.sh](../examples/migrate/verl.sh) | [verl.args](../examples/migrate/verl.args) |
+
+[All three](#recipes-side-by-side) are at the end of this page.
 """
+
+RECIPES = ("slime", "miles", "verl")
 
 
 def lines() -> Iterator[str]:
@@ -55,6 +69,24 @@ def lines() -> Iterator[str]:
     for value in FOREIGN_VALUES.values():
         here = f"works, as `{' '.join(value.ours)}`" if value.ours else "refused"
         yield f"| `{value.flag} {value.value}` | {here} | {_as_code(value.note)} |"
+    yield from _verl()
+    yield from ("", "## Recipes side by side")
+    for name in RECIPES:
+        yield from ("", f"### {name}", "", "```bash", (EXAMPLES / f"{name}.sh").read_text().rstrip(), "```", "")
+        yield from ("Here:", "", "```", (EXAMPLES / f"{name}.args").read_text().rstrip(), "```")
+
+
+def _verl() -> Iterator[str]:
+    yield from (
+        "",
+        "## verl",
+        "",
+        "Keys that its recipes use. Where a default of verl's differs from ours it is printed,",
+    )
+    yield from ("too.", "", "| key | here | |", "|---|---|---|")
+    for row in sorted(KEYS, key=lambda row: row.key):
+        only = f" ({', '.join(f'`{value}`' for value in row.only)})" if row.only else ""
+        yield f"| `{row.key}`{only} | {row.verdict} | {_as_code(row.note)} |"
 
 
 def _values(row: ForeignFlag) -> str:

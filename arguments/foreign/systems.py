@@ -165,6 +165,17 @@ VALUES: tuple[ForeignValue, ...] = (
         for loss in ("gspo", "cispo")
     ),
     ForeignValue(
+        flag="--advantage-estimator", value="reinforce_plus_plus",
+        ours=("--advantage-estimator", "reinforce", "--normalize-advantages"),
+        note="with --kl-coef above 0 give --token-advantages kl_in_reward, too: its KL is in the reward",
+    ),
+    ForeignValue(
+        flag="--advantage-estimator", value="reinforce_plus_plus_baseline",
+        ours=("--advantage-estimator", "grpo", "--no-grpo-std-normalization", "--normalize-advantages"),
+        note="the group's mean is its baseline; in place of --kl-coef, which takes the KL off each token, give "
+        "--use-kl-loss --kl-loss-coef",
+    ),
+    ForeignValue(
         flag="--lora-type", value="canonical_lora", ours=(),
         note="projections that Megatron computes as one layer have one adapter: give --lora-type lora",
     ),

@@ -1,4 +1,4 @@
-"""How long the parts of a planned run take: as given, or estimated from a data sheet and config.json."""
+"""How long the parts of a planned run take: as given, as a run measured them, or estimated from a data sheet."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import argparse
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
 from miles_async.commands.engine_memory import engine_bytes
+from miles_async.commands.measured import describe as describe_measured
+from miles_async.commands.measured import measured
 from miles_async.engines.sglang.cpu_memory import cache_bytes_per_token
 from miles_async.errors import ConfigurationError
 from miles_async.simulation.distributions import Fixed, parse_distribution
@@ -16,7 +18,9 @@ from miles_async.train_data.work import model_work
 
 
 def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, int | None, str]:
-    """Durations and slots as given, or else as estimated with ``--gpu``; and what the estimate says."""
+    """Durations and slots as given, or else as measured with ``--from`` or estimated with ``--gpu``, and what these
+    say.
+    """
     given = {
         flag: parse_distribution(text, flag)
         for flag, text in (
@@ -37,10 +41,19 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
         } | given
         copy = found.copy_seconds if copy is None else copy
         slots, text = found.slots, describe(found, assumed)
+    if own.run_dir is not None:
+        seen = measured(own.run_dir)
+        given = {
+            "--latency": seen.response,
+            "--train-seconds": seen.train,
+            "--publish-seconds": seen.publish,
+        } | given
+        copy = seen.copy_seconds if copy is None else copy
+        text = describe_measured(seen, own.run_dir)
     if missing := [flag for flag in ("--latency", "--train-seconds") if flag not in given]:
         raise ConfigurationError(
             f"the following arguments are required: {', '.join(missing)}; or, to have them estimated, --gpu and "
-            "--response-tokens"
+            "--response-tokens, or --from with the directory of a run"
         )
     timing = Timing(
         response=given["--latency"],

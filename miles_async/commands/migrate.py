@@ -15,13 +15,15 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.commands.parser import CommandParser
 from miles_async.commands.shell_script import ShellCommand, find_command
+from miles_async.commands.verl_overrides import PROGRAMS as VERL_PROGRAMS
+from miles_async.commands.verl_overrides import FromVerl, from_verl
 from miles_async.errors import ConfigurationError
 
-PROGRAMS = ("train.py", "train_async.py")
+PROGRAMS = ("train.py", "train_async.py", *VERL_PROGRAMS)
 
 DESCRIPTION = """\
-Print the flags of `miles-async train` for a script of slime or miles: one per line, then what is not needed here and
-what could not be mapped, with the reasons. The script is read, not run. Exit code 1 if anything could not be."""
+Print the flags of `miles-async train` for a script of slime, miles or verl: one per line, then what is not needed here
+and what could not be mapped, with the reasons. The script is read, not run. Exit code 1 if anything could not be."""
 
 # How old data may be is what the other systems have no flag for: their loop decides it.
 SYNCHRONOUS = """\
@@ -32,6 +34,13 @@ SYNCHRONOUS = """\
 ONE_STEP_OFF = """\
 # train_async.py trains on what the version before generated.
 --max-weight-staleness 1
+"""
+VERL = """\
+# verl chooses the reward by data_source, and reads the answer from a column reward_model; here the answer is in the
+# column of --label-key, as python -m examples.math.prepare writes it. verl's sides take turns on the same GPUs; here
+# each has its own, and what versions of at most two steps ago generated is trained.
+--rm-type math
+--max-weight-staleness 2
 """
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
@@ -53,7 +62,10 @@ def migrate(words: Sequence[str]) -> int:
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script, or - for a command line on stdin")
     script: Path = parser.parse_args(words).script
     command = _command(script)
-    migrated = _sorted_out(translate(command.words))
+    verl = from_verl(command.words) if command.program in VERL_PROGRAMS else FromVerl(words=command.words)
+    migrated = _sorted_out(translate(verl.words))
+    migrated.not_needed += verl.not_needed
+    migrated.unmapped += verl.unmapped
     print("".join(_lines(script, command, migrated)), end="")
     return 1 if migrated.unmapped or command.missing else 0
 
@@ -103,7 +115,8 @@ def _lines(script: Path, command: ShellCommand, migrated: Migrated) -> Iterator[
     if command.program == "train.py":
         yield SYNCHRONOUS
     else:
-        yield ONE_STEP_OFF + ("" if given & CORRECTIONS else CORRECTION)
+        yield VERL if command.program in VERL_PROGRAMS else ONE_STEP_OFF
+        yield "" if given & CORRECTIONS else CORRECTION
     yield from _section("Not needed here", migrated.not_needed)
     if migrated.checked:
         yield from _section("Left out, since config.json of --hf-checkpoint says it", [", ".join(migrated.checked)])

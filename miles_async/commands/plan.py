@@ -23,6 +23,7 @@ from miles_async.arguments.validation import check_deadlines, check_ranks, check
 from miles_async.commands.durations import durations
 from miles_async.commands.precision import with_precision
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.run_directory import CONFIG_FILE
 from miles_async.simulation.distributions import Fixed, parse_distribution
 from miles_async.simulation.estimates import GB, GPUS, Assumptions
 from miles_async.simulation.plan import Flags, Row, candidates, predict, recommend
@@ -45,6 +46,7 @@ Examples:
   miles-async plan @run.args --latency trace:latencies.txt --train-seconds 60 --publish-seconds 2 \\
       --sweep max-weight-staleness=1,2,4 --sweep rollout-num-gpus=4,6,8 --output plan.png
   miles-async plan @run.args --gpu h100 --response-tokens lognormal:6000:0.8:32768
+  miles-async plan --from runs/latest --sweep rollout-num-gpus=4,8
 """
 
 
@@ -53,6 +55,10 @@ def plan(words: Sequence[str]) -> str:
     if "--memory" in words:
         return _plan_memory([word for word in words if word != "--memory"])
     own, train_words = _parser().parse_known_args(list(words))
+    if own.run_dir is not None:
+        if own.gpu is not None:
+            raise ConfigurationError("--from with --gpu: durations are measured, or estimated; give one of them")
+        train_words = ["--config", str(own.run_dir / CONFIG_FILE), *train_words]
     base = parse_arguments(train_words, prog="miles-async plan").arguments
     base = replace(base, model=with_precision(base.model, base.cluster, for_gpus=own.gpu is not None))
     timing, slots, estimated = durations(own, base)
@@ -136,6 +142,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=RawDescriptionRichHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "--from", dest="run_dir", type=Path, metavar="RUN_DIR",
+        help="take flags and durations from this run; those that are given beside it win",
+    )  # fmt: skip
     parser.add_argument(
         "--latency", metavar="SECONDS",
         help="that an engine generates for one response, on a slot of its own: all turns, without what is in between",

@@ -1,11 +1,14 @@
-"""Read the command that a shell script would run, without running it: enough of bash for scripts of slime and miles.
+"""Read the command that a shell script would run, without running it: enough of bash for recipes of other systems.
 
-Arrays, assignments, ``source``, comments and continued lines are read; variables are put in where the script says their
-values. Conditions and loops are not followed, and what only the shell can know stays as it is: both are reported.
+Arrays, assignments, ``source``, arithmetic, comments and continued lines are read; variables are put in where the
+script says their values. Conditions and loops are not followed, and what only the shell can know stays as it is: both
+are reported.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -19,7 +22,9 @@ _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S+)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _PLAIN = re.compile(r"\$\{?(\w+)\}?")
-_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?-([^}]*))?\}")
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?-((?:[^{}]|\$\{\w+\})*))?\}")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 _ONLY_THE_SHELL_KNOWS = ("$(", "`")
 
 
@@ -42,7 +47,7 @@ def find_command(text: str, programs: Sequence[str], directory: Path) -> ShellCo
     script = _Script(programs)
     script.read(text, directory)
     if script.command is None:
-        raise ConfigurationError(f"no command with {' or '.join(programs)} was found")
+        raise ConfigurationError(f"no command with one of {', '.join(programs)} was found")
     command = ShellCommand(program=script.program, words=[], missing=script.missing)
     command.words = list(script.expand(script.command, command))
     return command
@@ -57,9 +62,11 @@ class _Script:
         self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
         self._values: dict[str, list[str] | None] = {}  # variable → its words; None: only the shell knows
         self._times: dict[str, int] = {}  # variable → assignments
+        self._open: set[str] = set()  # variables whose values are being put in
 
     def read(self, text: str, directory: Path) -> None:
-        lines = iter(text.replace("\\\n", " ").split("\n"))
+        # Without blanks in it, arithmetic is one word.
+        lines = iter(_ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text.replace("\\\n", " ")).split("\n"))
         for line in lines:
             if assigned := _ASSIGNMENT.fullmatch(line):
                 name, added, opened, value = assigned.groups()
@@ -87,26 +94,43 @@ class _Script:
             self.missing.append(rest)
 
     def expand(self, words: Sequence[str], command: ShellCommand) -> Iterator[str]:
-        for word in words:
+        for given in words:
+            word = _ARITHMETIC.sub(lambda found: self._computed(found, command), given)
             array = _ARRAY.fullmatch(word)
             whole = array or _PLAIN.fullmatch(word)
             if whole is None:
                 yield _VARIABLE.sub(lambda found: self._value(found, command), word)
                 continue
             self._note(whole[1], command)
-            values = self._values.get(whole[1])
+            values = None if whole[1] in self._open else self._values.get(whole[1])
             if values is not None:
-                yield from self.expand(values, command)
+                yield from self._expanded(whole[1], values, command)
             elif array is None:  # a flag's value; of an array only the name is told
                 yield word
 
     def _value(self, found: re.Match[str], command: ShellCommand) -> str:
         name, default = found[1] or found[2], found[3]
-        values = self._values.get(name)
+        values = None if name in self._open else self._values.get(name)  # A=${A:-1} is 1
         if values is None and default is not None:
-            return default
+            return " ".join(self.expand([default], command))
         self._note(name, command)
-        return found[0] if values is None else " ".join(self.expand(values, command))
+        return found[0] if values is None else " ".join(self._expanded(name, values, command))
+
+    def _expanded(self, name: str, values: Sequence[str], command: ShellCommand) -> list[str]:
+        self._open.add(name)
+        try:
+            return list(self.expand(values, command))
+        finally:
+            self._open.discard(name)
+
+    def _computed(self, found: re.Match[str], command: ShellCommand) -> str:
+        """The value of ``$((...))``; itself if a variable in it is not known."""
+        text = re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", found[1])
+        known = _VARIABLE.sub(lambda name: self._value(name, command), text)
+        try:
+            return str(_compute(ast.parse(known, mode="eval").body))
+        except (SyntaxError, TypeError, ZeroDivisionError):
+            return found[0]
 
     def _note(self, name: str, command: ShellCommand) -> None:
         if self._values.get(name) is None and name not in command.unknown:
@@ -128,7 +152,11 @@ def _array(first: str, lines: Iterator[str]) -> Iterator[str]:
 
 def _scalar(value: str) -> list[str] | None:
     """Words of a value: several only where it holds flags, as scripts keep them in one variable."""
-    if any(mark in value for mark in _ONLY_THE_SHELL_KNOWS) or value.count('"') % 2 or value.count("'") % 2:
+    if (
+        any(mark in _ARITHMETIC.sub("", value) for mark in _ONLY_THE_SHELL_KNOWS)
+        or value.count('"') % 2
+        or value.count("'") % 2
+    ):
         return None
     words = _split(value)
     return [word for part in words for word in (_split(part) if part.startswith("--") else [part])]
@@ -139,3 +167,13 @@ def _split(line: str) -> list[str]:
         return shlex.split(without_comment(line))
     except ValueError as error:
         raise ConfigurationError(f"{error}: {line.strip()!r}") from None
+
+
+def _compute(node: ast.expr) -> int:
+    """Whole numbers with + - * /. Raises TypeError for anything else."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _OPERATORS:
+            return int(_OPERATORS[type(kind)](_compute(left), _compute(right)))
+    raise TypeError

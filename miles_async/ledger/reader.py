@@ -105,6 +105,14 @@ class LedgerReader:
         row = self._connection.execute("SELECT issued_at FROM attempts ORDER BY attempt_id LIMIT 1").fetchone()
         return float(row[0]) if row else 0.0
 
+    def generations(self) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """(seconds from admission until its last sample was finished, response lengths) of each finished group."""
+        rows = self._connection.execute(
+            "SELECT finished_at - issued_at, response_lengths FROM attempts "
+            "WHERE finished_at IS NOT NULL AND response_lengths IS NOT NULL ORDER BY attempt_id"
+        )
+        yield from ((float(seconds), tuple(msgspec.json.decode(lengths))) for seconds, lengths in rows)
+
     def attempt_range(self) -> tuple[int, int] | None:
         """Ids of the first and last attempt; None if there is none."""
         first, last = self._connection.execute("SELECT min(attempt_id), max(attempt_id) FROM attempts").fetchone()

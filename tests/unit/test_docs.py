@@ -78,7 +78,10 @@ DOCKER_FLAGS = {
     "--file",
 }
 PIP_FLAGS = {"--no-deps", "--no-index", "--target"}
-OTHER_TOOLS_FLAGS = {"--help", "--version", "--X"} | DOCKER_FLAGS | PIP_FLAGS | RAY_START_FLAGS  # --X: a placeholder
+HYDRA_FLAGS = {"--config-path", "--config-name"}
+OTHER_TOOLS_FLAGS = (
+    {"--help", "--version", "--X"} | HYDRA_FLAGS | DOCKER_FLAGS | PIP_FLAGS | RAY_START_FLAGS
+)  # --X: a placeholder
 
 
 def on_pages(pages: list[Path] = PAGES) -> pytest.MarkDecorator:
@@ -200,6 +203,7 @@ async def test_hooks_of_the_readme_work(monkeypatch: pytest.MonkeyPatch) -> None
     assert keeps(group(prompt, 1.0, 1.0)) == "all rewards are equal"
 
 
+@pytest.mark.timeout(180)  # a new process that imports all of it, on a machine that may be busy
 def test_command_of_the_readme_finds_the_hooks(tmp_path: Path) -> None:
     """As typed, but for the prompts, which a fresh clone doesn't have yet, and ``--dry-run``."""
     readme = (ROOT / "README.md").read_text()
@@ -210,7 +214,7 @@ def test_command_of_the_readme_finds_the_hooks(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command = command.strip().replace(".venv/bin/miles-async", str(Path(sys.executable).with_name("miles-async")))
     command += " --prompt-data train.jsonl --eval-prompt-data train.jsonl --dry-run"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "my_hooks:digits_right" in done.stdout
 

@@ -116,6 +116,15 @@ class TestTranslation:
         assert parsed.arguments.algorithm.advantage_estimator == "grpo"
         assert parsed.arguments.algorithm.policy_loss == "gspo"
 
+    @pytest.mark.parametrize(
+        ("name", "estimator", "by_deviation"),
+        [("reinforce_plus_plus", "reinforce", True), ("reinforce_plus_plus_baseline", "grpo", False)],
+    )
+    def test_estimators_of_slime_that_whiten(self, name: str, estimator: str, by_deviation: bool):
+        algorithm = parse("--advantage-estimator", name).arguments.algorithm
+        assert (algorithm.advantage_estimator, algorithm.normalize_advantages) == (estimator, True)
+        assert algorithm.grpo_std_normalization is by_deviation
+
     @pytest.mark.parametrize("words", [["--rm-type", "deepscaler"], ["--rm-type=deepscaler"]])
     def test_values_of_other_systems_for_flags_of_ours(self, words: list[str]):
         parsed = parse(*words)

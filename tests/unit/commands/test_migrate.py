@@ -151,7 +151,11 @@ def test_a_command_line_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("run.sh", "python3 other.py --lr 1\n", "no command with train.py or train_async.py was found"),
+        (
+            "run.sh",
+            "python3 other.py --lr 1\n",
+            "no command with one of train.py, train_async.py, verl.trainer.main_ppo, ",
+        ),
         ("run.sh", "A=(\n --x 'open\n)\n", 'No closing quotation: "--x \'open"'),
         ("run.py", "U.execute_train()", "a script in Python decides its flags as it runs"),
         ("run.sh", None, "No such file"),

@@ -1,0 +1,146 @@
+"""A command line of verl, ``key=value`` words of Hydra, as flags of ``miles-async train``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from miles_async.arguments.foreign import FOREIGN_FLAGS
+from miles_async.arguments.foreign.verl import DEFAULTS, VerlKey, row_of
+
+PROGRAMS = (
+    "verl.trainer.main_ppo",
+    "recipe.dapo.main_dapo",
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "verl.experimental.one_step_off_policy.main_ppo",
+)
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs", "low_var_kl": "low_var_kl", "k3": "k3"}
+_OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+_AS_FLAGS = {  # subtree → beginning of our flag
+    f"{_ACTOR}.megatron.override_transformer_config.": "--",
+    f"{_ACTOR}.megatron.override_ddp_config.": "--",
+    f"{_ACTOR}.optim.override_optimizer_config.": "--",
+    f"{_ROLLOUT}.engine_kwargs.sglang.": "--sglang-",
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class FromVerl:
+    """Our words, and what is to be said about the rest: lines with reasons."""
+
+    words: list[str] = field(default_factory=list)
+    not_needed: list[str] = field(default_factory=list)
+    unmapped: list[str] = field(default_factory=list)
+
+
+def from_verl(words: Sequence[str]) -> FromVerl:
+    """Translate the words after the program's name. verl's defaults that differ from ours are written out."""
+    given = dict(_overrides(words))
+    values = {**DEFAULTS, **given}
+    done, noted = FromVerl(), dict[str, list[str]]()
+    for key, value in values.items():
+        row = row_of(key)
+        if row is None:
+            done.unmapped.append(f"{key}={value}: it is not known here")
+        elif row.verdict == "noted" and (not row.only or value in row.only):
+            noted.setdefault(row.note, []).append(f"{key}={value}")
+        elif row.verdict != "works":
+            done.unmapped.append(f"{key}={value}: {row.note}")
+        elif row.flag is not None or row.values:
+            _one(row, value, done, key)
+    _several(values, done)
+    done.not_needed += [f"{', '.join(keys)}: {note}" for note, keys in noted.items()]
+    return done
+
+
+def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(key, value) of Hydra's overrides; its own flags and ``~key`` leave out nothing that we have."""
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and not key.startswith(("-", "~")):
+            value = value.strip().strip("'\"")
+            yield key, {"true": "True", "false": "False", "null": "None", "none": "None"}.get(value.lower(), value)
+
+
+def _one(row: VerlKey, value: str, done: FromVerl, key: str) -> None:
+    """A key that stands for itself."""
+    items = _items(value)
+    if value in row.values:
+        done.words += row.values[value]
+    elif row.flag is None:
+        done.unmapped.append(f"{key}={value}: expected {', '.join(filter(None, row.values))}: {row.note}")
+    elif row.flag == "--prompt-data" and len(items) > 1:
+        done.unmapped.append(f"{key}={value}: {row.note}")
+    else:
+        done.words += [row.flag, *items]
+
+
+def _several(values: Mapping[str, str], done: FromVerl) -> None:
+    """Keys that are worked out together."""
+    done.words += _gpus(values)
+    done.words += _losses(values)
+    batch, mini = values["data.train_batch_size"], values[f"{_ACTOR}.ppo_mini_batch_size"]
+    if batch.isdigit() and mini.isdigit() and int(mini) and int(batch) % int(mini) == 0:
+        done.words += ["--num-steps-per-rollout", str(int(batch) // int(mini))]
+    else:
+        done.unmapped.append(
+            f"{_ACTOR}.ppo_mini_batch_size={mini} of data.train_batch_size={batch}: give --num-steps-per-rollout, how "
+            "many of the first are in the second"
+        )
+    if values.get("trainer.total_training_steps", "None") == "None":
+        for key in ("trainer.total_epochs", "rollout.total_rollout_steps"):
+            if key in values and (row := row_of(key)) is not None:
+                done.unmapped.append(f"{key}={values[key]}: {row.note.replace('`', '')}")
+    beta1, beta2 = (*_items(values[f"{_ACTOR}.optim.betas"]), "", "")[:2]
+    done.words += ["--adam-beta1", beta1, "--adam-beta2", beta2]
+    if (seconds := values.get("actor_rollout_ref.nccl_timeout")) is not None:
+        done.words += ["--distributed-timeout-minutes", f"{float(seconds) / 60:g}"]
+    if "wandb" in _items(values.get("trainer.logger", "")):
+        done.words.append("--use-wandb")
+    if values.get("trainer.save_freq", "-1") != "-1":
+        names = values.get("trainer.project_name", "verl"), values.get("trainer.experiment_name", "run")
+        place = values.get("trainer.default_local_dir", f"checkpoints/{'/'.join(names)}")
+        done.words += ["--save", place, "--save-interval", values["trainer.save_freq"]]
+    for key, value in values.items():
+        beginning = next((start for start in _AS_FLAGS if key.startswith(start)), None)
+        if beginning is not None:
+            done.words += _as_flag(_AS_FLAGS[beginning] + key.removeprefix(beginning).replace("_", "-"), value)
+
+
+def _gpus(values: Mapping[str, str]) -> Iterator[str]:
+    yield from ("--actor-num-nodes", values["trainer.nnodes"])
+    yield from ("--actor-num-gpus-per-node", values["trainer.n_gpus_per_node"])
+    nodes = values.get("rollout.nnodes", values["trainer.nnodes"])
+    gpus = values.get("rollout.n_gpus_per_node", values["trainer.n_gpus_per_node"])
+    yield "--rollout-num-gpus"
+    yield str(int(nodes) * int(gpus)) if nodes.isdigit() and gpus.isdigit() else f"{nodes}*{gpus}"
+
+
+def _losses(values: Mapping[str, str]) -> Iterator[str]:
+    if values.get(f"{_ACTOR}.use_kl_loss") == "True":
+        kind = values.get(f"{_ACTOR}.kl_loss_type", "low_var_kl")
+        yield from ("--use-kl-loss", "--kl-loss-coef", values.get(f"{_ACTOR}.kl_loss_coef", "0.001"))
+        yield from ("--kl-loss-type", _KL.get(kind, kind))
+    if values.get("algorithm.use_kl_in_reward") == "True":
+        kind = values.get("algorithm.kl_penalty", "kl")
+        yield from ("--token-advantages", "kl_in_reward", "--kl-coef", values.get("algorithm.kl_ctrl.kl_coef", "0.001"))
+        yield from ("--kl-reward-type", _KL.get(kind, kind))
+    if values.get(f"{_OVERLONG}.enable") == "True":
+        yield from ("--overlong-buffer-len", values.get(f"{_OVERLONG}.len", "0"))
+        yield from ("--overlong-penalty-factor", values.get(f"{_OVERLONG}.penalty_factor", "1.0"))
+
+
+def _as_flag(flag: str, value: str) -> list[str]:
+    """``--x value``; a switch is ``--x``, and what is None is not given."""
+    row = FOREIGN_FLAGS.get(flag)
+    is_switch = (row is not None and row.takes == "nothing") or flag.startswith("--sglang-")
+    off = [] if is_switch else [flag, "false"]
+    return {"True": [flag], "False": off, "None": []}.get(value, [flag, *_items(value)])
+
+
+def _items(value: str) -> list[str]:
+    """Items of a list, ``[a,'b']``; of anything else the value alone."""
+    if not (value.startswith("[") and value.endswith("]")):
+        return [value]
+    return [item for part in value[1:-1].split(",") if (item := part.strip().strip("'\""))]

@@ -1,0 +1,149 @@
+"""Keys of verl's configuration become flags that exist, and what has no counterpart is named with what to do.
+
+# covers: P8
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from miles_async.arguments.foreign.verl import DEFAULTS, KEYS, row_of
+from miles_async.arguments.megatron_fields import as_megatron_flags
+from miles_async.arguments.parser import build_parser, parse_arguments
+from miles_async.arguments.pass_through import is_pass_through
+from miles_async.commands.shell_script import find_command
+from miles_async.commands.verl_overrides import from_verl
+from miles_async.errors import ConfigurationError
+
+OURS = list(build_parser("miles-async train")._option_string_actions)
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+
+
+def test_flags_that_rows_name_exist() -> None:
+    texts = [
+        text for row in KEYS for text in (row.note, row.flag or "", *(w for ws in row.values.values() for w in ws))
+    ]
+    named = {flag for text in texts for flag in re.findall(r"--[a-z][\w-]*\w", text)}
+    unknown = [flag for flag in named if flag not in OURS and not is_pass_through(flag, OURS)]
+    assert [flag for flag in unknown if next(as_megatron_flags([flag], OURS)) == flag] == []
+
+
+def test_words_of_rows_are_read_by_train() -> None:
+    for row in KEYS:
+        for words in row.values.values():
+            parse_arguments(list(words))
+    parse_arguments(from_verl(()).words)
+
+
+def test_no_row_hides_a_later_one() -> None:
+    for row in KEYS:
+        key = row.key.removesuffix(".*") + (".x" if row.key.endswith(".*") else "")
+        assert row_of(key) is row
+    assert [key for key in DEFAULTS if row_of(key) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("data.max_response_length=8192", "--rollout-max-response-len 8192"),
+        ("data.train_files=['/d/a.parquet']", "--prompt-data /d/a.parquet"),
+        ("data.val_files=[/d/a.parquet,/d/b.parquet]", "--eval-prompt-data /d/a.parquet /d/b.parquet"),
+        (f"+{ACTOR}.megatron.override_transformer_config.recompute_granularity=full", "--recompute-granularity full"),
+        (f"++{ACTOR}.megatron.override_transformer_config.moe_permute_fusion=true", "--moe-permute-fusion"),
+        (f"{ACTOR}.megatron.override_transformer_config.apply_rope_fusion=False", "--apply-rope-fusion false"),
+        (f"{ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3", "--sglang-attention-backend fa3"),
+        (f"{ROLLOUT}.enforce_eager=True", "--sglang-disable-cuda-graph"),
+        ("algorithm.norm_adv_by_std_in_grpo=False", "--no-grpo-std-normalization"),
+        ("algorithm.adv_estimator=rloo", "--advantage-estimator rloo"),
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "--policy-loss gmpo"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "--loss-aggregation sequence_mean"),
+        (
+            f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse",
+            "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2",
+        ),
+        (
+            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
+            "--token-advantages kl_in_reward --kl-coef 0.1 --kl-reward-type k1",
+        ),
+        (f"{OVERLONG}.enable=True {OVERLONG}.len=512", "--overlong-buffer-len 512 --overlong-penalty-factor 1.0"),
+        (f"data.train_batch_size=64 {ACTOR}.ppo_mini_batch_size=16", "--num-steps-per-rollout 4"),
+        (
+            "trainer.nnodes=2 trainer.n_gpus_per_node=4",
+            "--actor-num-nodes 2 --actor-num-gpus-per-node 4 --rollout-num-gpus 8",
+        ),
+        ("trainer.n_gpus_per_node=4 rollout.nnodes=3 rollout.n_gpus_per_node=8", "--rollout-num-gpus 24"),
+        (f"{ACTOR}.optim.betas=[0.9,0.95]", "--adam-beta1 0.9 --adam-beta2 0.95"),
+        ("trainer.save_freq=5 trainer.default_local_dir=/c", "--save /c --save-interval 5"),
+        ("trainer.logger=[console,wandb]", "--use-wandb"),
+        ("actor_rollout_ref.nccl_timeout=1200", "--distributed-timeout-minutes 20"),
+    ],
+)  # fmt: skip
+def test_what_keys_become(overrides: str, words: str) -> None:
+    done = from_verl(overrides.split())
+    assert words in " ".join(done.words)
+    assert done.unmapped == []
+
+
+@pytest.mark.parametrize(
+    ("override", "absent"),
+    [
+        ("trainer.test_freq=-1", "--eval-interval"),
+        (f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=null", "--num-virtual-stages-per-pipeline-rank"),
+        (f"{ACTOR}.use_kl_loss=False", "--use-kl-loss"),
+        (f"{ACTOR}.kl_loss_coef=0.1", "--kl-loss-coef"),
+        ("actor_rollout_ref.model.target_modules=all-linear", "--target-modules"),
+    ],
+)
+def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> None:
+    done = from_verl([override])
+    assert absent not in done.words
+    assert done.unmapped == []
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae: expected grpo"),
+        ("algorithm.gamma=0.9", "rewards are not discounted"),
+        (f"{ACTOR}.ppo_mini_batch_size=100", "give --num-steps-per-rollout"),
+        (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
+        ("custom_reward_function.path=r.py", "--custom-rm-path"),
+        ("data.train_files=[a.parquet,b.parquet]", "join several first"),
+        ("trainer.total_epochs=15", "give --num-rollout"),
+        ("trainer.frobnicate=1", "trainer.frobnicate=1: it is not known here"),
+    ],
+)
+def test_what_has_no_counterpart_is_told(override: str, named: str) -> None:
+    (problem,) = from_verl([override]).unmapped
+    assert named in problem
+
+
+def test_keys_of_one_reason_share_a_line() -> None:
+    done = from_verl(["critic.optim.lr=1e-5", "critic.model.path=m", "--config-name=x", "$@"])
+    (line,) = done.not_needed
+    assert line.startswith("critic.optim.lr=1e-5, critic.model.path=m: there is no critic: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("A=$((1024 * 8))", "8192"),
+        ("N=3\nA=$(( (N + 1) * 2 / 4 ))", "2"),
+        ("A=${A:-5}", "5"),
+        ("B=${B:-7}\nA=${A:-$B}", "7"),
+        ("A=${A}", "${A}"),
+        ("H=${HOME_OF:-'/h'}\nA=${A:-\"${H}/x\"}", "/h/x"),
+        ("A=$(($UNKNOWN + 1))", "$(($UNKNOWN+1))"),
+    ],
+)
+def test_values_that_the_shell_would_compute(text: str, value: str, tmp_path: object) -> None:
+    command = find_command(f"{text}\npython -m verl.trainer.main_ppo key=$A\n", ["verl.trainer.main_ppo"], None)  # type: ignore[arg-type]
+    assert command.words == [f"key={value}"]
+
+
+def test_the_command_must_be_there() -> None:
+    with pytest.raises(ConfigurationError, match=r"no command with one of verl\.trainer\.main_ppo"):
+        find_command("python -m verl.trainer.sft x=1\n", ["verl.trainer.main_ppo"], None)  # type: ignore[arg-type]

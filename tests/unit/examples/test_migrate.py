@@ -1,0 +1,54 @@
+"""Recipes of other systems beside ours: what ours says is what ``miles-async migrate`` prints, and works.
+
+# covers: P8
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+from examples.quickstart.tokenizer import build_tokenizer
+from miles_async.arguments.argument_files import without_comment
+from miles_async.cli import main
+from scripts.migrate_page import RECIPES
+
+EXAMPLES = Path("examples/migrate")
+CONFIGS = Path("tests/recipes/configs")
+MODELS = {"slime": ("Qwen3-4B", 4), "miles": ("Qwen3-4B", 4), "verl": ("Qwen3-30B-A3B", 8)}  # name, GPUs that train
+BY_HAND = "# By hand:"
+
+
+def flags(text: str) -> set[str]:
+    return {shlex.join(shlex.split(line)) for line in map(without_comment, text.splitlines()) if line.startswith("--")}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_ours_says_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["migrate", str(EXAMPLES / f"{name}.sh")])
+    printed = capsys.readouterr().out
+    ours, _, by_hand = (EXAMPLES / f"{name}.args").read_text().partition(BY_HAND)
+    assert flags(ours) - flags(printed) == set()
+    assert flags(by_hand)
+    assert "Only the shell knows" not in printed
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_ours_is_in_order(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, gpus = MODELS[name]
+    model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
+    build_tokenizer().save_pretrained(model)
+    shutil.copyfile(CONFIGS / f"{config}.json", model / "config.json")
+    save_file({}, model / "model.safetensors")
+    prompts.write_text(json.dumps({"prompt": [{"role": "user", "content": "rev 12"}], "label": "21"}) + "\n")
+    here = (
+        f"--hf-checkpoint {model} --prompt-data {prompts} --eval-prompt-data aime {prompts} --save {tmp_path}/save "
+        f"--run-dir {tmp_path}/run --device cpu --ray-address local --actor-num-gpus-per-node {gpus}"
+    )
+    status = main(["train", f"@{EXAMPLES / name}.args", *here.split(), "--dry-run"])
+    assert status == 0, capsys.readouterr().err
