@@ -11,7 +11,7 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.data import DataArguments
-from miles_async.arguments.debug import DebugArguments
+from miles_async.arguments.debug import DebugArguments, Sides
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.evaluation import EvaluationArguments
 from miles_async.arguments.model import ModelArguments
@@ -53,6 +53,11 @@ class Arguments:
     def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch: ``--max-tokens-per-gpu`` on each of the context-parallel ranks that share it."""
         return self.optimizer.max_tokens_per_gpu * self.model.context_parallel_size
+
+    @property
+    def sides(self) -> Sides:
+        """Those that run."""
+        return "trainer" if self.algorithm.supervised else self.debug.sides
 
     @property
     def has_reward(self) -> bool:

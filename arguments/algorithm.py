@@ -10,6 +10,7 @@ from miles_async.arguments.flag import ModuleAttr, flag
 
 AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce", "on_policy_distillation"]
 TokenAdvantagesName = Literal["kl_in_reward"]
+LossType = Literal["policy_loss", "sft_loss"]
 PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"]
 LossAggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
 TisMode = Literal["truncate", "mask"]
@@ -26,6 +27,11 @@ RoutingReplay = Literal["rollout", "old_policy"]
 class AlgorithmArguments:
     """Algorithm"""
 
+    loss_type: LossType = flag(
+        "policy_loss",
+        "policy_loss: reinforcement learning; sft_loss: supervised fine-tuning, the cross entropy of the answers in "
+        "--prompt-data (turns of the assistant, or --label-key), by the trainer alone: no engine is started",
+    )
     advantage_estimator: AdvantageEstimatorName | ModuleAttr = flag(
         "grpo",
         "advantage of a sample. grpo: (r − mean) / (std + 1e-4) within the group; rloo: r − mean of the others; "
@@ -185,6 +191,11 @@ class AlgorithmArguments:
         "train asynchronously with neither --use-rollout-logprobs nor --use-tis (learns worse with every "
         "version of age)",
     )
+
+    @property
+    def supervised(self) -> bool:
+        """True if the run learns from given answers: nothing is sampled."""
+        return self.loss_type == "sft_loss"
 
     @property
     def weighs_ages(self) -> bool:

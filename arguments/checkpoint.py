@@ -36,3 +36,9 @@ class CheckpointArguments:
     load: Path | None = flag(
         None, "resume from this checkpoint (a directory iter_N), or from the newest of the run that saved here"
     )
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """True if a checkpoint is written after ``step`` trained steps; ``last``: these are all."""
+        if self.save is None:
+            return False
+        return last or (self.save_interval is not None and step % self.save_interval == 0)

@@ -61,7 +61,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
             yield str(error)
     longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
     positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and longest > positions:
+    if isinstance(positions, int) and longest > positions and not arguments.algorithm.supervised:
         yield (
             f"prompt and response may have {longest} tokens, more than the model's max_position_embeddings "
             f"{positions}: lower --rollout-max-response-len or --rollout-max-prompt-len"

@@ -26,6 +26,7 @@ from miles_async.arguments.routing_checks import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
 from miles_async.arguments.sessions import TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR
+from miles_async.arguments.supervised_checks import check_supervised
 from miles_async.arguments.surroundings import (
     check_model,
     check_model_fits,
@@ -44,7 +45,8 @@ def validate(arguments: Arguments, given: Mapping[str, Given] = MappingProxyType
     ``given``: flags of other systems that have to agree with the arguments and the model.
     """
     problems = list(range_problems(arguments))
-    checks = CHECKS if problems else (*CHECKS, *DIVIDING_CHECKS)
+    checks = SUPERVISED_CHECKS if arguments.algorithm.supervised else CHECKS
+    checks = checks if problems else (*checks, *DIVIDING_CHECKS)
     problems += [problem for check in checks for problem in check(arguments)]
     problems += check_foreign(arguments, given)
     refuse(problems)
@@ -169,7 +171,7 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
         )
     prompt = arguments.data.rollout_max_prompt_len
     longest = rollout.rollout_max_response_len + (prompt or 1)
-    if arguments.micro_batch_tokens < longest:
+    if arguments.micro_batch_tokens < longest and not arguments.algorithm.supervised:  # which skips what is longer
         known = f"--rollout-max-prompt-len {prompt} + " if prompt else "a prompt and "
         ranks = arguments.model.context_parallel_size
         on_each = f" on each of {ranks} context-parallel ranks" if ranks > 1 else ""
@@ -368,6 +370,18 @@ CHECKS: tuple[Check, ...] = (
     check_network,
     check_debug,
 )
+
+SUPERVISED_CHECKS: tuple[Check, ...] = (
+    check_model,
+    check_recomputation,
+    check_adapters,
+    check_prompt_files,
+    check_supervised,
+    check_bad_steps,
+    check_outputs,
+    check_network,
+)
+"""Those of ``--loss-type sft_loss``, which refuses the flags of everything else."""
 
 DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches, check_server_groups)
 """They divide by sizes, so they wait until every size is at least 1."""

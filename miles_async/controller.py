@@ -313,10 +313,7 @@ class Controller:
         return step in (0, self._num_steps) or (interval is not None and step % interval == 0)
 
     def _checkpoint_at(self, step: int) -> bool:
-        if self._checkpoint.save is None:
-            return False
-        interval = self._checkpoint.save_interval
-        return step == self._num_steps or (interval is not None and step % interval == 0)
+        return self._checkpoint.due(step, last=step == self._num_steps)
 
     def _comparable(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Drop engine-against-trainer differences if the trainer is ahead of the published weights.

@@ -58,9 +58,19 @@ async def _admit_engines(rollout: RolloutSide, fleet: EngineFleet) -> None:
 Batches = Callable[[int], Awaitable[PreparedBatch]]
 """The batch of a step."""
 
+Save = Callable[[int], Awaitable[None]]
+"""Saves a checkpoint after so many steps, if one is due."""
+
 
 async def training_alone(
-    trainer: TrainerSide, batches: Batches, recorder: Recorder, bad_steps: BadSteps, *, first: int, steps: int
+    trainer: TrainerSide,
+    batches: Batches,
+    recorder: Recorder,
+    bad_steps: BadSteps,
+    *,
+    first: int,
+    steps: int,
+    save: Save | None = None,
 ) -> None:
     """Train on the batches of steps ``first`` to ``steps`` - 1. Raises the first error of the trainer."""
     for step in range(first, steps):
@@ -73,6 +83,8 @@ async def training_alone(
                 bad_steps.judge(batch, metrics)
         trained = {f"train/{name}": value for name, value in metrics.items()}
         recorder.step(step, {**batch.metrics, **trained, **_times(watch)}, batch.ages)
+        if save is not None:
+            await save(step + 1)
 
 
 def _times(watch: Stopwatch) -> Mapping[str, float]:

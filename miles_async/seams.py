@@ -76,7 +76,25 @@ class Sessions(Protocol):
         ...
 
 
-class RolloutSide(Protocol):
+class SavedSide(Protocol):
+    """What a checkpoint holds beside the trainer's state."""
+
+    async def snapshot(self) -> None:
+        """Keep what :meth:`save` will write, as of now. Quick: nothing is copied or written."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write the last snapshot, while everything else goes on."""
+        ...
+
+    async def load(
+        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Go on where a checkpoint was taken, after ``step`` trained steps, from ``version``."""
+        ...
+
+
+class RolloutSide(SavedSide, Protocol):
     """The rollout manager as the controller sees it. All waits end by deadline, error or close."""
 
     async def run(self) -> None:
@@ -107,20 +125,6 @@ class RolloutSide(Protocol):
 
     async def count_stale(self, version: int) -> int:
         """Attempts outside a batch that publishing ``version`` now would make too old, or might (C5)."""
-        ...
-
-    async def snapshot(self) -> None:
-        """Keep what :meth:`save` will write, as of now. Quick: nothing is copied or written."""
-        ...
-
-    async def save(self, directory: Path) -> None:
-        """Write the last snapshot, while everything else goes on."""
-        ...
-
-    async def load(
-        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
-    ) -> None:
-        """Go on where a checkpoint was taken, after ``step`` trained steps, from ``version``."""
         ...
 
     async def close(self) -> None:

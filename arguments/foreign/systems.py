@@ -67,9 +67,18 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
         "refused",
         "set their defaults in chat_template.jinja of --hf-checkpoint, which engines and trainer share",
     ),
-    _flag("--rollout-function-path", "refused",
-          "the loop is not replaceable: use --custom-generate-function-path for one trajectory, --custom-rm-path for "
-          "the reward, --group-filter and --group-filter-path to choose what is trained"),
+    _flag(
+        "--rollout-function-path",
+        "works",
+        "supervised fine-tuning is --loss-type sft_loss; another loop cannot be put in: use "
+        "--custom-generate-function-path for one trajectory, --custom-rm-path for the reward, --group-filter and "
+        "--group-filter-path to choose what is trained",
+        only=("slime.rollout.sft_rollout.generate_rollout", "miles.rollout.sft_rollout.generate_rollout"),
+        ours=("--loss-type", "sft_loss", "--n-samples-per-prompt", "1"),
+    ),
+    _flag(
+        "--loss-mask-type", "noted", "turns of the assistant are found by rendering the conversation up to each of them"
+    ),
     _switch(
         "--partial-rollout", "noted", "generation always goes on after a publication: --pause-generation-mode says how"
     ),
@@ -95,13 +104,13 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
     _flag(
         "--eval-config", "refused", "use --eval-prompt-data NAME FILE ... and the other --eval-* flags, for all of them"
     ),
-    _flag("--num-epoch", "refused", "use --num-rollout (rollout steps)"),
+    _flag("--num-epoch", "refused", "use --num-rollout (rollout steps): epochs × rows ÷ --rollout-batch-size"),
     # Batches and loss.
     _switch("--balance-data", "noted", "tokens always are balanced over data-parallel ranks"),
     _switch(
         "--use-dynamic-batch-size", "noted", "samples always are packed: --max-tokens-per-gpu sizes a micro-batch"
     ),
-    _flag("--loss-type", "refused", "use --policy-loss"),
+    _switch("--disable-compute-advantages-and-returns", "noted", "--loss-type sft_loss has none"),
     _flag(
         "--opd-type", "noted", "the teacher is a frozen group of --server-groups, whose engines score", only=("sglang",)
     ),
@@ -164,6 +173,7 @@ VALUES: tuple[ForeignValue, ...] = (
         )
         for loss in ("gspo", "cispo")
     ),
+    ForeignValue(flag="--loss-type", value="custom_loss", ours=(), note="use --policy-loss module:attr"),
     ForeignValue(
         flag="--advantage-estimator", value="reinforce_plus_plus",
         ours=("--advantage-estimator", "reinforce", "--normalize-advantages"),

@@ -76,6 +76,7 @@ class Objective:
     old_policy: OldPolicy = "trainer"  # whose log-probs ``old_logprobs`` are
     log_entropy: bool = False
     entropy_bonus: EntropyBonus | None = None
+    sampled: bool = True  # engines generated the tokens, and gave their log-probs
     routing_replay: RoutingReplay | None = None  # experts that a mixture's tokens pass through; None: routers choose
 
     @property
@@ -193,6 +194,7 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         old_policy=_old_policy(arguments),
         log_entropy=arguments.log_entropy,
         entropy_bonus=EntropyBonus.of(arguments),
+        sampled=not arguments.supervised,
         routing_replay=arguments.routing_replay,
     )
 

@@ -44,6 +44,7 @@ POLICY_LOSSES = {
     "dppo_tv": f"{HERE}.losses.dppo:DppoTv",
     "dppo_kl": f"{HERE}.losses.dppo:DppoKl",
 }
+SFT_LOSS = f"{HERE}.losses.sft:SftLoss"
 CORRECTIONS = {
     "truncate": f"{HERE}.corrections.importance:Truncate",
     "mask": f"{HERE}.corrections.importance:Mask",
@@ -89,7 +90,9 @@ def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
 
 
 def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
-    """``--policy-loss``."""
+    """``--policy-loss``, or the loss of ``--loss-type sft_loss``."""
+    if arguments.supervised:
+        return _made(SFT_LOSS, PolicyLoss, "--loss-type", arguments)
     path, flag = _row(POLICY_LOSSES, arguments.policy_loss), "--policy-loss"
     made = _made(path, PolicyLoss, flag, arguments)
     _check_needs(made, f"{flag} {arguments.policy_loss}", arguments)

@@ -31,7 +31,7 @@ from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.ledger.readmission import read_readmissions
 from miles_async.runtime.clock import Stopwatch
-from miles_async.seams import RolloutSide, TrainerSide
+from miles_async.seams import SavedSide, TrainerSide
 
 log = structlog.get_logger(__name__)
 
@@ -48,9 +48,9 @@ class RunCheckpoints:
     """Saves to ``--save``, loads from ``--load``, removes what ``--save-keep-last`` and the like don't keep."""
 
     def __init__(
-        self, trainer: TrainerSide, rollout: RolloutSide | None, arguments: CheckpointArguments, identity: RunIdentity
+        self, trainer: TrainerSide, rollout: SavedSide | None, arguments: CheckpointArguments, identity: RunIdentity
     ) -> None:
-        """``rollout``: None if the trainer is alone, which saves nothing.
+        """``rollout``: the rollout side, or what stands for it; None if nothing is saved.
 
         ``identity``: of this run, unless it continues in the directory that it resumes from.
         """

@@ -146,7 +146,8 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     if cluster.ray_address is not None:
         return
     owned = [group for group in server_groups(arguments) if not group.external]
-    generating = 0 if cluster.colocate else sum(group.engines * group.gpus_per_engine for group in owned)
+    alone = cluster.colocate or arguments.sides == "trainer"
+    generating = 0 if alone else sum(group.engines * group.gpus_per_engine for group in owned)
     needed, there = cluster.trainer_world_size + generating, count_gpus()
     if needed > there:
         yield (
@@ -160,6 +161,8 @@ def connection_problems(arguments: Arguments) -> Iterator[str]:
     """Yield limits of this machine that the requests in flight of a run exceed."""
     from miles_async.runtime.open_files import connection_limits
 
+    if arguments.sides == "trainer":
+        return
     rollout, per_engine = arguments.rollout, arguments.rollout.rollout_concurrency_per_engine
     engines = sum(group.num_engines for group in of_role(server_groups(arguments), "train"))
     samples = rollout.n_samples_per_prompt + rollout.extra_samples_per_prompt
@@ -190,6 +193,8 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.runtime.device import choose_device
     from miles_async.weights.transports import choice
 
+    if arguments.sides == "trainer":
+        return
     groups = server_groups(arguments)
     yield from choice.transport_problems(
         arguments.weights,
@@ -216,6 +221,11 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     from miles_async.prompts.templates import ChatTemplate, load_tokenizer
     from miles_async.wiring.prompt_lengths import length_notes
 
+    if arguments.algorithm.supervised:
+        from miles_async.wiring.supervised_batches import example_source
+
+        example_source(arguments).take(1)
+        return []
     assert arguments.model.hf_checkpoint is not None
     template = ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
     notes: list[str] = []
@@ -280,6 +290,8 @@ def check_hooks(arguments: Arguments) -> None:
     from miles_async.runtime.hooks import load_object
     from miles_async.wiring import generation as episode
 
+    if arguments.algorithm.supervised:
+        return  # nothing is sampled or rewarded
     episode.check_hooks(arguments)
     group_filter(arguments.rewards)
     registry.check_own(arguments.algorithm)

@@ -34,8 +34,9 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
         show(to_toml(parsed.arguments))
         return 0
     cluster = with_ray_address(parsed.arguments.cluster)
-    arguments = replace(parsed.arguments, cluster=cluster, model=with_precision(parsed.arguments.model, cluster))
+    arguments = replace(parsed.arguments, cluster=cluster)
     validate(arguments, parsed.checks)
+    arguments = replace(arguments, model=with_precision(arguments.model, cluster))  # may load torch
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
     if parsed.dry_run:
@@ -86,19 +87,15 @@ def _memory(arguments: Arguments) -> str:
 
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     """Describe the run that would start, for people."""
-    cluster, rollout = arguments.cluster, arguments.rollout
-    staleness, steps = arguments.staleness, arguments.optimizer_steps_per_rollout
-    bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"
+    cluster, supervised = arguments.cluster, arguments.algorithm.supervised
+    steps = arguments.optimizer_steps_per_rollout
     lines = {
         "model": arguments.model.hf_checkpoint,
         "trainer": f"{cluster.trainer_world_size} ranks on {cluster.device}: "
         + ", ".join(f"{name} {size}" for name, size in arguments.layout.items() if size > 1 or name == "DP"),
-        "engines": "; ".join(map(_describe_group, server_groups(arguments))),
+        **({} if supervised else {"engines": "; ".join(map(_describe_group, server_groups(arguments)))}),
         **{f"prompts {number}": f"{path} ({count})" for number, (path, count) in enumerate(prompts.items(), start=1)},
-        "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
-        f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
-        "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
-        "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
+        **(_supervised(arguments, steps) if supervised else _sampled(arguments, steps)),
         "Ray": f"joins the cluster at {cluster.ray_address}" if cluster.ray_address else "a cluster of the run's own",
         "run directory": arguments.observability.run_dir,
         **({"resumes from": find_checkpoint(arguments.checkpoint.load).directory} if arguments.checkpoint.load else {}),
@@ -106,6 +103,23 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     return "Dry run: flags, model, tokenizer, prompts and hooks are in order. Nothing was started.\n" + "\n".join(
         f"  {name:<14} {value}" for name, value in lines.items()
     )
+
+
+def _supervised(arguments: Arguments, steps: int) -> Mapping[str, object]:
+    rollout = arguments.rollout
+    batches = f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} examples, {steps} optimizer step(s) each"
+    return {"fine-tuning": f"supervised, {batches}; no engines"}
+
+
+def _sampled(arguments: Arguments, steps: int) -> Mapping[str, object]:
+    rollout, staleness = arguments.rollout, arguments.staleness
+    bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"
+    return {
+        "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
+        f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
+        "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
+        "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
+    }
 
 
 def _describe_group(group: ServerGroup) -> str:

@@ -18,7 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from miles_async.observability.progress_state import ProgressState, StepView
+from miles_async.observability.progress_state import MISSING, ProgressState, StepView
 
 REFRESH_PER_SECOND = 4  # a redraw costs a millisecond; more would only flicker over slow connections
 
@@ -153,6 +153,9 @@ def _bar(view: StepView) -> RenderableType:
 
 def _details(view: StepView) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
+    if view.reward == MISSING:
+        grid.add_row(Text("loss", "dim"), Text(view.loss, "bold"))
+        return grid
     reward = Text.assemble((view.reward, "bold"), f" (avg {view.reward_average}) ", (view.spark, "green"))
     for label, value in (
         ("reward", reward),
@@ -167,6 +170,8 @@ def _details(view: StepView) -> RenderableType:
 
 def step_line(view: StepView) -> str:
     """The plain form of one step."""
+    if view.reward == MISSING:  # supervised fine-tuning
+        return f"step {view.step}/{view.total}  loss {view.loss}  {view.step_seconds}  ETA {view.eta}"
     return (
         f"step {view.step}/{view.total}  reward {view.reward} (avg {view.reward_average})  age {view.age}  "
         f"lead {view.lead}  in flight {view.in_flight}  buffered {view.buffered}  "

@@ -24,6 +24,7 @@ class StepView:
     total: int
     reward: str
     reward_average: str
+    loss: str  # shown where there is no reward
     spark: str
     age: str
     lead: str
@@ -80,6 +81,7 @@ class ProgressState:
             total=self.total_steps,
             reward=_number(metrics, "reward/mean", "{:.3f}"),
             reward_average=f"{sum(recent) / len(recent):.3f}" if recent else MISSING,
+            loss=_number(metrics, "train/loss", "{:.4f}"),
             spark=sparkline(self._rewards),
             age=f"{_number(metrics, 'age/mean', '{:.2f}')} (max {_number(metrics, 'age/max', '{:.0f}')})",
             lead=_number(metrics, "lead/groups", "{:.0f}", instead="rollout/lead"),

@@ -38,6 +38,9 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     accuracy = f"{_number(summary['eval_accuracy_first'])} → {_number(summary['eval_accuracy_last'])}"
     trainer_idle, rollout_idle = summary["trainer_idle_fraction"], summary["rollout_idle_fraction"]
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["stage_seconds"].items())
+    restarts = [("restart", f"{restart['reason']} ({restart['run_dir']})") for restart in summary.get("restarts", ())]
+    if summary["reward_first"] is None:  # supervised fine-tuning
+        return [("steps", f"{summary['steps']} in {wall}"), ("seconds by stage", stages or MISSING), *restarts]
     return [
         ("steps", f"{summary['steps']} in {wall}, weight version {summary['weight_version']}"),
         ("reward", f"{reward} (mean of the last {REWARD_WINDOW} steps)"),
@@ -56,7 +59,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
             f"{_number(difference['max'], '.2e')} at most",
         ),
         ("seconds by stage", stages or MISSING),
-        *(("restart", f"{restart['reason']} ({restart['run_dir']})") for restart in summary.get("restarts", ())),
+        *restarts,
     ]
 
 

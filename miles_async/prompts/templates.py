@@ -93,6 +93,14 @@ class ChatTemplate:
             ids.update(named if isinstance(named, list) else [named])
         return frozenset(ids - {None})
 
+    @property
+    def end_id(self) -> int:
+        """The tokenizer's token for the end of a text. Raises ConfigurationError if it has none."""
+        token: int | None = self._tokenizer.eos_token_id
+        if token is None:
+            raise ConfigurationError(f"the tokenizer in {self._tokenizer.name_or_path} has no eos_token")
+        return token
+
     def render(
         self,
         messages: Sequence[JsonObject],

@@ -71,6 +71,7 @@ from miles_async.wiring.gpus import RunGpus, gpus_of, shared_places
 from miles_async.wiring.placement import RunPlacement, place_run
 from miles_async.wiring.report import RunReport
 from miles_async.wiring.rollout_process import build_rollout
+from miles_async.wiring.supervised_batches import SupervisedBatches
 from miles_async.wiring.trainer_process import (
     SHARED_WITH_ENGINES,
     shared_directories,
@@ -191,7 +192,7 @@ class Run:
                 ray_cluster(arguments.cluster.ray_address, environment, self._own_ray),
             ):
                 placement = await place_run(arguments, self._device)
-                sides = arguments.debug.sides
+                sides = arguments.sides
                 progress.phase(_STARTING[sides])
                 trainer = (
                     None
@@ -287,14 +288,23 @@ class Run:
             self.report.version = controller.position.version
 
     async def _training_alone(self, trainer: TrainerRanks, recorder: RunRecorder) -> None:
-        checkpoints = RunCheckpoints(trainer, None, self._arguments.checkpoint, self._identity())
+        arguments = self._arguments
+        supervised = SupervisedBatches(arguments) if arguments.algorithm.supervised else None
+        checkpoints = RunCheckpoints(trainer, supervised, arguments.checkpoint, self._identity())
+
+        async def save(step: int) -> None:
+            if arguments.checkpoint.due(step, last=step == arguments.rollout.num_rollout):
+                await checkpoints.save(Position(step=step))
+                recorder.checkpoint(step, await checkpoints.finish())
+
         await training_alone(
             trainer,
-            DumpedBatches(self._arguments),
+            supervised or DumpedBatches(arguments),
             recorder,
-            BadSteps(self._arguments.optimizer),
+            BadSteps(arguments.optimizer),
             first=(await checkpoints.load() or Position()).step,
-            steps=self._arguments.rollout.num_rollout,
+            steps=arguments.rollout.num_rollout,
+            save=save,
         )
 
     def _publisher(self, trainer: TrainerRanks, rollout: RolloutProcess) -> WeightPublisher:

@@ -193,7 +193,7 @@ def _replayed_routers(arguments: Arguments) -> RouterShape | None:
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:
     """Settings of the servers of a group."""
-    alone = arguments.debug.sides == "rollout"
+    alone = arguments.sides == "rollout"
     published = group.role != "frozen" and not alone
     return ServerSpec(
         group=group.name,

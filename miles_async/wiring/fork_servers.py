@@ -50,7 +50,7 @@ def fork_servers(
     """
     if device != "cpu" or environment.get("OMP_NUM_THREADS") != "1":
         return RunForkServers()
-    logs, sides = run_dir / "logs", arguments.debug.sides
+    logs, sides = run_dir / "logs", arguments.sides
     engines = None if sides == "trainer" else _of_engines(arguments, device, logs, sockets / "engines", environment)
     if arguments.cluster.ray_address is not None:
         return RunForkServers(engines=engines)

@@ -92,7 +92,8 @@ class RunReport:
         if not summary["steps"]:
             return
         try:
-            plot_run(self._run_dir)
+            if summary["reward_first"] is not None:
+                plot_run(self._run_dir)
             print_summary(summary, run_dir=self._run_dir)
         except Exception as problem:  # supervision point: pictures and tables can be made again, see --run-dir
             log.warning("the run cannot be shown", error=repr(problem))

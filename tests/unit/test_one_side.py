@@ -109,6 +109,17 @@ async def test_training_takes_the_batch_of_each_step(first: int) -> None:
     assert all({"reward/mean", "train/loss", "time/train_seconds"} <= metrics.keys() for _, metrics in recorded.steps)
 
 
+async def test_checkpoints_are_saved_between_steps() -> None:
+    # covers: C9
+    events: list[str] = []
+
+    async def save(step: int) -> None:
+        events.append(f"save {step}")
+
+    await training_alone(FakeTrainer(events), batch, Recorded(), STOPS, first=1, steps=STEPS, save=save)
+    assert events == ["train", "save 2", "train", "save 3"]
+
+
 async def test_a_batch_that_cannot_be_read_ends_it() -> None:
     async def none(step: int) -> PreparedBatch:
         raise DataError("1.parquet: expected ...")

@@ -80,7 +80,9 @@ def step_metrics(
         "skipped_optimizer_steps": float(steps - len(grad_norms)),
         "step_seconds": seconds,
     }
-    tokens = mismatch_metrics(reduced) | spread_metrics(reduced) | masked
+    # Without them, tokens were given: there is nothing to compare with.
+    sampled = "mismatch_tokens" in reduced or not reduced.get("loss_tokens")
+    tokens = (mismatch_metrics(reduced) | spread_metrics(reduced) if sampled else {}) | masked
     return means | tokens | totals | optimizer | _bad_steps(breaches)
 
 

@@ -186,7 +186,7 @@ class StepRunner:
         if scores.entropy is not None:
             batch = batch.with_computed("entropy", scores.entropy.detach())
         before = batch.computed.get("old_logprobs") if objective.old_policy == "trainer" else None
-        if before is None and index == 0:
+        if before is None and index == 0 and objective.sampled:
             before = logprobs.detach()
         if before is not None and objective.old_policy == "trainer":
             batch = batch.with_computed("old_logprobs", before)
@@ -195,7 +195,7 @@ class StepRunner:
         metrics = {
             **sums.metrics,
             **({} if before is None else mismatch_sums(before, batch)),
-            **spread_sums(logprobs, batch),
+            **(spread_sums(logprobs, batch) if objective.sampled else {}),
             **({} if self.scale is None else self.scale.sums(logprobs, batch)),
             "loss": sums.loss.detach(),
             "loss_count": sums.count,

@@ -144,6 +144,7 @@ CASES = (
         "distillation after whitening",
         {"use_opd": True, "opd_student": "rollout", "normalize_advantages": True, "policy_loss": "cispo"},
     ),
+    Case("sft", {"loss_type": "sft_loss"}),
     Case("weights by age", {"max_token_age": 5, "token_age_decay": 0.7, "use_tis": True}),
 )
 

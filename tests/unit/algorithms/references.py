@@ -131,6 +131,11 @@ def dppo_kl(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
     return _dppo(trajectory, flags, divergence)
 
 
+def sft(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    """Cross entropy of a one-hot target."""
+    return [torch.log(1 / probability) for probability in torch.exp(trajectory.logprobs)]
+
+
 POLICY_LOSSES: dict[str, TokenLosses] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
@@ -306,6 +311,8 @@ def loss_of_step(step: Step, flags: Flags) -> Tensor:
     if flags.get("use_opd"):
         step = [distilled(trajectory, flags) for trajectory in step]
     of_tokens = POLICY_LOSSES[flags.get("policy_loss", "ppo_clip")]
+    if flags.get("loss_type") == "sft_loss":
+        of_tokens = sft
     losses = []
     for trajectory in step:
         if not trajectory.carries_loss:

@@ -33,6 +33,7 @@ MODULES = (
     "losses.gspo",
     "losses.ppo_clip",
     "losses.sapo",
+    "losses.sft",
     "losses.surrogate",
     "token_advantages.kl_in_reward",
     "whole_batch.second_moment",

@@ -1,0 +1,79 @@
+"""Rows of ``--prompt-data`` as examples to learn from, in the order of prompts, with the same cursor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+
+from miles_async.arguments.data import DataArguments
+from miles_async.errors import DataError, TrajectoryError
+from miles_async.prompts.conversations import Answered, answered, answered_text, conversation, tools_of
+from miles_async.prompts.source import FilePromptSource
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.types import JsonObject, Prompt
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """A row, tokenized with its answers."""
+
+    prompt: Prompt  # without token ids
+    epoch: int
+    branches: tuple[Answered, ...]  # at least one
+
+
+class ExampleSource:
+    """An endless stream, as of prompts (``prompts.source``). An example that is too long is skipped and counted."""
+
+    def __init__(self, arguments: DataArguments, template: ChatTemplate, most_tokens: int) -> None:
+        """``most_tokens``: of a sequence. Raises DataError when the file cannot be used."""
+        self._template = template
+        self._templated = arguments.apply_chat_template
+        self._most = most_tokens
+        self._source = FilePromptSource(arguments, lambda content: (0,))  # whole examples are tokenized here
+        self.skipped = 0
+
+    def take(self, count: int) -> list[Example]:
+        """Take the next ``count`` examples, never fewer. Raises DataError for a row without an answer, and when a whole
+        epoch holds none that is short enough.
+        """
+        taken: list[Example] = []
+        in_a_row = 0
+        while len(taken) < count:
+            [(epoch, prompt)] = self._source.take(1)
+            branches = self._branches(prompt)
+            longest = max(len(branch.tokens) for branch in branches)
+            if longest <= self._most:
+                taken.append(Example(prompt=prompt, epoch=epoch, branches=tuple(branches)))
+                in_a_row = 0
+                continue
+            self.skipped, in_a_row = self.skipped + 1, in_a_row + 1
+            log.warning("example skipped", prompt_id=prompt.prompt_id, tokens=longest, most=self._most)
+            if in_a_row == len(self._source):
+                raise DataError(
+                    f"{self._source.path}: all {in_a_row} examples have more than {self._most} tokens: raise "
+                    "--max-tokens-per-gpu, up to the model's positions"
+                )
+        return taken
+
+    def state(self) -> JsonObject:
+        """Return the cursor, with the identity of the file it points into."""
+        return self._source.state()
+
+    def restore(self, state: JsonObject) -> None:
+        """Continue where :meth:`state` was taken. Raises CheckpointError if the file has changed."""
+        self._source.restore(state)
+
+    def _branches(self, prompt: Prompt) -> list[Answered]:
+        try:
+            if not self._templated:
+                if prompt.label is None:
+                    raise DataError("expected an answer, found no label (--label-key)")
+                return answered_text(self._template, prompt.text, prompt.label)
+            messages = conversation(prompt.messages, prompt.label)
+            return answered(self._template, messages, tools_of(prompt.metadata))
+        except (DataError, TrajectoryError) as error:
+            raise DataError(f"{prompt.prompt_id}: {error}") from error

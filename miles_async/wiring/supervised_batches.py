@@ -1,0 +1,117 @@
+"""Batches of examples for the trainer that the flags describe (``--loss-type sft_loss``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import ray
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.model_files import read_config
+from miles_async.checkpoints.files import write_synced
+from miles_async.errors import CheckpointError
+from miles_async.prompts.conversations import Answered
+from miles_async.prompts.examples import Example, ExampleSource
+from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.staleness.versions import group_of
+from miles_async.train_data.work import quadratic_work
+from miles_async.types import NO_VERSION, Attempt, Branch, Group, JsonObject, PreparedBatch, Sample
+from miles_async.wiring.decisions import make_batches
+
+CURSOR_FILE = "examples.json"
+VERSION = 0  # nothing is published, and every example is as new as any
+
+
+def example_source(arguments: Arguments) -> ExampleSource:
+    """The examples of a run. Raises ConfigurationError, DataError."""
+    model = arguments.model.hf_checkpoint
+    assert model is not None
+    template = ChatTemplate(load_tokenizer(model), arguments.data.apply_chat_template)
+    positions = read_config(model).get("max_position_embeddings")
+    most = arguments.micro_batch_tokens
+    return ExampleSource(arguments.data, template, min(most, positions) if isinstance(positions, int) else most)
+
+
+class SupervisedBatches:
+    """Examples in the order of the prompt source, split over ranks and packed like samples; also their cursor's part
+    of a checkpoint.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        """Raises ConfigurationError, DataError."""
+        model = arguments.model.hf_checkpoint
+        assert model is not None
+        self._source = example_source(arguments)
+        self._count = arguments.rollout.rollout_batch_size
+        self._maker = make_batches(arguments, quadratic_work=quadratic_work(read_config(model)))
+        self._taken = 0
+        self._snapshot: JsonObject = {}
+
+    async def __call__(self, step: int) -> PreparedBatch:
+        """The batch of a step; steps are asked for in order. Raises DataError."""
+        return await asyncio.to_thread(self._prepare, step)
+
+    async def snapshot(self) -> None:
+        """Keep what :meth:`save` will write."""
+        self._snapshot = self._source.state()
+
+    async def save(self, directory: Path) -> None:
+        """Write the last snapshot. Raises OSError."""
+        await asyncio.to_thread(write_synced, directory / CURSOR_FILE, msgspec.json.encode(self._snapshot))
+
+    async def load(
+        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Go on where a checkpoint was taken. Raises CheckpointError."""
+        try:
+            state = msgspec.json.decode((directory / CURSOR_FILE).read_bytes(), type=JsonObject)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(
+                f"--load {directory}: expected a checkpoint of --loss-type sft_loss: {error}; to go on from other "
+                "training, give its --save-hf as --hf-checkpoint"
+            ) from error
+        self._source.restore(state)
+
+    def _prepare(self, step: int) -> PreparedBatch:
+        examples = self._source.take(self._count)
+        groups = tuple(self._group(example) for example in examples)
+        converted = self._maker.make(groups, VERSION)
+        lengths = [len(branch.tokens) for example in examples for branch in example.branches]
+        return PreparedBatch(
+            batch_id=step,
+            target_version=VERSION,
+            oldest_version=VERSION,
+            prompt_ids=tuple(example.prompt.prompt_id for example in examples),
+            shards=tuple(map(ray.put, converted.shards)),
+            metrics={
+                "sft/epoch": float(examples[-1].epoch),
+                "sft/length_mean": float(np.mean(lengths)),
+                "sft/length_max": float(max(lengths)),
+                "sft/skipped": float(self._source.skipped),
+            },
+            ages=converted.ages,
+        )
+
+    def _group(self, example: Example) -> Group:
+        first, *others = [_branch(branch) for branch in example.branches]
+        sample = Sample(
+            **msgspec.structs.asdict(first), text="", finish_reason="stop", reward=0.0, more_branches=tuple(others)
+        )
+        attempt = Attempt(attempt_id=self._taken, prompt=example.prompt, epoch=example.epoch)
+        self._taken += 1
+        return group_of(attempt, [sample])
+
+
+def _branch(answered: Answered) -> Branch:
+    """No engine sampled it, so it has no log-probs; its version is that of all weights."""
+    return Branch(
+        tokens=answered.tokens,
+        prompt_length=int(np.argmax(answered.loss_mask)),
+        loss_mask=answered.loss_mask,
+        rollout_logprobs=np.zeros(len(answered.tokens), np.float32),
+        weight_versions=np.where(answered.loss_mask != 0, VERSION, NO_VERSION).astype(np.int32),
+    )

@@ -1,0 +1,161 @@
+"""Conversations to learn from: what carries loss is what a model would have sampled, in every style of templates.
+
+# covers: C12
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_async.arguments.data import DataArguments
+from miles_async.errors import DataError
+from miles_async.prompts.conversations import Answered, answered, conversation, tools_of
+from miles_async.prompts.examples import ExampleSource
+from miles_async.prompts.templates import ChatTemplate
+from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
+
+STYLES = [style for style in STOPS if style != "wandering"]  # which writes every conversation otherwise
+QUESTION = {"role": "user", "content": "What is seventeen times four?"}
+ANSWER = {"role": "assistant", "content": "It is 68."}
+MORE = [{"role": "user", "content": "And plus three?"}, {"role": "assistant", "content": "Then 71."}]
+
+
+def learned(template: ChatTemplate, branch: Answered) -> str:
+    return template.decode_all(branch.tokens[branch.loss_mask == 1])
+
+
+def whole(template: ChatTemplate, branch: Answered) -> str:
+    return template.decode_all(branch.tokens)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_answer_is_learned_up_to_the_token_that_ends_it(style: str) -> None:
+    template = chat_format(style)
+    [branch] = answered(template, [QUESTION, ANSWER], ())
+    prompt = list(template.encode([QUESTION]))
+    assert branch.tokens[: len(prompt)].tolist() == prompt  # as engines are given it
+    assert not branch.loss_mask[: len(prompt)].any()
+    assert branch.loss_mask[len(prompt) :].all()
+    assert branch.tokens[-1] in template.stop_ids
+    assert learned(template, branch).removesuffix(STOPS[style][0]).endswith("It is 68.")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_turn_is_learned_where_it_would_be_generated(style: str) -> None:
+    template = chat_format(style)
+    messages = [QUESTION, ANSWER, *MORE]
+    branches = answered(template, messages, ())
+    assert len(branches) == {"qwen3": 2}.get(style, 1)  # Qwen3 drops the (empty) reasoning of earlier turns
+    texts = [learned(template, branch) for branch in branches]
+    assert "".join(texts).count("68") == "".join(texts).count("71") == 1
+    second = list(template.encode(messages[:3]))
+    assert branches[-1].tokens[: len(second)].tolist() == second
+    assert not any("What is" in text or "plus" in text for text in texts)
+    for branch in branches:
+        assert branch.tokens.dtype == np.int32
+        assert len(branch.tokens) == len(branch.loss_mask)
+        assert branch.loss_mask[-1] == 1
+
+
+def test_a_turn_that_the_next_message_ends_is_learned_with_its_beginning() -> None:
+    """GLM samples <|user|> to stop; after the last turn comes the end of the text."""
+    template = chat_format("glm")
+    [branch] = answered(template, [QUESTION, ANSWER, *MORE], ())
+    assert learned(template, branch) == "\n<think></think>\nIt is 68.<|user|>\n<think></think>\nThen 71.<|endoftext|>"
+
+
+def test_a_turn_may_be_context_only() -> None:
+    template = chat_format("llama3")
+    [branch] = answered(template, [QUESTION, {**ANSWER, "step_loss_mask": 0}, *MORE], ())
+    assert learned(template, branch).startswith("Then 71.")
+    assert "It is 68." in whole(template, branch)
+    with pytest.raises(DataError, match="a turn of the assistant to learn, found none"):
+        answered(template, [QUESTION, {**ANSWER, "step_loss_mask": 0}], ())
+
+
+def test_tools_are_rendered_and_their_results_are_not_learned() -> None:
+    template = chat_format("qwen3")
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "17 times 4"}}}
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sixty-eight"},
+        ANSWER,
+    ]
+    branches = answered(template, messages, TOOLS)
+    assert all("open_page" in whole(template, branch) for branch in branches)
+    texts = "".join(learned(template, branch) for branch in branches)
+    assert '{"name": "search"' in texts
+    assert "sixty-eight" not in texts
+    assert tools_of({"tools": TOOLS}) == TOOLS
+    with pytest.raises(DataError, match="a list of objects"):
+        tools_of({"tools": "search"})
+
+
+def test_conversations_without_a_question_are_refused() -> None:
+    with pytest.raises(DataError, match="its turn first"):
+        answered(chat_format("llama3"), [ANSWER, QUESTION], ())
+
+
+def test_a_label_is_the_answer_where_there_is_none() -> None:
+    assert conversation([QUESTION], "It is 68.") == [QUESTION, ANSWER]
+    assert conversation([QUESTION, ANSWER], "other") == [QUESTION, ANSWER]
+    with pytest.raises(DataError, match="--label-key"):
+        conversation([QUESTION], None)
+
+
+def rows(path: Path, *content: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return path
+
+
+def source(path: Path, most: int = 1000, **data: Any) -> ExampleSource:
+    return ExampleSource(DataArguments(prompt_data=path, rollout_shuffle=False, **data), chat_format("llama3"), most)
+
+
+def test_rows_are_examples_in_the_order_of_prompts_and_the_cursor_goes_on(tmp_path: Path) -> None:
+    # covers: C9
+    path = rows(tmp_path / "a.jsonl", *({"prompt": f"{n}?", "label": str(n)} for n in range(5)))
+    examples = source(path)
+    assert [(e.epoch, e.prompt.label) for e in examples.take(3)] == [(0, "0"), (0, "1"), (0, "2")]
+    state = examples.state()
+    expected = [(e.epoch, e.prompt.label, e.branches[0].tokens.tolist()) for e in examples.take(4)]
+    assert [epoch for epoch, *_ in expected] == [0, 0, 1, 1]
+    again = source(path)
+    again.restore(state)
+    assert [(e.epoch, e.prompt.label, e.branches[0].tokens.tolist()) for e in again.take(4)] == expected
+
+
+def test_examples_that_are_too_long_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = rows(tmp_path / "a.jsonl", *({"prompt": "?", "label": "a " * n} for n in (1, 400, 2)))
+    examples = source(path, most=100)
+    assert [len(e.prompt.label or "") for e in examples.take(4)] == [2, 4, 2, 4]
+    assert examples.skipped == 2
+    with pytest.raises(DataError, match="all 3 examples have more than 5 tokens: raise --max-tokens-per-gpu"):
+        source(path, most=5).take(1)
+
+
+def test_a_row_without_an_answer_is_named(tmp_path: Path) -> None:
+    path = rows(tmp_path / "a.jsonl", {"messages": [QUESTION]})
+    with pytest.raises(DataError, match=r"a\.jsonl:1: expected an answer"):
+        source(path, input_key="messages", label_key=None).take(1)
+
+
+def test_messages_of_a_row_are_learned(tmp_path: Path) -> None:
+    path = rows(tmp_path / "a.jsonl", {"messages": [QUESTION, ANSWER], "extra": {"tools": TOOLS}})
+    [example] = source(path, input_key="messages", label_key=None, metadata_key="extra").take(1)
+    assert learned(chat_format("llama3"), example.branches[0]) == "It is 68.<|eot_id|>"
+
+
+def test_plain_texts_are_answered_without_a_template(tmp_path: Path) -> None:
+    path = rows(tmp_path / "a.jsonl", {"prompt": "three and", "label": " four"})
+    template = ChatTemplate(chat_format("llama3")._tokenizer, apply_chat_template=False)
+    arguments = DataArguments(prompt_data=path, apply_chat_template=False)
+    [example] = ExampleSource(arguments, template, 100).take(1)
+    assert learned(template, example.branches[0]) == " four<|eot_id|>"
+    assert whole(template, example.branches[0]).endswith("three and four<|eot_id|>")
