@@ -52,16 +52,15 @@ def _questions(pairs: list[tuple[int, int]], *, held_out: bool) -> list[Question
     return [Question(*numbers, held_out) for a, b in pairs for numbers in sorted({(a, b), (b, a)})]
 
 
-async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_async/api/
-    """1 for the sum and nothing else, 0.2 to 0.5 for another number, more the nearer it is: almost no sample of the
-    untrained model is right, and rewards that are all equal teach nothing.
+async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_async/api.py
+    """1 for the sum and nothing else, 0.1 for another number: almost no sample of the untrained model is right, and
+    rewards that are all equal teach nothing.
 
     Of answers to held-out questions only right ones count, so that their mean is the accuracy.
     """
     text = sample.text.strip()
-    if prompt.metadata["held_out"]:
-        return float(sample.finish_reason == "stop" and text == prompt.label)
-    if sample.finish_reason == "stop" and text.isdecimal() and text.isascii():
-        off = abs(int(text) - int(prompt.label))
-        return 1.0 if off == 0 else 0.2 + 0.3 / off
-    return 0.0
+    if sample.finish_reason != "stop":
+        return 0.0
+    if text == prompt.label:
+        return 1.0
+    return 0.1 if text.isdecimal() and text.isascii() and not prompt.metadata["held_out"] else 0.0

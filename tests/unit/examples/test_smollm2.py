@@ -228,17 +228,17 @@ def test_no_held_out_sum_is_in_training_in_either_order() -> None:
     [
         ("22", "stop", 1.0),
         (" 22 ", "stop", 1.0),
-        ("21", "stop", 0.5),
-        ("12", "stop", 0.23),
+        ("21", "stop", 0.1),
+        ("12", "stop", 0.1),
         ("22", "length", 0.0),
         ("17 + 5 = 22", "stop", 0.0),
         ("To add", "length", 0.0),
         ("", "stop", 0.0),
     ],
 )
-async def test_the_nearer_to_the_sum_the_more_an_answer_is_worth(text: str, finish_reason: str, value: float) -> None:
+async def test_the_sum_alone_is_worth_most(text: str, finish_reason: str, value: float) -> None:
     sample = SimpleNamespace(text=text, finish_reason=finish_reason)
-    assert await worth(SimpleNamespace(label="22", metadata={"held_out": False}), sample) == pytest.approx(value)
+    assert await worth(SimpleNamespace(label="22", metadata={"held_out": False}), sample) == value
     accurate = await worth(SimpleNamespace(label="22", metadata={"held_out": True}), sample)
     assert accurate == (1.0 if value == 1.0 else 0.0)
 
