@@ -11,7 +11,7 @@ from miles_async.arguments.flag import ModuleAttr, flag
 AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce", "on_policy_distillation"]
 TokenAdvantagesName = Literal["kl_in_reward"]
 LossType = Literal["policy_loss", "sft_loss"]
-PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"]
+PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"]
 LossAggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
 TisMode = Literal["truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -75,7 +75,8 @@ class AlgorithmArguments:
         "loss of a token. ppo_clip: PPO's clipped surrogate; gspo: that with one ratio per sequence; cispo: REINFORCE, "
         "weighed by the clipped ratio; sapo: a sigmoid of the ratio; gmpo: the geometric mean of a sequence's clipped "
         "ratios; dppo_tv, dppo_kl: no gradient for tokens whose probability moved further than --eps-clip by total "
-        "variation, or by KL",
+        "variation, or by KL; clip_cov, kl_cov: without, or with a KL penalty for, the few tokens of a rollout batch "
+        "whose log-prob and advantage vary together most, which keeps entropy",
     )
     eps_clip: float = flag(0.2, "PPO clip range below 1; of the log-ratio with gmpo, of the divergence with dppo")
     eps_clip_high: float | None = flag(None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher")
@@ -86,6 +87,11 @@ class AlgorithmArguments:
     )
     tau_pos: float = flag(1.0, "steepness of sapo's sigmoid for positive advantages")
     tau_neg: float = flag(1.05, "steepness of sapo's sigmoid for other advantages")
+    clip_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that clip_cov leaves out")
+    clip_cov_lb: float = flag(1.0, "clip_cov draws from the tokens of more covariance than this")
+    clip_cov_ub: float = flag(5.0, "clip_cov draws from the tokens of less covariance than this")
+    kl_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that kl_cov penalizes")
+    ppo_kl_coef: float = flag(1.0, "weight of kl_cov's penalty, per nat")
     loss_aggregation: LossAggregationName | ModuleAttr = flag(
         "token_mean",
         "the loss of an optimizer step is the mean over its tokens that carry loss (token_mean), over sequences of "

@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
 
-CLIPPED: frozenset[PolicyLossName] = frozenset({"ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl"})
+CLIPPED: frozenset[PolicyLossName] = frozenset({"ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov"})
 LOSSES_WITH: dict[str, frozenset[PolicyLossName]] = {
     "eps_clip": CLIPPED,
     "eps_clip_high": CLIPPED,
     "eps_clip_c": CLIPPED - {"cispo", "gmpo"},
     "tau_pos": frozenset({"sapo"}),
     "tau_neg": frozenset({"sapo"}),
+    "clip_cov_ratio": frozenset({"clip_cov"}),
+    "clip_cov_lb": frozenset({"clip_cov"}),
+    "clip_cov_ub": frozenset({"clip_cov"}),
+    "kl_cov_ratio": frozenset({"kl_cov"}),
+    "ppo_kl_coef": frozenset({"kl_cov"}),
 }
 """Field → the losses that read it."""
 
@@ -36,6 +41,13 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         changed = value != getattr(AlgorithmArguments(), name)
         if changed and ":" not in algorithm.policy_loss and algorithm.policy_loss not in losses:
             yield f"--{name.replace('_', '-')} {value} has no effect with --policy-loss {algorithm.policy_loss}"
+    if algorithm.clip_cov_lb >= algorithm.clip_cov_ub:
+        yield f"--clip-cov-lb {algorithm.clip_cov_lb} is not less than --clip-cov-ub {algorithm.clip_cov_ub}"
+    if algorithm.policy_loss in ("clip_cov", "kl_cov") and algorithm.prox_logp_method == "loglinear":
+        yield (
+            f"--policy-loss {algorithm.policy_loss} chooses tokens before the first optimizer step, by log-probs that "
+            "--prox-logp-method loglinear only knows at each step: use recompute"
+        )
     if algorithm.loss_aggregation == "sequence_sum" and algorithm.loss_length_normalizer is None:
         yield (
             "--loss-aggregation sequence_sum divides by --loss-length-normalizer: give it, such as "

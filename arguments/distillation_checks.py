@@ -34,6 +34,8 @@ def check_distillation(arguments: Arguments) -> Iterator[str]:
         )
     if algorithm.m2_threshold is not None:
         yield "--m2-threshold leaves tokens out that --use-opd would still teach: give one of them"
+    if algorithm.policy_loss in ("clip_cov", "kl_cov"):
+        yield f"--policy-loss {algorithm.policy_loss} chooses tokens by advantages that --use-opd changes: use another"
     if arguments.debug.sides != "trainer":
         yield from _check_teacher(arguments)
 

@@ -47,6 +47,8 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
     model = arguments.model
     if arguments.optimizer.max_logprob_diff is not None:
         yield "--max-logprob-diff compares with engines, of which --loss-type sft_loss has none: leave it out"
+    if arguments.optimizer.ess_lr_scaling is not None:
+        yield "--ess-lr-scaling weighs samples, of which --loss-type sft_loss has none: leave it out"
     if model.share_prompts:
         yield "--share-prompts with --loss-type sft_loss: examples have a prompt each: leave it out"
     if arguments.algorithm.loss_aggregation == "sequence_sum" and arguments.algorithm.loss_length_normalizer is None:

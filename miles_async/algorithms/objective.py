@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -40,6 +40,15 @@ from miles_async.errors import ContractViolation
 
 OldPolicy = Literal["trainer", "rollout", "interpolated"]
 """trainer: as it is before its first optimizer step on the batch; rollout: the engine's; interpolated: between both."""
+
+
+@runtime_checkable
+class Chooses(Protocol):
+    """A policy loss that treats some tokens of a rollout batch apart."""
+
+    def choose(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
+        """1 at the chosen tokens, else 0, [N] per micro-batch, before the first optimizer step. Collective."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,18 +114,22 @@ class Objective:
         return "reward_kl" if isinstance(self.token_advantages, KlInReward) else "ref_kl"
 
     @property
-    def changes_advantages(self) -> bool:
-        """True if advantages are something else than those of the samples."""
-        return self.token_advantages is not None or self.normalize_advantages or self.m2_threshold is not None
+    def prepares_batches(self) -> bool:
+        """True if batches get something before the first optimizer step, such as other advantages."""
+        changed = self.token_advantages is not None or self.normalize_advantages or self.m2_threshold is not None
+        return changed or isinstance(self.policy_loss, Chooses)
 
     @property
     def needs_for_advantages(self) -> frozenset[Need]:
         """Arrays that are needed before the first optimizer step."""
         needs = set[Need](() if self.token_advantages is None else self.token_advantages.needs)
-        return frozenset(needs | ({"old_logprobs"} if self.m2_threshold is not None else set()))
+        compares = self.m2_threshold is not None or isinstance(self.policy_loss, Chooses)
+        return frozenset(needs | ({"old_logprobs"} if compares else set()))
 
-    def advantages_of_batch(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """Advantages of all micro-batches of a rollout batch: of tokens, then whitened, then masked. Collective."""
+    def prepared(self, batches: Sequence[TokenBatch], gather: Gather) -> list[TokenBatch]:
+        """All micro-batches of a rollout batch with their advantages (of tokens, then whitened, then masked) and with
+        the tokens that the policy loss chooses. Collective.
+        """
 
         def replaced(advantages: Iterable[Tensor]) -> list[TokenBatch]:
             return [replace(batch, advantages=one) for batch, one in zip(batches, advantages, strict=True)]
@@ -126,7 +139,10 @@ class Objective:
             batches = replaced(whiten(batches, gather))
         if self.m2_threshold is not None:
             batches = replaced(within_second_moment(batches, self.m2_threshold, gather))
-        return [batch.advantages for batch in batches]
+        if isinstance(self.policy_loss, Chooses):
+            chosen = self.policy_loss.choose(batches, gather)
+            return [batch.with_computed("chosen", of_batch) for batch, of_batch in zip(batches, chosen, strict=True)]
+        return list(batches)
 
     def advantages(self, batch: TokenBatch) -> Tensor:
         """float32 [N]: what ``--token-advantages`` makes of those of the samples, 0 where no loss is carried."""

@@ -43,6 +43,8 @@ POLICY_LOSSES = {
     "gmpo": f"{HERE}.losses.gmpo:Gmpo",
     "dppo_tv": f"{HERE}.losses.dppo:DppoTv",
     "dppo_kl": f"{HERE}.losses.dppo:DppoKl",
+    "clip_cov": f"{HERE}.losses.clip_cov:ClipCov",
+    "kl_cov": f"{HERE}.losses.kl_cov:KlCov",
 }
 SFT_LOSS = f"{HERE}.losses.sft:SftLoss"
 CORRECTIONS = {
@@ -168,5 +170,7 @@ def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str, ar
     for name, takes in UNAVAILABLE.items():
         if name in needs:
             raise ConfigurationError(f"{named} needs {name}, which take {takes}: choose one that does without")
+    if "chosen" in needs and not hasattr(part, "choose"):
+        raise ConfigurationError(f"{named} needs chosen, which is for --policy-loss clip_cov and kl_cov")
     if "teacher_logprobs" in needs and not arguments.use_opd:
         raise ConfigurationError(f"{named} needs teacher_logprobs, which take a teacher: add --use-opd")

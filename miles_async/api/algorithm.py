@@ -34,10 +34,11 @@ class AdvantageEstimator(Protocol):
         ...
 
 
-Need = Literal["old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values"]
+Need = Literal["old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "chosen"]
 """An array of TokenBatch that costs a pass of a model, so that it is computed only if something needs it.
 
-``teacher_logprobs`` come with the samples, from the teacher of ``--use-opd``. ``values`` takes a critic, which no
+``teacher_logprobs`` come with the samples, from the teacher of ``--use-opd``; ``chosen`` is for the losses that choose
+tokens from the whole rollout batch, ``clip_cov`` and ``kl_cov``. ``values`` takes a critic, which no
 backend has yet. What needs an array that the run does not have is refused at the start.
 """
 
@@ -95,6 +96,11 @@ class TokenBatch:
     def values(self) -> Tensor:
         """float32 [N], by the critic."""
         return self._needed("values")
+
+    @property
+    def chosen(self) -> Tensor:
+        """float32 [N], 1 at the tokens that the policy loss chose from the rollout batch, else 0."""
+        return self._needed("chosen")
 
     def with_computed(self, name: Need, values: Tensor) -> TokenBatch:
         """The same batch that has ``name`` too."""

@@ -36,6 +36,10 @@ ALGORITHMS = {
         tis_level="sequence", use_rs=True, rs_level="geometric", rs_upper_bound=1.5, **TIS
     ),
     "masked": AlgorithmArguments(tis_mode="mask", use_opsm=True, max_token_age=0, token_age_decay=0.5, **TIS),
+    "clip-cov": AlgorithmArguments(
+        policy_loss="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=-1.0, clip_cov_ub=9.0, **TIS
+    ),
+    "kl-cov": AlgorithmArguments(policy_loss="kl_cov", kl_cov_ratio=0.2, **TIS),
     "distillation": AlgorithmArguments(use_opd=True, opd_kl_coef=0.5, use_rollout_logprobs=True),
     "interpolated": AlgorithmArguments(
         prox_logp_method="loglinear", token_advantages="kl_in_reward", kl_coef=1.0, **TIS

@@ -74,7 +74,7 @@ class StepRunner:
             [pack_batch(batch, shard.target_version, self.layout, self.device) for batch in step]
             for step in shard.optimizer_steps
         ]
-        steps = self._with_advantages(self._with_logprobs(steps)) * self.epochs
+        steps = self._prepared(self._with_logprobs(steps)) * self.epochs
         loss_tokens = shard.loss_tokens * self.epochs
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
@@ -143,13 +143,13 @@ class StepRunner:
         remaining = iter(scored.logprobs)
         return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
 
-    def _with_advantages(self, steps: list[Packs]) -> list[Packs]:
-        """Advantages of tokens from those of their samples, where the losses are: on the last pipeline stage."""
-        if not self.objective.changes_advantages or not parallel_state.is_pipeline_last_stage():
+    def _prepared(self, steps: list[Packs]) -> list[Packs]:
+        """What the objective makes of whole batches, where the losses are: on the last pipeline stage."""
+        if not self.objective.prepares_batches or not parallel_state.is_pipeline_last_stage():
             return steps
         batches = [packed.batch for packs in steps for packed in packs]
-        found = iter(self.objective.advantages_of_batch(batches, gather_from_replicas))
-        return [[_with_advantages(packed, next(found)) for packed in packs] for packs in steps]
+        found = iter(self.objective.prepared(batches, gather_from_replicas))
+        return [[dataclasses.replace(packed, batch=next(found)) for packed in packs] for packs in steps]
 
     def _gradient(self, packs: Packs, index: int) -> tuple[dict[str, Tensor], float]:
         """Metric sums, and the norm of the gradient over all ranks; the gradient is ready for a step."""
@@ -211,10 +211,6 @@ def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:
 
 def _routed(packed: PackedBatch, experts: Experts) -> PackedBatch:
     return dataclasses.replace(packed, sequences=dataclasses.replace(packed.sequences, experts=experts))
-
-
-def _with_advantages(packed: PackedBatch, advantages: Tensor) -> PackedBatch:
-    return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, advantages=advantages))
 
 
 def _check_loss_tokens(reduced: Mapping[str, Tensor], promised: int, version: int) -> None:

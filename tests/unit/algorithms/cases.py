@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from miles_async.algorithms.objective import Objective, make_objective
 from miles_async.algorithms.whole_batch.gather import alone
 from miles_async.arguments.algorithm import AlgorithmArguments
-from tests.unit.algorithms.references import Flags, loss_of_step
+from tests.unit.algorithms.references import Flags, covariances, loss_of_step
 from tests.unit.algorithms.steps import (
     HAIR,
     Adjust,
@@ -64,6 +63,30 @@ def at_second_moment(step: Step, seed: int) -> Flags:
     counts = torch.cat([one.advantages[one.mask] != 0 for one in step])[order]
     last = next(index for index in range(len(moments) // 2, len(moments)) if counts[index])
     return {"m2_threshold": float(moments[: last + 1].mean()) * (1 + HAIR * (-1) ** seed)}
+
+
+def at_share(name: str, share: float) -> Callable[[Step, int], Flags]:
+    """A share of tokens a hair below a whole number of them."""
+
+    def tune(step: Step, seed: int) -> Flags:
+        tokens = sum(int(one.mask.sum()) for one in step)
+        return {name: round(share * tokens) * (1 - HAIR) / tokens}
+
+    return tune
+
+
+def at_covariances(step: Step, seed: int) -> Flags:
+    """Bounds a hair beside the covariances of two tokens that have an advantage and are not clipped."""
+    near = {
+        (number, t)
+        for number, one in enumerate(step)
+        for t in range(len(one.old))
+        if one.advantages[t] != 0 and abs(float(one.logprobs[t].detach() - one.old[t])) < 0.15
+    }
+    found = sorted(value for token, value in covariances(step).items() if abs(value) > 0.1 and token in near)
+    low, high = found[len(found) // 4], found[-1 - len(found) // 4]
+    hair = HAIR * (-1) ** seed
+    return {"clip_cov_lb": low * (1 + hair), "clip_cov_ub": high * (1 + hair)}
 
 
 CASES = (
@@ -144,6 +167,13 @@ CASES = (
         "distillation after whitening",
         {"use_opd": True, "opd_student": "rollout", "normalize_advantages": True, "policy_loss": "cispo"},
     ),
+    Case("clip_cov", {"policy_loss": "clip_cov", "clip_cov_ratio": 1.0, "eps_clip_c": None}, tune=at_covariances),
+    Case(
+        "clip_cov, drawn",
+        {"policy_loss": "clip_cov", "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
+        tune=at_share("clip_cov_ratio", 0.3),
+    ),
+    Case("kl_cov", {"policy_loss": "kl_cov", "ppo_kl_coef": 0.7}, tune=at_share("kl_cov_ratio", 0.3)),
     Case("sft", {"loss_type": "sft_loss"}),
     Case("weights by age", {"max_token_age": 5, "token_age_decay": 0.7, "use_tis": True}),
 )
@@ -160,9 +190,9 @@ def ours(step: Step, objective: Objective, parts: Sequence[Sequence[int]] | None
     total, count = torch.zeros((), dtype=torch.float64), 0
     leaves = []
     micro_batches = [micro_batch([step[index] for index in part]) for part in parts]
-    advantages = objective.advantages_of_batch([batch for _, batch in micro_batches], alone)
-    for part, (logprobs, batch), found in zip(parts, micro_batches, advantages, strict=True):
-        sums = objective(logprobs, dataclasses.replace(batch, advantages=found))
+    prepared = objective.prepared([batch for _, batch in micro_batches], alone)
+    for part, (logprobs, _), batch in zip(parts, micro_batches, prepared, strict=True):
+        sums = objective(logprobs, batch)
         total, count = total + sums.loss, count + int(sums.count)
         leaves.append((part, logprobs))
     (total / count).backward()

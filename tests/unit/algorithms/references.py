@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.unit.algorithms.steps import TARGET_VERSION, Step, Trajectory
+from tests.unit.algorithms.steps import TARGET_VERSION, Step, Trajectory, tokens_of
 
 Flags = dict[str, Any]
 TokenLosses = Callable[[Trajectory, Flags], list[Tensor]]
@@ -26,6 +27,7 @@ def defaults(flags: Flags) -> Flags:
     known |= {"tis_mode": "truncate", "tis_level": "token", "tis_clip": 2.0, "tis_clip_low": 0.0}
     known |= {"rs_statistic": "ratio", "rs_level": "token", "rs_lower_bound": None, "rs_upper_bound": None}
     known |= {"rs_veto_threshold": None, "opsm_delta": 1e-4, "max_token_age": None, "token_age_decay": 1.0}
+    known |= {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 2e-4, "ppo_kl_coef": 1.0}
     known |= {"opd_kl_coef": 1.0, "opd_student": "trainer"}
     known |= {"prox_logp_method": "recompute", "kl_reward_type": "k1", "kl_loss_type": "k3"}
     found = known | flags
@@ -136,6 +138,56 @@ def sft(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
     return [torch.log(1 / probability) for probability in torch.exp(trajectory.logprobs)]
 
 
+def clip_cov(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    """Eq. 12: 0 for what was chosen."""
+    losses = ppo_clip(trajectory, flags)
+    return [loss * (0.0 if t in flags["chosen"][id(trajectory.old)] else 1.0) for t, loss in enumerate(losses)]
+
+
+def kl_cov(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    """Eq. 14."""
+    losses = []
+    for t, advantage in enumerate(trajectory.advantages):
+        difference = log_ratio(trajectory.logprobs[t], trajectory.old[t])
+        penalty = flags["ppo_kl_coef"] * torch.abs(difference) if t in flags["chosen"][id(trajectory.old)] else 0.0
+        losses.append(-torch.exp(difference) * advantage + penalty)
+    return losses
+
+
+def covariances(step: Step) -> dict[tuple[int, int], float]:
+    """Eq. 10, by sequence and token."""
+    tokens = [(number, t) for number, trajectory in enumerate(step) for t in carrying(trajectory)]
+    logprobs = {(number, t): float(step[number].old[t]) for number, t in tokens}
+    advantages = {(number, t): float(step[number].advantages[t]) for number, t in tokens}
+    mean, mean_advantage = sum(logprobs.values()) / len(tokens), sum(advantages.values()) / len(tokens)
+    return {token: (logprobs[token] - mean) * (advantages[token] - mean_advantage) for token in tokens}
+
+
+def lot(trajectory: Trajectory, t: int) -> float:
+    """SplitMix64 over token, place and the bits of the sampled log-prob."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", float(trajectory.rollout[t])))
+    state, whole = 0, (1 << 64) - 1
+    for part in (int(tokens_of(trajectory)[t]), t, bits):
+        state = ((state + part) * 0x9E3779B97F4A7C15) & whole
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & whole
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & whole
+        state ^= state >> 31
+    return (state >> 11) / (1 << 53)
+
+
+def chosen_tokens(step: Step, flags: Flags) -> dict[int, set[int]]:
+    """Tokens that Clip-Cov leaves out or KL-Cov penalizes, by the identity of each sequence's old log-probs."""
+    found = covariances(step)
+    if flags["policy_loss"] == "clip_cov":
+        inside = [token for token, value in found.items() if flags["clip_cov_lb"] < value < flags["clip_cov_ub"]]
+        inside.sort(key=lambda token: lot(step[token[0]], token[1]))
+        chosen = inside[: max(1, math.floor(flags["clip_cov_ratio"] * len(found)))]
+    else:
+        largest = sorted(found.values(), reverse=True)[max(1, math.floor(flags["kl_cov_ratio"] * len(found))) - 1]
+        chosen = [token for token, value in found.items() if value >= largest and value > 0]
+    return {id(trajectory.old): {t for n, t in chosen if n == number} for number, trajectory in enumerate(step)}
+
+
 POLICY_LOSSES: dict[str, TokenLosses] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
@@ -144,6 +196,8 @@ POLICY_LOSSES: dict[str, TokenLosses] = {
     "gmpo": gmpo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }
 
 
@@ -308,6 +362,8 @@ def loss_of_step(step: Step, flags: Flags) -> Tensor:
         step = whitened(step)
     if flags.get("m2_threshold") is not None:
         step = within_second_moment(step, flags["m2_threshold"])
+    if flags.get("policy_loss") in ("clip_cov", "kl_cov"):
+        flags["chosen"] = chosen_tokens(step, flags)
     if flags.get("use_opd"):
         step = [distilled(trajectory, flags) for trajectory in step]
     of_tokens = POLICY_LOSSES[flags.get("policy_loss", "ppo_clip")]

@@ -163,6 +163,11 @@ def _log_ratios(draw: np.random.Generator, old: Floats, edges: Edges) -> Floats:
     return np.where(draw.random(length) < 0.12, draw.choice([-20.0, 20.0, 20.01], length), found)
 
 
+def tokens_of(trajectory: Trajectory) -> Tensor:
+    """int64 [T]: the same wherever the sequence is."""
+    return trajectory.versions * 1000 + len(trajectory.old)
+
+
 def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor, TokenBatch]:
     """(log-probs as a new leaf, the batch), the sequences behind one another; tokens without loss hold nonsense."""
     lengths = [len(trajectory.old) for trajectory in step]
@@ -174,7 +179,7 @@ def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
     mask = joined("mask")
     batch = TokenBatch(
-        tokens=torch.arange(int(mask.numel())),
+        tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *map(tokens_of, step)]),
         offsets=torch.tensor([0, *lengths]).cumsum(0),
         loss_mask=mask,
         advantages=joined("advantages") * mask,

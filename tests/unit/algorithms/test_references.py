@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -46,8 +44,8 @@ def test_float32_is_finite_and_close(case: Case) -> None:
     """The precision of a run."""
     step, objective = case.step(1), objective_of(case)
     logprobs, batch = micro_batch(step, torch.float32)
-    (advantages,) = objective.advantages_of_batch([batch], alone)
-    sums = objective(logprobs, dataclasses.replace(batch, advantages=advantages))
+    (batch,) = objective.prepared([batch], alone)
+    sums = objective(logprobs, batch)
     sums.loss.backward()
     assert logprobs.grad is not None
     assert torch.isfinite(logprobs.grad).all()

@@ -12,12 +12,18 @@ from torch import Tensor
 
 from miles_async.algorithms.objective import Objective
 from miles_async.algorithms.whole_batch.gather import alone
+from miles_async.api import TokenBatch
 from tests.unit.algorithms.cases import CASES, objective_of
 from tests.unit.algorithms.steps import Step, micro_batch
 
 
+def seen(batch: TokenBatch) -> Tensor:
+    """The advantages, or the tokens that the loss chose."""
+    return batch.computed.get("chosen", batch.advantages)
+
+
 def on_ranks(step: Step, objective: Objective, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, Tensor]:
-    """Advantages of each sequence; ``ranks``: the sequences of each rank's micro-batches."""
+    """What each sequence gets; ``ranks``: the sequences of each rank's micro-batches."""
     meeting, given, found = threading.Barrier(len(ranks)), [torch.empty(0)] * len(ranks), dict[int, Tensor]()
 
     def run(rank: int) -> None:
@@ -30,8 +36,8 @@ def on_ranks(step: Step, objective: Objective, ranks: Sequence[Sequence[Sequence
 
         parts = ranks[rank]
         batches = [micro_batch([step[index] for index in part])[1] for part in parts]
-        for part, advantages in zip(parts, objective.advantages_of_batch(batches, gather), strict=True):
-            found.update(zip(part, advantages.split([len(step[index].old) for index in part]), strict=True))
+        for part, batch in zip(parts, objective.prepared(batches, gather), strict=True):
+            found.update(zip(part, seen(batch).split([len(step[index].old) for index in part]), strict=True))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
     for thread in threads:
@@ -41,7 +47,7 @@ def on_ranks(step: Step, objective: Objective, ranks: Sequence[Sequence[Sequence
     return found
 
 
-@pytest.mark.parametrize("name", ["REINFORCE++", "m2po"])
+@pytest.mark.parametrize("name", ["REINFORCE++", "m2po", "clip_cov, drawn", "kl_cov"])
 @pytest.mark.parametrize(
     "ranks", [[[[0, 1, 2, 3]], [[4, 5], [6, 7]]], [[[7], [5]], [[0, 6], [1]], [[2, 3, 4]]]], ids=["two", "three"]
 )
@@ -49,7 +55,7 @@ def test_ranks_change_nothing(name: str, ranks: list[list[list[int]]]) -> None:
     case = next(case for case in CASES if case.name == name)
     step, objective = case.step(2), objective_of(case)
     whole = micro_batch(step)[1]
-    (expected,) = objective.advantages_of_batch([whole], alone)
+    expected = seen(objective.prepared([whole], alone)[0])
     found = on_ranks(step, objective, ranks)
     assert torch.allclose(torch.cat([found[index] for index in range(len(step))]), expected, rtol=1e-12, atol=1e-12)
 
@@ -59,5 +65,5 @@ def test_advantages_without_spread_are_whitened_to_zero() -> None:
     objective = dataclasses.replace(objective, token_advantages=None)
     _, batch = micro_batch(CASES[0].step(0))
     zero = dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages))
-    (found,) = objective.advantages_of_batch([zero], alone)
-    assert (found == 0).all()
+    (found,) = objective.prepared([zero], alone)
+    assert (found.advantages == 0).all()

@@ -40,5 +40,5 @@ def test_print_config_expands_a_preset(name: str, shown: list[str], capsys: pyte
 
 def test_every_recipe_has_a_preset() -> None:
     wanted = {"grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce-plus-plus", "decoupled-ppo", "icepop", "m2po"}
-    wanted |= {"on-policy-distillation"}
+    wanted |= {"clip-cov", "kl-cov", "sft", "on-policy-distillation"}
     assert wanted <= {path.stem for path in PRESETS}

@@ -72,6 +72,7 @@ def test_a_teacher_that_is_absent_is_asked_for(flags: dict[str, Any]) -> None:
         ({"opd_kl_coef": 0.0}, "--opd-kl-coef 0 has no effect"),
         ({"rollout_temperature": 0.7}, "--rollout-temperature 0.7: the teacher's log-probs are at temperature 1"),
         ({"m2_threshold": 0.04, "use_tis": True}, "--m2-threshold leaves tokens out"),
+        ({"policy_loss": "kl_cov"}, "--policy-loss kl_cov chooses tokens by advantages"),
         ({"rollout_max_response_len": 4096}, "4097 tokens, and 7 have to be left"),
         ({"use_opd": False, "opd_kl_coef": 0.5}, "--opd-kl-coef 0.5 has no effect without --use-opd"),
         ({"use_opd": False, "opd_student": "rollout"}, "--opd-student rollout has no effect without --use-opd"),

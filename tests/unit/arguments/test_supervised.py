@@ -46,6 +46,7 @@ def test_the_trainer_runs_alone_and_needs_no_reward(flags: dict[str, Any]) -> No
         ({"max_weight_staleness": 2}, "--max-weight-staleness has no effect"),
         ({"debug_rollout_only": True}, "--debug-rollout-only has no effect"),
         ({"rollout_max_prompt_len": 5}, "--rollout-max-prompt-len has no effect"),
+        ({"ess_lr_scaling": "sqrt"}, "--ess-lr-scaling weighs samples"),
         ({"max_logprob_diff": 1.0}, "--max-logprob-diff compares with engines"),
         ({"loss_aggregation": "sequence_sum"}, "--loss-length-normalizer: give it"),
         ({"rollout_batch_size": 3, "global_batch_size": 2}, "do not divide into optimizer steps"),

@@ -214,6 +214,30 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case("dual clip without a clip", {"policy_loss": "cispo", "eps_clip_c": 4.0}, "--eps-clip-c 4.0 has no effect"),
         case(
+            "share of a loss without one", {"kl_cov_ratio": 0.5}, "--kl-cov-ratio 0.5 has no effect with --policy-loss"
+        ),
+        case(
+            "a clip of a loss without one",
+            {"policy_loss": "kl_cov", "eps_clip": 0.1},
+            "--eps-clip 0.1 has no effect with --policy-loss kl_cov",
+        ),
+        case(
+            "no covariance between",
+            {"policy_loss": "clip_cov", "clip_cov_lb": 5.0},
+            "--clip-cov-lb 5.0 is not less than --clip-cov-ub 5.0",
+        ),
+        case("more than all tokens", {"policy_loss": "kl_cov", "kl_cov_ratio": 2.0}, "--kl-cov-ratio: expected"),
+        case(
+            "tokens chosen before they are known",
+            {
+                "policy_loss": "clip_cov",
+                "prox_logp_method": "loglinear",
+                "use_tis": True,
+                "use_rollout_logprobs": False,
+            },
+            "--policy-loss clip_cov chooses tokens before the first optimizer step",
+        ),
+        case(
             "slope of a loss without one", {"tau_neg": 2.0}, "--tau-neg 2.0 has no effect with --policy-loss ppo_clip"
         ),
         case(
@@ -314,7 +338,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "loss that is not there",
             {"policy_loss": "grpo"},
-            "--policy-loss: expected one of ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, module:attr, found",
+            "--policy-loss: expected one of ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, clip_cov, kl_cov",
         ),
         case(
             "hasty watchdog",

@@ -59,6 +59,8 @@ def test_no_row_hides_a_later_one() -> None:
         ("algorithm.norm_adv_by_std_in_grpo=False", "--no-grpo-std-normalization"),
         ("algorithm.adv_estimator=rloo", "--advantage-estimator rloo"),
         (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "--policy-loss gmpo"),
+        (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "--policy-loss kl_cov"),
+        (f"{ACTOR}.policy_loss.kl_cov_ratio=0.002", "--kl-cov-ratio 0.002"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "--loss-aggregation sequence_mean"),
         (
             f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse",

@@ -1,0 +1,86 @@
+"""Tokens that take most of the policy's entropy, by the covariance of their log-prob and advantage.
+
+Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617). For each
+of the N tokens of a rollout batch that carry loss (eq. 10)::
+
+    C = (log π_old - mean of log π_old) · (A - mean of A)
+
+Clip-Cov (eq. 11, 12) draws max(1, floor(ratio · N)) of the tokens with low < C < high, each with the same chance.
+KL-Cov (eq. 13) takes the max(1, floor(ratio · N)) tokens of the largest C, as far as it is above 0; tokens of equal C
+together.
+
+The authors' code, and verl's, looks at a micro-batch, and at π instead of π_old in later optimizer steps. Here it is
+the rollout batch before its first optimizer step, so that packing and ranks don't change the choice. Nor do they change
+the draw, which is a function of the token, its place in its sequence and the log-prob with which it was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.sequences import sequence_of_token
+from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.api import TokenBatch
+
+
+def drawn_between(batches: Sequence[TokenBatch], ratio: float, low: float, high: float, gather: Gather) -> list[Tensor]:
+    """Clip-Cov's tokens: 1 at each of them, else 0, [N] per micro-batch. Collective."""
+    covariances, tokens = _covariances(batches, gather)
+    lots = [
+        torch.where((found > low) & (found < high) & (batch.loss_mask != 0), _lots(batch), 2.0)
+        for found, batch in zip(covariances, batches, strict=True)
+    ]
+    ascending = gather(torch.cat([of_batch[of_batch < 1] for of_batch in lots])).sort().values
+    last = ascending[: max(1, int(ratio * tokens))][-1:].sum()  # 0 where there is none
+    return [(of_batch <= last).to(batch.advantages.dtype) for of_batch, batch in zip(lots, batches, strict=True)]
+
+
+def largest(batches: Sequence[TokenBatch], ratio: float, gather: Gather) -> list[Tensor]:
+    """KL-Cov's tokens: 1 at each of them, else 0, [N] per micro-batch. Collective."""
+    covariances, tokens = _covariances(batches, gather)
+    carrying = [found[batch.loss_mask != 0] for found, batch in zip(covariances, batches, strict=True)]
+    descending = gather(torch.cat(carrying)).sort(descending=True).values
+    least = descending[: max(1, int(ratio * tokens))][-1:].sum()
+    return [
+        ((found >= least) & (found > 0) & (batch.loss_mask != 0)).to(batch.advantages.dtype)
+        for found, batch in zip(covariances, batches, strict=True)
+    ]
+
+
+def _covariances(batches: Sequence[TokenBatch], gather: Gather) -> tuple[list[Tensor], int]:
+    """(C of each token, float64 [N] per micro-batch; N of the rollout batch)."""
+    sums = [
+        torch.stack([(values.double() * batch.loss_mask.double()).sum() for values in _of(batch)]) for batch in batches
+    ]
+    count, logprobs, advantages = gather(torch.stack(sums).sum(0)).view(-1, 3).sum(0)
+    tokens = count.clamp(min=1)
+    return [
+        (batch.old_logprobs.double() - logprobs / tokens) * (batch.advantages.double() - advantages / tokens)
+        for batch in batches
+    ], int(count)
+
+
+def _of(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ones_like(batch.loss_mask), batch.old_logprobs, batch.advantages
+
+
+def _lots(batch: TokenBatch) -> Tensor:
+    """A number in [0, 1) for each token, float64 [N], as if by chance (SplitMix64, Steele et al. 2014)."""
+    places = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    places = places - batch.offsets[sequence_of_token(batch.offsets)]
+    sampled = batch.rollout_logprobs.float().view(torch.int32).long()
+    mixed = torch.zeros_like(batch.tokens)
+    for part in (batch.tokens, places, sampled):
+        mixed = (mixed + part) * -7046029254386353131  # 0x9E3779B97F4A7C15; int64 wraps around
+        mixed = (mixed ^ _shifted(mixed, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+        mixed = (mixed ^ _shifted(mixed, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+        mixed = mixed ^ _shifted(mixed, 31)
+    return _shifted(mixed, 11).double() * 2.0**-53
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with 0: torch fills with the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
