@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from miles_async.engines.sglang import stream_buckets
-from miles_async.engines.sglang.relay import Route, find_routes
+from miles_async.engines.sglang import relay, stream_buckets
+from miles_async.engines.sglang.relay import Relay, Route, find_routes
 from miles_async.engines.sglang.stream_buckets import Bucket, receive
 from miles_async.types import TensorMeta
 
@@ -60,29 +61,77 @@ def test_the_next_buckets_are_received_while_one_is_loaded() -> None:
     ]  # fmt: skip
 
 
-def test_a_gpu_gets_broadcasts_into_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On torch's "meta" device, which has no memory."""
+def test_broadcasts_come_into_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C8
-    manifest = msgspec.msgpack.encode({i: (TensorMeta(f"t{i}", "float32", (8 - i % 2,)),) for i in range(8)})
-    pending = [torch.tensor([len(manifest)]), torch.frombuffer(bytearray(manifest), dtype=torch.uint8)]
-    into = []
-
-    class Work:
-        def wait(self) -> None: ...
-
-    def broadcast(data: torch.Tensor, *, src: int, async_op: bool = False, **_: Any) -> Any:
-        assert src == 0
-        if not async_op:
-            return data.copy_(pending.pop(0))
-        into.append(id(data.untyped_storage()))
-        return Work()
+    def broadcast(data: torch.Tensor, *, src: int, group: Any, async_op: bool) -> Any:
+        assert (src, group, async_op) == (0, GROUP, True)
+        return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(stream_buckets.dist, "broadcast", broadcast)
-    monkeypatch.setattr(stream_buckets, "Relay", None)
-    line = stream_buckets.Broadcasts(torch.device("cpu"))
     buckets = [Bucket(index, (TensorMeta(f"t{index}", "float32", (8 - index % 2,)),), GROUP) for index in range(8)]
-    seen = [tensor.data_ptr() for [(_, tensor)] in receive(buckets, line, at_once=2)]
-    assert len(set(seen)) == 2
+    line = stream_buckets.Broadcasts(torch.device("cpu"))
+    assert len({tensor.data_ptr() for [(_, tensor)] in receive(buckets, line, at_once=2)}) == 2
+
+
+class RecordedGroup:
+    """A process group whose operations end when they are waited for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def send(self, tensors: Any, rank: int, tag: int) -> Any:
+        return self._work(f"{NAMES[tag]} to {rank}")
+
+    def recv(self, tensors: Any, rank: int, tag: int) -> Any:
+        return self._work(f"{NAMES[tag]} from {rank}")
+
+    def _work(self, name: str) -> Any:
+        number = self.log.count(name)
+        self.log.append(name)
+        return SimpleNamespace(wait=lambda: self.log.append(f"had {name} {number}"))
+
+
+NAMES = {relay.BUCKET: "bucket", relay._READY: "ready", relay._DONE: "done"}
+
+
+@pytest.fixture
+def relayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Route], tuple[Relay, Any]]:
+    """A relay with two slots, at some place of a chain, and its group."""
+
+    def make(route: Route) -> tuple[Relay, Any]:
+        group: Any = RecordedGroup()
+        monkeypatch.setattr(relay, "_find_route", lambda *_: (route, None))
+        return Relay(group, at_once=1, largest=4), group
+
+    return make
+
+
+def test_memory_is_not_used_again_before_everybody_has_what_is_in_it(
+    relayed: Callable[[Route], tuple[Relay, Any]],
+) -> None:
+    # covers: C8
+    line, group = relayed(Route(0, next=4, readers=(2,)))
+    for _ in range(2):
+        arriving = line.start(group, 4)
+        arriving.wait()
+        arriving.loaded()
+    before = len(group.log)
+    line.start(group, 4)
+    assert group.log[before:] == ["had bucket to 4 0", "had ready to 2 0", "had done from 2 0", "bucket from 0"]
+    before = len(group.log)
+    line.finish()
+    assert group.log[before:] == ["had bucket to 4 1", "had ready to 2 1", "had done from 2 1"]
+
+
+def test_a_reader_says_when_it_has_loaded_a_bucket(relayed: Callable[[Route], tuple[Relay, Any]]) -> None:
+    # covers: C8
+    line, group = relayed(Route(1, shared=True))
+    arriving = line.start(group, 4)
+    assert group.log == ["ready from 1"]
+    arriving.wait()
+    assert group.log[1:] == ["had ready from 1 0"]
+    arriving.loaded()
+    assert group.log[2:] == ["done to 1"]
 
 
 def test_buckets_go_from_node_to_node_and_are_read_by_all_ranks_there() -> None:
