@@ -11,10 +11,10 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow.parquet
 from huggingface_hub import hf_hub_download
@@ -24,6 +24,7 @@ INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
 EMPTY = "its question or its answer is empty"
 
 Row = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class DataError(Exception):
@@ -108,17 +109,23 @@ def read_rows(file: Path) -> Iterator[tuple[int, Row]]:
 
 def prompts(file: Path) -> Iterator[dict[str, Any]]:
     """Rows for ``--prompt-data``, each question once. Raises DataError naming file and row."""
+    for prompt, label in each_once(file, prompt_and_label):
+        yield {**prompt, "label": label}
+
+
+def each_once(file: Path, read: Callable[[Row], tuple[str, T]]) -> Iterator[tuple[dict[str, Any], T]]:
+    """Id and prompt of each question, once, and what ``read`` gives beside it. Raises DataError naming file and row."""
     seen: set[str] = set()
     for number, row in read_rows(file):
         try:
-            prompt, label = prompt_and_label(row)
-        except (DataError, KeyError, TypeError, AttributeError, IndexError) as error:
+            prompt, rest = read(row)
+        except (DataError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             reason = error if isinstance(error, DataError) else f"it is not what its columns say ({error!r})"
             raise DataError(f"{file}, row {number}: {reason}") from None
         if prompt not in seen:
             seen.add(prompt)
             name = hashlib.blake2s(prompt.encode(), digest_size=8).hexdigest()
-            yield {"id": name, "prompt": [{"role": "user", "content": prompt}], "label": label}
+            yield {"id": name, "prompt": [{"role": "user", "content": prompt}]}, rest
 
 
 def write(rows: Iterable[dict[str, Any]], output: Path) -> int:
@@ -136,9 +143,8 @@ def write(rows: Iterable[dict[str, Any]], output: Path) -> int:
     return count
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, where: DataSet) -> Path:
     """Fetch a data set from its hub, or find it in the cache. Raises DataError."""
-    where = DATA_SETS[name]
     try:
         return Path(hf_hub_download(where.repository, where.file, repo_type="dataset"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -149,20 +155,30 @@ def fetch(name: str) -> Path:
         ) from None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 2 if the data cannot be had or read."""
-    parser = argparse.ArgumentParser(prog="python -m examples.math.prepare", description=__doc__)
-    parser.add_argument("dataset", choices=DATA_SETS, help="which one to fetch; with --source, only a name")
+def prepare(
+    arguments: Sequence[str] | None,
+    parser: argparse.ArgumentParser,
+    data_sets: Mapping[str, DataSet],
+    rows: Callable[[Path], Iterable[dict[str, Any]]],
+) -> int:
+    """Run a command that writes the ``rows`` of a data set; return its exit status, 2 if they cannot be had or read."""
+    parser.add_argument("dataset", choices=data_sets, help="which one to fetch; with --source, only a name")
     parser.add_argument("output", type=Path, help="the .jsonl file to write")
     parser.add_argument("--source", type=Path, help="a .parquet or .jsonl file of the data set, instead of fetching it")
     options = parser.parse_args(arguments)
     try:
-        count = write(prompts(options.source or fetch(options.dataset)), options.output)
+        count = write(rows(options.source or fetch(options.dataset, data_sets[options.dataset])), options.output)
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {count:,} prompts to {options.output}")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m examples.math.prepare", description=__doc__)
+    return prepare(arguments, parser, DATA_SETS, prompts)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,13 @@ def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path], tmp_path
     assert [copied for _, _, copied in measured] == pytest.approx(copies, rel=WITHIN, abs=1024)
 
 
+def test_adapters_in_bf16_are_counted(models: dict[str, Path]) -> None:
+    """The bridge converts them, which fake tensors must allow; what is trained is the same."""
+    in_bf16, in_fp32 = (measure(request(models["dense"], bf16=bf16, lora_rank=8))[0] for bf16 in (True, False))
+    assert in_bf16.adapters == in_fp32.adapters > 0
+    assert in_bf16.kept < in_fp32.kept
+
+
 def test_stages_and_ranks_add_up_to_the_model(models: dict[str, Path]) -> None:
     """Split in every way, a mixture has the parameters of the unsplit one, but for what ranks have copies of."""
     whole = measure(request(models["mixture"]))

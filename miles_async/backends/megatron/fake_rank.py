@@ -197,14 +197,25 @@ def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Replace the two places of megatron-core (0.16) that read a tensor's value, which a fake one has not."""
+    """Replace the two places of megatron-core (0.16) that read a tensor's value, which a fake one has not, and a
+    conversion that swaps tensors in place, which fake ones don't allow.
+    """
 
     def by_one_expert(self: Any, hidden: torch.Tensor, _: object, probs: torch.Tensor) -> object:
         # The sizes are those of all experts with equal shares of the tokens.
         return self.local_experts[0](hidden, probs)
 
     with (
+        mock.patch.object(torch.nn.Module, "bfloat16", _in_bfloat16),
         mock.patch.object(megatron_random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
         mock.patch.object(SequentialMLP, "forward", by_one_expert),
     ):
         yield
+
+
+def _in_bfloat16(module: Module) -> Module:
+    """``Module.bfloat16`` of adapters, with new parameters."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(parameter.detach().bfloat16(), parameter.requires_grad))
+    return module

@@ -28,6 +28,8 @@ CONFIGS = Path("tests/recipes/configs")
 RECIPES = {
     "qwen3-4b": (CONFIGS / "Qwen3-4B.json", 4),
     "llama-3.1-8b": (CONFIGS / "Llama-3.1-8B-Instruct.json", 8),
+    "llama-3.1-8b-lora": (CONFIGS / "Llama-3.1-8B-Instruct.json", 4),
+    "gpt-oss-20b": (CONFIGS / "gpt-oss-20b.json", 8),
     "qwen3-30b-a3b": (CONFIGS / "Qwen3-30B-A3B.json", 16),
     "qwen3-235b-a22b": (CONFIGS / "Qwen3-235B-A22B.json", 64),
     "glm-4.5": (CONFIGS / "GLM-4.5.json", 64),

@@ -1,0 +1,124 @@
+"""The recipes for tools, search, agents and code: data from every shape, flags on their model's config.json.
+
+# covers: P8
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+from examples.quickstart.tokenizer import build_tokenizer
+from examples.tasks import prepare
+from examples.tasks.calculator import WithCalculator
+from miles_async.arguments.parser import parse_arguments
+from miles_async.cli import main
+from miles_async.rewards import code_tests
+from miles_async.types import AssistantTurn, Prompt
+
+TASKS = Path("examples/tasks")
+CONFIGS = Path("tests/recipes/configs")
+RECIPES = dict.fromkeys(("tools", "search", "agent", "code"), (CONFIGS / "Qwen3-4B.json", 4))  # config, GPUs that train
+
+MBPP = {"text": "Double a number.", "test_list": ["assert double(2) == 4", "assert double(0) == 0"]}
+STDIN = {
+    "prompt": [{"role": "user", "content": "Add two numbers."}],
+    "reward_model": {"ground_truth": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})},
+}
+SHAPES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "question": (
+        {"question": "Who?", "golden_answers": ["Ann", "A."]},
+        f"Who?\n\n{prepare.SEARCH_FIRST}",
+        {"label": "Ann"},
+    ),
+    "one answer": ({"question": "Who?", "answer": "Ann"}, f"Who?\n\n{prepare.SEARCH_FIRST}", {"label": "Ann"}),
+    "mbpp": (
+        MBPP,
+        f"Double a number.\n\n{prepare.WRITE_PROGRAM}\n\nassert double(0) == 0",
+        {"metadata": {"tests": MBPP["test_list"]}},
+    ),
+    "set-up": (
+        {**MBPP, "test_setup_code": "import math"},
+        f"Double a number.\n\n{prepare.WRITE_PROGRAM}\n\nassert double(0) == 0",
+        {"metadata": {"tests": ["import math", *MBPP["test_list"]]}},
+    ),
+    "input and output": (
+        STDIN,
+        f"Add two numbers.\n\n{prepare.READ_AND_PRINT}",
+        {"metadata": {"tests": {"inputs": ["1 2\n"], "outputs": ["3\n"]}}},
+    ),
+}  # fmt: skip
+
+
+def prepared(row: dict[str, Any], directory: Path) -> dict[str, Any]:
+    source, output = directory / "source.jsonl", directory / "prompts.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    assert prepare.main(["mbpp", str(output), "--source", str(source)]) == 0
+    (line,) = output.read_text().splitlines()
+    return json.loads(line)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_every_shape(shape: str, tmp_path: Path) -> None:
+    row, content, rest = SHAPES[shape]
+    made = prepared(row, tmp_path)
+    assert made.pop("prompt") == [{"role": "user", "content": content}]
+    assert made.pop("id")
+    assert made == rest
+    if "metadata" in rest:
+        prompt = Prompt(prompt_id="a", token_ids=(1,), text=content, label=None, metadata=made["metadata"])
+        assert code_tests.tests_of(prompt), "the reward can run them"
+
+
+def test_a_wrong_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "source.jsonl"
+    source.write_text('{"x": 1}\n')
+    assert prepare.main(["mbpp", str(tmp_path / "out.jsonl"), "--source", str(source)]) == 2
+    assert "row 1: its columns x are of no data set" in capsys.readouterr().err
+
+
+async def test_the_calculator_answers_calls_and_ends_with_an_answer() -> None:
+    environment = WithCalculator(Prompt(prompt_id="a", token_ids=(1,), text="17 * 23?"))
+    call = {"id": "1", "function": {"name": "calculator", "arguments": {"expression": "17*23"}}}
+    asked = await environment.step(turn({"role": "assistant", "content": "", "tool_calls": [call]}))
+    assert ([message["content"] for message in asked.messages], asked.done) == (["391"], False)
+    wrong = {"id": "2", "function": {"name": "calculator", "arguments": {"sum": "1"}}}
+    assert (await environment.step(turn({"tool_calls": [wrong]}))).messages[0]["content"] == "error"
+    assert (await environment.step(turn({"role": "assistant", "content": "391"}))).done
+
+
+def turn(message: dict[str, Any]) -> AssistantTurn:
+    return AssistantTurn(index=0, message=message, text=str(message.get("content", "")), finish_reason="stop")
+
+
+def test_every_recipe_is_checked_here() -> None:
+    assert set(RECIPES) | {"tasks"} == {file.stem for file in TASKS.glob("*.args")}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_dry_run_of_a_recipe_ends_in_order(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one machine without GPUs. That it fits into theirs is tested at night."""
+    config, gpus = RECIPES[name]
+    monkeypatch.setenv("SEARCH_ENDPOINTS", "http://127.0.0.1:8000")
+    assert parse_arguments([f"@{TASKS / name}.args"]).arguments.cluster.trainer_world_size == gpus
+    model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
+    build_tokenizer().save_pretrained(model)
+    shutil.copyfile(config, model / "config.json")
+    save_file({}, model / "model.safetensors")
+    row = {"id": "a", "prompt": [{"role": "user", "content": "rev 12"}], "label": "21", "metadata": {"tests": ["x"]}}
+    prompts.write_text(json.dumps(row) + "\n")
+    here = (
+        f"--hf-checkpoint {model} --prompt-data {prompts} --eval-prompt-data test {prompts} --save {tmp_path}/save "
+        f"--run-dir {tmp_path}/run --device cpu --gpu-memory-gb none"
+    )
+    status = main(["train", f"@{TASKS / name}.args", *here.split(), "--dry-run"])
+    shown = capsys.readouterr()
+    assert status == 0, shown.err
+    assert "are in order" in shown.out
