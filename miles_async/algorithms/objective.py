@@ -22,6 +22,7 @@ from miles_async.algorithms.distillation import Distillation
 from miles_async.algorithms.entropy import EntropyBonus
 from miles_async.algorithms.kl_coefficient import KlCoefficient
 from miles_async.algorithms.proximal import interpolated
+from miles_async.algorithms.reference_updates import ReferenceUpdates
 from miles_async.algorithms.token_advantages.kl_in_reward import KlInReward
 from miles_async.algorithms.whole_batch.gather import Gather
 from miles_async.algorithms.whole_batch.second_moment import within_second_moment
@@ -58,14 +59,7 @@ class LossSums:
     loss: Tensor  # the sum that gradients come from
     count: Tensor  # integer: tokens or sequences, which the loss of an optimizer step is the mean of
     metrics: Mapping[str, Tensor]  # sums over loss tokens, or the largest for names ending in ``_max``; no gradient
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceUpdates:
-    """When and how the reference model follows the policy."""
-
-    interval: int  # rollout steps
-    alpha: float  # share of the policy's weights each time; 1: the reference becomes a copy
+    batch: TokenBatch  # as the policy loss saw it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +183,7 @@ class Objective:
             loss=total,
             count=count,
             metrics={name: _summary(name, values.detach(), batch.loss_mask) for name, values in metrics.items()},
+            batch=batch,
         )
 
 
@@ -202,7 +197,7 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         kl_coefficient=KlCoefficient(
             value=arguments.kl_loss_coef, target=arguments.kl_target, horizon=arguments.kl_horizon
         ),
-        reference_updates=_reference_updates(arguments),
+        reference_updates=ReferenceUpdates.of(arguments),
         token_advantages=registry.token_advantages(arguments),
         normalize_advantages=arguments.normalize_advantages,
         m2_threshold=arguments.m2_threshold,
@@ -213,12 +208,6 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         sampled=not arguments.supervised,
         routing_replay=arguments.routing_replay,
     )
-
-
-def _reference_updates(arguments: AlgorithmArguments) -> ReferenceUpdates | None:
-    if arguments.ref_update_interval is None:
-        return None
-    return ReferenceUpdates(interval=arguments.ref_update_interval, alpha=arguments.ref_update_alpha)
 
 
 def _old_policy(arguments: AlgorithmArguments) -> OldPolicy:

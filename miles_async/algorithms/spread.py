@@ -22,8 +22,8 @@ QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 def spread_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
     """Sums over the loss tokens of one micro-batch. ``logprobs``: [N], of the policy that is trained.
 
-    Advantages are those that the loss sees: changed by ``--token-advantages`` and the like. Their sums, [4], are over
-    1, A, A², and 1 where A is 0. The ratio is there if the loss, or a correction, asks for π_old.
+    ``batch``: as the policy loss saw it. Sums of advantages, [4], are over 1, A, A², and 1 where A is 0. The ratio is
+    there if the loss, or a correction, asks for π_old.
     """
     mask, advantages = batch.loss_mask.double(), batch.advantages.double() * batch.loss_mask
     found = {
@@ -41,7 +41,7 @@ def spread_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
 def spread_metrics(reduced: Mapping[str, Tensor]) -> dict[str, float]:
     """Metrics from the sums over all ranks and micro-batches."""
     if "advantage_sums" not in reduced:
-        return {"sequences": 0.0}
+        return {}
     count, total, squares, zeros = reduced["advantage_sums"].tolist()
     count = max(count, 1.0)
     found = {

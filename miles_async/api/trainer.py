@@ -49,7 +49,13 @@ class TrainBackend(Protocol):
     data_parallel_rank: int
     pipeline_stage: int | None  # on the first rank of a pipeline stage, which may send weights; None on others
 
-    def train(self, shard: TrainShard) -> dict[str, float]: ...
+    def train(self, shard: TrainShard) -> dict[str, float]:
+        """Take all optimizer steps of a batch; return metrics. Collective.
+
+        A metric ``bad_steps/REASON`` above 0 says that an optimizer step was not made, as it would have harmed the
+        weights: then the run ends, or goes on with the next batch (``--bad-step-action``).
+        """
+        ...
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, at the rollout temperature unless given. Collective."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
 from tests.integration.rank_processes import run_ranks
-from tests.integration.tiny_models import save_tiny_qwen3
+from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import to_shards, toy_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -42,7 +42,7 @@ def algorithm(alpha: float) -> AlgorithmArguments:
 
 
 # ------------------------------------------------------------------------------------------- in the ranks
-def _observe(rank: int, world_size: int, store: dist.Store, directory: Path, scratch: Path) -> dict[str, Any]:
+def _observe(rank: int, world_size: int, store: dist.Store, models: dict[str, Path], scratch: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, layout, alpha, bf16 in (
         ("dp2", "dp2", 0.25, False),
@@ -50,7 +50,9 @@ def _observe(rank: int, world_size: int, store: dist.Store, directory: Path, scr
         ("pp2", "pp2", 0.25, False),
         ("copy", "dp2", 1.0, False),
         ("bf16", "dp2", 0.25, True),
+        ("moe", "dp2", 0.25, False),
     ):
+        directory = models["qwen3-moe" if name == "moe" else "qwen3-tied"]
         backend = make_backend(
             rank, 2, dist.PrefixStore(name, store), directory, LAYOUTS[layout], algorithm(alpha), bf16=bf16
         )
@@ -59,8 +61,15 @@ def _observe(rank: int, world_size: int, store: dist.Store, directory: Path, scr
         seen[name, "scored"] = _scored(backend)
         seen[name, "next"] = _train(backend, LAYOUTS[layout], STEPS)
         backend.close()
-    for name, saved in (("dp2", "dp2"), ("pp2", "dp2"), ("dp2", "pp2"), ("tp2", "tp2"), ("bf16", "bf16")):
-        layout = LAYOUTS.get(name, LAYOUTS["dp2"])
+    for name, saved in (
+        ("dp2", "dp2"),
+        ("pp2", "dp2"),
+        ("dp2", "pp2"),
+        ("tp2", "tp2"),
+        ("bf16", "bf16"),
+        ("moe", "moe"),
+    ):
+        layout, directory = LAYOUTS.get(name, LAYOUTS["dp2"]), models["qwen3-moe" if name == "moe" else "qwen3-tied"]
         backend = make_backend(
             rank, 2, dist.PrefixStore(f"{name} of {saved}", store), directory, layout, algorithm(0.25),
             bf16=name == "bf16",
@@ -119,10 +128,11 @@ def _scored(backend: Any) -> list[float]:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """By rank, what was tried, and what was seen of it."""
     scratch = tmp_path_factory.mktemp("saved")
-    return run_ranks(2, _observe, save_tiny_qwen3(scratch / "qwen3", tied=False), scratch)
+    models = {name: save_tiny(name, scratch / name) for name in ("qwen3-tied", "qwen3-moe")}
+    return run_ranks(2, _observe, models, scratch)
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2", "copy"])
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2", "copy", "moe"])
 def test_the_reference_is_the_average_that_its_formula_gives(seen: list[dict[Any, Any]], name: str) -> None:
     for rank in seen:
         assert max(rank[name]["differences"]) <= (0.0 if name == "copy" else 1e-6)
@@ -156,7 +166,7 @@ def test_the_coefficient_follows_the_kl_of_the_step_before(seen: list[dict[Any, 
         assert len({step["kl_coefficient"] for step in steps}) > 2
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2", "bf16"])
+@pytest.mark.parametrize("name", ["dp2", "tp2", "bf16", "moe"])
 def test_a_resumed_run_has_the_same_reference_and_coefficient(seen: list[dict[Any, Any]], name: str) -> None:
     """Bitwise, and the next step follows in its turn."""
     for rank in seen:

@@ -1,7 +1,7 @@
 """What changes once per rollout step beside weights and optimizer: a reference that follows, a coefficient that adapts.
 
-All ranks have the same metrics, and so the same coefficient. Both are part of a checkpoint where they change at all. A
-checkpoint without them leaves them as flags begin them.
+All ranks have the same metrics, and so the same coefficient. Both are saved if they change; a checkpoint without them
+leaves them as the flags begin them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from miles_async.backends.megatron.reference import PREFIX, FollowingReference
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerRollout:
-    """Updated after each rollout step; None of both is there for most runs."""
+    """Updated after each rollout step. Most runs have neither."""
 
     reference: FollowingReference | None
     objective: Objective
@@ -29,7 +29,7 @@ class PerRollout:
         if adaptive is None:
             return {}
         used = adaptive.value
-        adaptive.adapt(metrics.get(self.objective.adapts_to, float("nan")), metrics["sequences"])
+        adaptive.adapt(metrics.get(self.objective.adapts_to, float("nan")), metrics.get("sequences", 0.0))
         return {"kl_coefficient": used}
 
     def sharded_state(self) -> dict[str, Any]:

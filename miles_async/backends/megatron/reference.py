@@ -1,11 +1,6 @@
-"""A reference model that follows the policy every few rollout steps: as a copy, or as a moving average.
+"""The frozen reference model of this rank, which follows the policy (``algorithms/reference_updates.py``).
 
-After every ``--ref-update-interval``-th rollout step its weights become::
-
-    θ_ref ← α · θ + (1 - α) · θ_ref,    α = --ref-update-alpha
-
-Gorbatovski et al., "Learn Your Reference Model for Real Good Alignment" (arXiv 2404.09656): eq. 1 for α < 1, eq. 2 for
-α = 1. Averages are kept in fp32 on the host where the model is in fewer bits, which would round small changes away.
+An average of weights in fewer bits than fp32 is kept in fp32 on the host: rounding would swallow small changes.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from miles_async.algorithms.objective import ReferenceUpdates
+from miles_async.algorithms.reference_updates import ReferenceUpdates
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
@@ -41,24 +36,21 @@ class FollowingReference:
     def after_rollout_step(self) -> None:
         """Follow the policy if it is time to."""
         self.steps += 1
-        if self.steps % self.updates.interval:
+        if not self.updates.due(self.steps):
             return
         policy = [dict(unwrap_model(module).named_parameters()) for module in self.policy]
         for index, name, parameter in self._parameters():
-            target = policy[index][name]
-            if self.updates.alpha == 1:
-                parameter.copy_(target)
-                continue
-            average = self._average(parameter)
-            average.lerp_(target.to(average), self.updates.alpha)
-            parameter.copy_(average)
+            kept = self._kept(parameter)
+            self.updates.follow(kept, policy[index][name])
+            if kept is not parameter:
+                parameter.copy_(kept)
 
     def sharded_state(self) -> dict[str, Any]:
         """Megatron's sharded state of the weights, under names of their own."""
         sharded = [module.sharded_state_dict() for module in self.modules]  # type: ignore[operator]
         return {
             f"{index}": {
-                name: make_sharded_optimizer_tensor(sharded[index][name], self._kept(parameter), PREFIX)
+                name: make_sharded_optimizer_tensor(sharded[index][name], self._kept(parameter).detach(), PREFIX)
                 for at, name, parameter in self._parameters()
                 if at == index
             }
@@ -80,12 +72,9 @@ class FollowingReference:
                 yield index, name, parameter
 
     def _kept(self, parameter: Parameter) -> Tensor:
-        """The tensor that weights of one parameter are kept in."""
-        return parameter.data if self.updates.alpha == 1 else self._average(parameter)
-
-    def _average(self, parameter: Parameter) -> Tensor:
-        if parameter.dtype == torch.float32:
-            return parameter.data
+        """The tensor that one parameter's weights are kept in: itself, or its average."""
+        if self.updates.copies or parameter.dtype == torch.float32:
+            return parameter
         if parameter not in self.averages:
             self.averages[parameter] = parameter.detach().to("cpu", torch.float32)
         return self.averages[parameter]

@@ -3,11 +3,11 @@
 The loss is a mean over an optimizer step (over its loss tokens, or its sequences: ``--loss-aggregation``), over all
 micro-batches and data-parallel ranks, so neither packing nor the number of ranks changes it.
 
-An optimizer step whose gradient is exactly 0 is skipped: no token carries loss, or all advantages are 0 and there is no
-KL loss. Adam would otherwise move the weights by the momentum of earlier steps, and weight decay would shrink them. So
-is a step that breaks a limit (``step_limits.py``). All ranks decide alike, since all have the same loss tokens and the
-same gradient norm. The learning rate counts a skipped step like any other, so that its schedule depends on the number
-of rollout steps alone; so do weight versions.
+An optimizer step whose gradient is exactly 0 is skipped: no token carries loss, or all advantages are 0 and there is
+neither a KL loss nor an entropy bonus. Adam would otherwise move the weights by the momentum of earlier steps, and
+weight decay would shrink them. So is a step that breaks a limit (``step_limits.py``). All ranks decide alike, since all
+have the same loss tokens and the same gradient norm. The learning rate counts a skipped step like any other, so that
+its schedule depends on the number of rollout steps alone; so do weight versions.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class StepRunner:
         metrics = {
             **sums.metrics,
             **({} if before is None else mismatch_sums(before, batch)),
-            **(spread_sums(logprobs, batch) if objective.sampled else {}),
+            **(spread_sums(logprobs, sums.batch) if objective.sampled else {}),
             **({} if self.scale is None else self.scale.sums(logprobs, batch)),
             "loss": sums.loss.detach(),
             "loss_count": sums.count,

@@ -17,8 +17,10 @@ from torch import Tensor
 from miles_async.algorithms import mismatch, spread
 from miles_async.algorithms.histogram import MIDDLES, magnitudes, quantile
 from miles_async.algorithms.mismatch import mismatch_metrics, mismatch_sums, turns_of
+from miles_async.algorithms.objective import make_objective
 from miles_async.algorithms.spread import spread_metrics, spread_sums
 from miles_async.api import TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch
 from tests.unit.algorithms.formula_errors import instrumented
 from tests.unit.algorithms.steps import TARGET_VERSION, Step, Trajectory, micro_batch, random_step
@@ -230,7 +232,7 @@ def test_a_batch_without_loss_has_no_such_metrics() -> None:
     assert mismatch_metrics({}) == {
         "rollout_kl": 0, "rollout_kl_k3": 0, "logprob_diff_tokens": 0, "logprob_diff_mean": 0, "logprob_diff_max": 0
     }  # fmt: skip
-    assert spread_metrics({}) == {"sequences": 0}
+    assert spread_metrics({}) == {}
 
 
 @pytest.mark.parametrize("value", [0.0, 3e-6, 0.011, 1.0, 19.0])
@@ -249,3 +251,14 @@ def test_what_carries_no_loss_is_in_no_metric() -> None:
     whole = token_batch(old=[-1.0, -2.0, 0.0], rollout=[-1.2, -2.5, -9.0], advantages=[1.0, -1.0, 0.0], mask=[1, 1, 0])
     part = token_batch(old=[-1.0, -2.0], rollout=[-1.2, -2.5], advantages=[1.0, -1.0])
     assert metrics(whole) == pytest.approx(metrics(part))
+
+
+def test_advantages_are_those_of_the_loss_with_a_teacher_s_part() -> None:
+    """Without a reward all of the advantage is the teacher's: no token counts as one without."""
+    objective = make_objective(AlgorithmArguments(advantage_estimator="on_policy_distillation", use_opd=True))
+    batch = token_batch(old=[-1.0, -2.0], advantages=[0.0, 0.0])
+    batch = batch.with_computed("teacher_logprobs", torch.tensor([-0.5, -3.0]))
+    seen = objective(batch.old_logprobs, batch).batch
+    metrics = spread_metrics(spread_sums(batch.old_logprobs, seen))
+    assert metrics["masked_tokens/zero_advantage"] == 0
+    assert metrics["advantage_abs_max"] == 1.0

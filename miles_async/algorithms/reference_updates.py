@@ -1,0 +1,48 @@
+"""How a reference model follows the policy: a copy of its weights every few rollout steps, or a moving average.
+
+After every ``--ref-update-interval``-th rollout step its weights become::
+
+    θ_ref ← α · θ + (1 - α) · θ_ref,    α = --ref-update-alpha
+
+Gorbatovski et al., "Learn Your Reference Model for Real Good Alignment" (arXiv 2404.09656): their hard update for
+α = 1; for less their soft update, which they make after every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from miles_async.arguments.algorithm import AlgorithmArguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceUpdates:
+    """When the reference model follows the policy, and how far."""
+
+    interval: int  # rollout steps
+    alpha: float
+
+    @staticmethod
+    def of(arguments: AlgorithmArguments) -> ReferenceUpdates | None:
+        """Read the updates from the flags; None if the reference stays as it is."""
+        if arguments.ref_update_interval is None:
+            return None
+        return ReferenceUpdates(interval=arguments.ref_update_interval, alpha=arguments.ref_update_alpha)
+
+    @property
+    def copies(self) -> bool:
+        """True if the reference becomes the policy, and no average is kept."""
+        return self.alpha == 1
+
+    def due(self, steps: int) -> bool:
+        """True after so many rollout steps if the reference follows now."""
+        return steps % self.interval == 0
+
+    def follow(self, reference: Tensor, policy: Tensor) -> None:
+        """Move weights of the reference in place; ``policy`` may have fewer bits."""
+        if self.copies:
+            reference.copy_(policy)
+        else:
+            reference.lerp_(policy.to(reference), self.alpha)
