@@ -26,7 +26,7 @@ RECOMPUTED = {"recompute_granularity": "full"}
 LAYOUTS = {
     "one-rank": Layout(micro_batches=3),
     # Prompts are shared only where routers choose: engines may have read a prompt with different experts.
-    "one-rank-recompute-shared-prompts": Layout(micro_batches=3, model={**RECOMPUTED, "share_prompts": True}),
+    "one-rank-recompute-shared-prompts": Layout(model={**RECOMPUTED, "share_prompts": True}),
     "one-rank-adapters": Layout(micro_batches=3, model={"lora_rank": 2, "lora_alpha": 6.0}),
     "one-rank-recompute-moe": Layout(
         micro_batches=2, model={"recompute_granularity": "selective", "recompute_modules": ("moe",)}
