@@ -65,7 +65,7 @@ class RealRun:
         """The trained steps of metrics.jsonl, as far as they are written."""
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [record for record in map(json.loads, lines) if "reward/mean" in record]
+        return [record for record in map(json.loads, lines) if {"reward/mean", "sft/epoch"} & {*record}]
 
     def wait_for_steps(self, count: int, timeout: float) -> None:
         self._until(lambda: len(self.steps) >= count, timeout, f"{count} steps")
