@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.cluster import ClusterArguments
+from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.debug import DebugArguments, Sides
 from miles_async.arguments.engines import EnginesArguments
@@ -36,6 +37,7 @@ class Arguments:
     rewards: RewardArguments = field(default_factory=RewardArguments)
     staleness: StalenessArguments = field(default_factory=StalenessArguments)
     algorithm: AlgorithmArguments = field(default_factory=AlgorithmArguments)
+    critic: CriticArguments = field(default_factory=CriticArguments)
     optimizer: OptimizerArguments = field(default_factory=OptimizerArguments)
     weights: WeightsArguments = field(default_factory=WeightsArguments)
     engines: EnginesArguments = field(default_factory=EnginesArguments)
@@ -94,6 +96,7 @@ __all__ = [
     "Arguments",
     "CheckpointArguments",
     "ClusterArguments",
+    "CriticArguments",
     "DataArguments",
     "DebugArguments",
     "EnginesArguments",

@@ -9,7 +9,7 @@ from typing import Literal
 from miles_async.arguments.flag import ModuleAttr, flag
 
 AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce", "on_policy_distillation"]
-TokenAdvantagesName = Literal["kl_in_reward"]
+TokenAdvantagesName = Literal["gae", "kl_in_reward"]
 LossType = Literal["policy_loss", "sft_loss"]
 PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"]
 LossAggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
@@ -41,9 +41,14 @@ class AlgorithmArguments:
     token_advantages: TokenAdvantagesName | ModuleAttr | None = flag(
         None,
         "advantages of tokens, computed by the trainer from those of their samples (default: each token has its "
-        "sample's). kl_in_reward: minus --kl-coef × KL of --kl-reward-type, summed over the token and those after it",
+        "sample's). kl_in_reward: minus --kl-coef × KL of --kl-reward-type, summed over the token and those after it; "
+        "gae: generalized advantage estimation with a critic, which is trained beside the policy (PPO)",
     )
-    kl_coef: float = flag(0.0, "weight of the KL in the reward, with --token-advantages kl_in_reward")
+    gamma: float = flag(1.0, "discount of rewards per token, with --token-advantages gae")
+    lambd: float = flag(
+        1.0, "λ of --token-advantages gae: 1 is the return minus the value, 0 trusts the next token's value alone"
+    )
+    kl_coef: float = flag(0.0, "weight of the KL in the reward, with --token-advantages kl_in_reward or gae")
     kl_reward_type: KlLossType | ModuleAttr = flag(
         "k1", "estimator of the KL in the reward, as in --kl-loss-type; only that of k1 has the KL's own gradient"
     )
@@ -197,6 +202,11 @@ class AlgorithmArguments:
         "train asynchronously with neither --use-rollout-logprobs nor --use-tis (learns worse with every "
         "version of age)",
     )
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """True if the reward of a token is less by its KL to the reference model."""
+        return self.token_advantages == "kl_in_reward" or (self.token_advantages == "gae" and self.kl_coef > 0)
 
     @property
     def supervised(self) -> bool:

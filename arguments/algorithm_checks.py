@@ -63,9 +63,9 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
     if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
         yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
     if algorithm.token_advantages is None and algorithm.kl_coef > 0:
-        yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward"
-    if algorithm.kl_reward_type != "k1" and algorithm.token_advantages != "kl_in_reward":
-        yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without --token-advantages kl_in_reward"
+        yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward or gae"
+    if algorithm.kl_reward_type != "k1" and not algorithm.has_kl_in_reward:
+        yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without a --kl-coef in the reward"
     yield from _check_reference(arguments)
     end = algorithm.entropy_coef_end
     if end is not None and end == algorithm.entropy_coef:
@@ -87,8 +87,9 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
     if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
         yield f"--kl-loss-type {algorithm.kl_loss_type} has no effect without --use-kl-loss"
     own = ":" in algorithm.policy_loss or ":" in algorithm.tis_mode  # may compare with the reference model
-    if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.token_advantages or own):
-        yield "--ref-hf-checkpoint has no effect without --use-kl-loss or --token-advantages kl_in_reward"
+    own = own or ":" in (algorithm.token_advantages or "")
+    if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.has_kl_in_reward or own):
+        yield "--ref-hf-checkpoint has no effect without --use-kl-loss or a --kl-coef in the reward"
 
 
 def _check_reference(arguments: Arguments) -> Iterator[str]:
@@ -112,8 +113,8 @@ def _check_reference(arguments: Arguments) -> Iterator[str]:
         return
     flag = f"--ref-update-interval {algorithm.ref_update_interval}"
     own = any(":" in (name or "") for name in (algorithm.policy_loss, algorithm.tis_mode, algorithm.token_advantages))
-    if not (algorithm.use_kl_loss or in_reward or own):
-        yield f"{flag} has no effect without --use-kl-loss or --token-advantages kl_in_reward: nothing asks a reference"
+    if not (algorithm.use_kl_loss or algorithm.has_kl_in_reward or own):
+        yield f"{flag} has no effect without --use-kl-loss or a --kl-coef in the reward: nothing asks a reference"
     if arguments.model.lora_rank:
         yield f"{flag} with --lora-rank: adapters are not copied into a reference model; leave one of them out"
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.evaluation import EvaluationArguments
 from miles_async.arguments.rewards import RewardArguments
 from miles_async.arguments.sessions import SessionsArguments
@@ -16,7 +17,14 @@ USED = frozenset({"loss_type", "loss_aggregation", "loss_length_normalizer", "lo
 """Fields of AlgorithmArguments that mean something without samples."""
 
 
-Unused = AlgorithmArguments | RewardArguments | EvaluationArguments | StalenessArguments | SessionsArguments
+Unused = (
+    AlgorithmArguments
+    | CriticArguments
+    | RewardArguments
+    | EvaluationArguments
+    | StalenessArguments
+    | SessionsArguments
+)
 """Groups of flags that are for sampled data, but for ``USED``."""
 
 
@@ -29,6 +37,7 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
         yield f"--loss-type sft_loss with --rollout-temperature {temperature:g}, at which answers are learned: use 1"
     given = [
         *_changed(arguments.algorithm, USED),
+        *_changed(arguments.critic),
         *_changed(arguments.rewards),
         *_changed(arguments.evaluation),
         *_changed(arguments.staleness),

@@ -25,6 +25,7 @@ def check_model(arguments: Arguments) -> Iterator[str]:
     models = {
         "--hf-checkpoint": arguments.model.hf_checkpoint,
         "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
+        "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint,
     }
     for flag, path in models.items():
         if path is not None:

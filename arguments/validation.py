@@ -14,6 +14,7 @@ from miles_async.arguments import Arguments, OptimizerArguments, WeightsArgument
 from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
 from miles_async.arguments.colocation import check_colocation
+from miles_async.arguments.critic import check_critic
 from miles_async.arguments.debug_checks import check_debug
 from miles_async.arguments.distillation_checks import check_distillation
 from miles_async.arguments.foreign.checks import check_foreign
@@ -350,6 +351,7 @@ CHECKS: tuple[Check, ...] = (
     check_shared_prompts,
     check_prompt_files,
     check_algorithm,
+    check_critic,
     check_sampling,
     check_staleness,
     check_bad_steps,

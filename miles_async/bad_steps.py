@@ -27,6 +27,7 @@ REMEDIES = {
     "grad_norm": "the gradient was not finite, or its norm above --grad-norm-limit; maybe lower --lr or --clip-grad",
     "logprob_diff": "log-probs of trainer and engines on the same weights differ by more than --max-logprob-diff; "
     "compare their settings (dtypes, attention, temperature)",
+    "critic_grad_norm": "the gradient of the critic was not finite; maybe lower --critic-lr or --clip-grad",
 }
 
 

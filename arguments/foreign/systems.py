@@ -111,6 +111,9 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
         "--use-dynamic-batch-size", "noted", "samples always are packed: --max-tokens-per-gpu sizes a micro-batch"
     ),
     _switch("--disable-compute-advantages-and-returns", "noted", "--loss-type sft_loss has none"),
+    _flag("--critic-load", "refused",
+          "use --critic-hf-checkpoint, a Hugging Face directory; a run that resumes finds its critic in --load"),
+    _flag("--critic-save", "refused", "the critic is a part of the checkpoints in --save: remove it"),
     _flag(
         "--opd-type", "noted", "the teacher is a frozen group of --server-groups, whose engines score", only=("sglang",)
     ),
@@ -184,6 +187,14 @@ VALUES: tuple[ForeignValue, ...] = (
         ours=("--advantage-estimator", "grpo", "--no-grpo-std-normalization", "--normalize-advantages"),
         note="the group's mean is its baseline; in place of --kl-coef, which takes the KL off each token, give "
         "--use-kl-loss --kl-loss-coef",
+    ),
+    *(
+        ForeignValue(
+            flag="--advantage-estimator", value=name,
+            ours=("--advantage-estimator", "reinforce", "--token-advantages", "gae"),
+            note="the trainer computes advantages of tokens from rewards and the values of its critic",
+        )
+        for name in ("ppo", "gae")
     ),
     ForeignValue(
         flag="--lora-type", value="canonical_lora", ours=(),

@@ -61,7 +61,7 @@ _REFERENCE = "the reference has the trainer's layout, and is packed like its bat
 _LONG = "prompts that are too long are skipped, and their number is told"
 _TOOLS = "tools are an environment of yours, --environment-path module:attr; docs/agents.md has an example"
 _JUDGE = "a reward model is a service: --rm-type remote_rm --rm-url URL, or --rm-type judge --judge-url URL"
-_CRITIC = "there is no critic: --advantage-estimator names what stands in for it"
+_CRITIC = "the critic of adv_estimator gae has --lambd, --critic-lr, --value-clip and --num-critic-only-steps"
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _MEGATRON, _OPTIM = f"{_ACTOR}.megatron", f"{_ACTOR}.optim"
 
@@ -157,8 +157,9 @@ KEYS: tuple[VerlKey, ...] = (
     # Advantages and loss.
     _choice(
         "algorithm.adv_estimator",
-        "grpo, rloo, reinforce_plus_plus and reinforce_plus_plus_baseline; for others, which need a critic or are new, "
-        "`--advantage-estimator` module:attr",
+        "grpo, rloo, gae, reinforce_plus_plus and reinforce_plus_plus_baseline; for others `--advantage-estimator` "
+        "module:attr",
+        gae="--advantage-estimator reinforce --token-advantages gae",
         grpo="--advantage-estimator grpo",
         grpo_vectorized="--advantage-estimator grpo",
         rloo="--advantage-estimator rloo",

@@ -145,6 +145,10 @@ class Objective:
         found = _per_token(self.token_advantages(batch), batch, "--token-advantages")
         return found.float().masked_fill(batch.loss_mask == 0, 0.0)
 
+    def returns(self, batch: TokenBatch) -> Tensor:
+        """float32 [N]: what the critic learns to foretell. ``batch`` has the advantages of its samples still."""
+        return (self.advantages(batch) + batch.values) * batch.loss_mask
+
     def __call__(
         self, logprobs: Tensor, batch: TokenBatch, *, entropy: Tensor | None = None, progress: float = 0.0
     ) -> LossSums:

@@ -33,6 +33,7 @@ ADVANTAGE_ESTIMATORS = {
     "on_policy_distillation": f"{HERE}.advantages.on_policy_distillation:OnPolicyDistillation",
 }
 TOKEN_ADVANTAGES = {
+    "gae": f"{HERE}.token_advantages.gae:Gae",
     "kl_in_reward": f"{HERE}.token_advantages.kl_in_reward:KlInReward",
 }
 POLICY_LOSSES = {
@@ -63,9 +64,6 @@ AGGREGATIONS = {
     "sequence_mean": f"{HERE}.aggregation:sequence_mean",
     "sequence_sum": f"{HERE}.aggregation:SequenceSum",
 }
-
-UNAVAILABLE: Mapping[Need, str] = {"values": "a critic, which there is not yet"}
-"""Needs that no trainer computes yet, with what is missing."""
 
 
 class Make(Protocol):
@@ -98,6 +96,7 @@ def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
     path, flag = _row(POLICY_LOSSES, arguments.policy_loss), "--policy-loss"
     made = _made(path, PolicyLoss, flag, arguments)
     _check_needs(made, f"{flag} {arguments.policy_loss}", arguments)
+    _check_critic(made, f"{flag} {arguments.policy_loss}", arguments)
     return made
 
 
@@ -108,6 +107,7 @@ def corrections(arguments: AlgorithmArguments) -> tuple[Correction, ...]:
         path, flag = _row(CORRECTIONS, arguments.tis_mode), "--tis-mode"
         made = _made(path, Correction, flag, arguments)
         _check_needs(made, f"{flag} {arguments.tis_mode}", arguments)
+        _check_critic(made, f"{flag} {arguments.tis_mode}", arguments)
         found.append(made)
     others = {
         f"{HERE}.corrections.reject:Reject": ("--use-rs", arguments.use_rs),
@@ -125,7 +125,7 @@ def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:
 
 
 def reward_kl_estimator(arguments: AlgorithmArguments) -> KlEstimator:
-    """``--kl-reward-type``, for ``--token-advantages kl_in_reward``."""
+    """``--kl-reward-type``, for ``--token-advantages`` kl_in_reward and gae."""
     return load_object(_row(KL_ESTIMATORS, arguments.kl_reward_type), KlEstimator, "--kl-reward-type")
 
 
@@ -167,10 +167,18 @@ def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str, ar
         raise ConfigurationError(
             f"{named}: expected `needs`, a tuple of any of {', '.join(get_args(Need))}, or (); found {needs!r}"
         )
-    for name, takes in UNAVAILABLE.items():
-        if name in needs:
-            raise ConfigurationError(f"{named} needs {name}, which take {takes}: choose one that does without")
     if "chosen" in needs and not hasattr(part, "choose"):
         raise ConfigurationError(f"{named} needs chosen, which is for --policy-loss clip_cov and kl_cov")
     if "teacher_logprobs" in needs and not arguments.use_opd:
         raise ConfigurationError(f"{named} needs teacher_logprobs, which take a teacher: add --use-opd")
+
+
+def _check_critic(part: PolicyLoss | Correction, named: str, arguments: AlgorithmArguments) -> None:
+    """A critic learns advantages plus values: without advantages that values are taken from, these would only rise."""
+    if "values" not in part.needs:
+        return
+    estimator = token_advantages(arguments)
+    if estimator is None or "values" not in estimator.needs:
+        raise ConfigurationError(
+            f"{named} needs values, and the critic learns from --token-advantages that need them, too: add gae"
+        )

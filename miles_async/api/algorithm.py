@@ -38,8 +38,8 @@ Need = Literal["old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "v
 """An array of TokenBatch that costs a pass of a model, so that it is computed only if something needs it.
 
 ``teacher_logprobs`` come with the samples, from the teacher of ``--use-opd``; ``chosen`` is for the losses that choose
-tokens from the whole rollout batch, ``clip_cov`` and ``kl_cov``. ``values`` takes a critic, which no
-backend has yet. What needs an array that the run does not have is refused at the start.
+tokens from the whole rollout batch, ``clip_cov`` and ``kl_cov``. ``values`` take a critic: if anything needs them, the
+trainer has one and trains it. What needs an array that the run does not have is refused at the start.
 """
 
 
@@ -94,7 +94,9 @@ class TokenBatch:
 
     @property
     def values(self) -> Tensor:
-        """float32 [N], by the critic."""
+        """float32 [N], by the critic before its first optimizer step on the batch: the reward that it expects after the
+        token's prefix.
+        """
         return self._needed("values")
 
     @property

@@ -60,15 +60,17 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
     """Yield why the model cannot be trained or split as asked; for the backend that comes with the project."""
     from miles_async.backends.megatron.hf_config import check_layout, check_model, read_config
 
-    model, reference = arguments.model, arguments.algorithm.ref_hf_checkpoint
+    model = arguments.model
+    others = (arguments.algorithm.ref_hf_checkpoint, arguments.critic.critic_hf_checkpoint)
     if model.train_backend != "megatron" or model.hf_checkpoint is None:
         return
     try:
         config = read_config(model.hf_checkpoint)
         check_model(config, model.hf_checkpoint)
         check_layout(config, model, arguments.cluster.trainer_world_size)
-        if reference is not None:
-            check_model(read_config(reference), reference)
+        for other in others:
+            if other is not None:
+                check_model(read_config(other), other)
     except ConfigurationError as error:
         yield str(error)
 

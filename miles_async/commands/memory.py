@@ -44,6 +44,7 @@ def memory_report(arguments: Arguments) -> str:
             world_size,
             # Without its adapters, the model is the reference itself.
             reference="ref_logprobs" in needs and not (model.lora_rank and not arguments.algorithm.ref_hf_checkpoint),
+            critic="values" in needs,
             bucket=arguments.weights.update_weight_buffer_size,
             copies_saves=arguments.checkpoint.save is not None and arguments.checkpoint.async_save,
         )
@@ -65,10 +66,11 @@ def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequenc
         yield (
             f"a trainer rank of pipeline stage {fullest.stages.start} needs {_gib(fullest.total)} GiB and "
             f"--gpu-memory-gb is {memory:g}: weights {_gib(fullest.weights)}, gradients {_gib(fullest.gradients)}, "
-            f"optimizer {_gib(fullest.optimizer)}, reference {_gib(fullest.reference)}, activations "
-            f"{_gib(fullest.activations)}; raise --tensor-model-parallel-size, --pipeline-model-parallel-size or "
-            "--actor-num-nodes, lower --max-tokens-per-gpu, or give --recompute-granularity full, or "
-            "--optimizer-cpu-offload --use-precision-aware-optimizer"
+            f"optimizer {_gib(fullest.optimizer)}, reference {_gib(fullest.reference)}, critic "
+            f"{_gib(fullest.critic)}, activations {_gib(fullest.activations)}; raise "
+            "--tensor-model-parallel-size, --pipeline-model-parallel-size or --actor-num-nodes, lower "
+            "--max-tokens-per-gpu, or give --recompute-granularity full, or --optimizer-cpu-offload "
+            "--use-precision-aware-optimizer"
         )
     longest = _longest_sample(arguments)
     for engine in engines:
@@ -89,13 +91,14 @@ def _longest_sample(arguments: Arguments) -> int:
 def _text(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[EngineBytes]) -> str:
     fullest = max(ranks, key=lambda rank: rank.total)
     trainer = Table(
-        "stage", "weights", "gradients", "optimizer", "reference", "activations", "staging", "sum", "host copy",
+        "stage", "weights", "gradients", "optimizer", "reference", "critic", "activations", "staging", "sum",
+        "host copy",
         title=f"Trainer, GiB per rank, micro-batches of {arguments.optimizer.max_tokens_per_gpu} tokens",
     )  # fmt: skip
     for rank in ranks:
         numbers = (
-            rank.weights, rank.gradients, rank.optimizer, rank.reference, rank.activations, rank.staging, rank.total,
-            rank.saved_copy,
+            rank.weights, rank.gradients, rank.optimizer, rank.reference, rank.critic, rank.activations, rank.staging,
+            rank.total, rank.saved_copy,
         )  # fmt: skip
         first, last = rank.stages.start, rank.stages.stop - 1
         name = f"{first}" if first == last else f"{first} to {last}"

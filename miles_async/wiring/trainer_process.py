@@ -84,6 +84,7 @@ def _sources(arguments: Arguments) -> Mapping[str, Path]:
     named = {
         "--hf-checkpoint": arguments.model.hf_checkpoint,
         "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
+        "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint,
         "--lora-adapter-path": arguments.model.lora_adapter_path,
     }
     return {flag: path for flag, path in named.items() if path is not None}
@@ -115,6 +116,7 @@ def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironmen
         arguments.model.train_backend,
         model=arguments.model,
         optimizer=arguments.optimizer,
+        critic=arguments.critic,
         total_steps=arguments.rollout.num_rollout * arguments.optimizer_steps_per_rollout,
         temperature=arguments.rollout.rollout_temperature,
         objective=partial(make_objective, arguments.algorithm),

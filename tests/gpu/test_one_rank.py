@@ -102,7 +102,8 @@ def test_a_step_takes_the_memory_that_dry_run_tells(tmp_path: Path, figures: Fig
         directory=directory, model=model, world_size=1, tokens=TOKENS, logprob_chunk=1024, temperature=1.0,
         entropy=False,
     )  # fmt: skip
-    told = rank_bytes(measure(request)[0], model, 1, reference=False, bucket=0, copies_saves=False).total
+    stage = measure(request)[0]
+    told = rank_bytes(stage, model, 1, reference=False, critic=False, bucket=0, copies_saves=False).total
 
     def step() -> None:
         with one_rank(directory, logprob_chunk=1024) as backend:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from miles_async.algorithms.objective import make_objective
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.cluster import DeviceChoice
+from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
 from miles_async.backends.megatron.backend import MegatronBackend
@@ -26,6 +27,7 @@ from tests.integration.toy_batches import to_shards, toy_samples
 
 LR = 1e-3
 SEQUENCES = [np.random.default_rng(1).integers(0, 64, length).tolist() for length in (5, 18, 1, 33, 7, 2, 16)]
+NO_CRITIC = CriticArguments()
 PLAIN = AlgorithmArguments()
 CORRECTED = AlgorithmArguments(use_tis=True, use_kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1, entropy_coef_end=0.4)
 PER_TOKEN = AlgorithmArguments(token_advantages="kl_in_reward", kl_coef=5.0, loss_aggregation="sequence_mean")
@@ -73,6 +75,7 @@ def make_backend(
     bf16: bool = False,
     recompute: RecomputeGranularity | None = None,
     device: DeviceChoice = "cpu",
+    critic: CriticArguments = NO_CRITIC,
     **optimizer: Any,
 ) -> MegatronBackend:
     return MegatronBackend(
@@ -95,6 +98,7 @@ def make_backend(
         ),
         # Chunks of which every micro-batch has several.
         optimizer=OptimizerArguments(**({"lr": LR, "logprob_chunk": 7} | optimizer)),
+        critic=critic,
         total_steps=10,
         temperature=1.0,
         objective=partial(make_objective, algorithm),

@@ -129,7 +129,7 @@ def observe_differences(
     for name, experts in {"free": None, "replayed": batch.routed_experts}.items():
         given = msgspec.structs.replace(batch, routed_experts=experts)
         packed = pack_batch(given, 0, runner.layout, backend.device).sequences
-        (logprobs,) = runner.model.score([packed], runner.scorer).logprobs
+        (logprobs,) = runner.policy.model.score([packed], runner.scorer.logprobs).numbers
         differences = np.abs(logprobs.numpy() - batch.rollout_logprobs)[batch.loss_mask == 1]
         found[name] = float(differences.mean())
     backend.close()
@@ -142,7 +142,7 @@ def _scores(backend: MegatronBackend, shard: TrainShard) -> list[tuple[list[int]
     runner = backend._runner
     (step,) = shard.optimizer_steps
     packs = [pack_batch(batch, 0, runner.layout, backend.device).sequences for batch in step]
-    found = runner.model.score(packs, runner.scorer).logprobs
+    found = runner.policy.model.score(packs, runner.scorer.logprobs).numbers
     return [(batch.tokens.tolist(), logprobs.tolist()) for batch, logprobs in zip(step, found, strict=False)]
 
 

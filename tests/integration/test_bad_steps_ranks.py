@@ -110,12 +110,15 @@ def _state(backend: Any) -> dict[str, str]:
     from miles_async.backends.megatron.checkpoint import _optimizer_step
     from miles_async.backends.megatron.offload import model_tensors, optimizer_tensors
 
-    tensors: Sequence[Any] = [*model_tensors(backend._model.modules), *optimizer_tensors(backend._optimizer)]
+    tensors: Sequence[Any] = [
+        *model_tensors(backend._model.modules),
+        *optimizer_tensors(backend._runner.policy.optimizer),
+    ]
     digests = {
         f"{number} {tuple(tensor.shape)}": hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
         for number, tensor in enumerate(tensors)
     }
-    return digests | {"steps": str(_optimizer_step(backend._optimizer))}
+    return digests | {"steps": str(_optimizer_step(backend._runner.policy.optimizer))}
 
 
 # -------------------------------------------------------------------------------------------------- tests

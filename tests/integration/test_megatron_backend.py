@@ -131,7 +131,7 @@ def _single_rank(
     trained.close()
     trained = backend("settings", layout=Layout(model={"megatron_extra": SETTINGS, "share_prompts": True}))
     model_config, (module,) = get_model_config(trained._model.modules[0]), trained._model.modules
-    optimizer = trained._optimizer.config
+    optimizer = trained._runner.policy.optimizer.config
     seen["settings"] = {
         "tp_comm_overlap_rs": model_config.tp_comm_overlap_rs,
         "fp16_lm_cross_entropy": model_config.fp16_lm_cross_entropy,

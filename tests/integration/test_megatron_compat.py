@@ -276,7 +276,7 @@ def _separate_steps(make: MakeBackend, models: Path) -> int:
     backend.save(models / "separate_steps")
     with patch(f"{BACKEND}.adam_state.separate_steps"):
         backend.load(models / "separate_steps")
-    [part] = backend._optimizer.chained_optimizers
+    [part] = backend._runner.policy.optimizer.chained_optimizers
     steps = {id(state["step"]) for state in part.optimizer.state.values()}
     backend.close()
     return len(steps)

@@ -130,7 +130,9 @@ def _load_each(
 def _other_flags(rank: int, world_size: int, store: dist.Store, root: Path) -> tuple[Resumed, list[dict[str, Any]]]:
     backend = make_backend(rank, world_size, store, root / "qwen3-tied", LAYOUTS["dp2"], **OTHER_FLAGS)
     seen = _load(backend, root / "dp2-qwen3-tied")
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in backend._optimizer.param_groups]
+    groups = [
+        {k: v for k, v in group.items() if k != "params"} for group in backend._runner.policy.optimizer.param_groups
+    ]
     backend.close()
     return seen, groups
 

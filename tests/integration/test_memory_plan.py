@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.memory import StageRequest, measure, model_parameters, rank_bytes
@@ -67,6 +68,7 @@ def _real_rank(
     directories: list[Path],
     layout: Layout,
     recompute: Recompute,
+    algorithm: AlgorithmArguments,
     saves: Path,
 ) -> tuple[int, int, int]:
     """(Elements of parameters; bytes at the peak of a step; bytes of the copy for a save) of the last model; the first
@@ -84,6 +86,7 @@ def _real_rank(
             dist.PrefixStore(f"{index}", store),
             directory,
             layout,
+            algorithm,
             recompute=recompute,
             logprob_chunk=CHUNK,
         )
@@ -93,9 +96,8 @@ def _real_rank(
         peak = _resident("VmHWM") - before
         parameters = sum(parameter.numel() for module in backend._model.modules for parameter in module.parameters())
         backend.stage_save(saves / f"{index}")
-        assert backend._host_buffer is not None
-        memory = backend._host_buffer._memory
-        copied = 0 if memory is None else memory.nbytes
+        memories = [buffer._memory for buffer in backend._host_buffers.values()]
+        copied = sum(memory.nbytes for memory in memories if memory is not None)
         backend.close()
         del backend
     return parameters, peak, copied
@@ -113,6 +115,7 @@ CASES = {
     "mixture": ("mixture", 1, None),
     "dense-dp2": ("dense", 2, None),
     "dense-tp2-adapters": ("dense", 2, None),
+    "dense-critic": ("dense", 1, None),
 }
 ADAPTED = {"lora_rank": 64, "lora_type": "dora"}
 
@@ -130,12 +133,15 @@ def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path], tmp_path
     adapters = ADAPTED if case.endswith("adapters") else {}
     tensor = 1 if "dp" in case else world_size
     layout = Layout(world_size=world_size, tensor=tensor, model=adapters)
-    measured = run_ranks(world_size, _real_rank, [models["small"], models[family]], layout, recompute, tmp_path)
+    critic = case.endswith("critic")
+    algorithm = AlgorithmArguments(token_advantages="gae") if critic else AlgorithmArguments()
+    directories = [models["small"], models[family]]
+    measured = run_ranks(world_size, _real_rank, directories, layout, recompute, algorithm, tmp_path)
     parameters, peak, _ = measured[0]
     split = {"tensor_model_parallel_size": tensor, "recompute_granularity": recompute}
     asked = request(models[family], world_size, **split, **adapters)
     stage = measure(asked)[0]
-    told = rank_bytes(stage, asked.model, world_size, reference=False, bucket=0, copies_saves=True)
+    told = rank_bytes(stage, asked.model, world_size, reference=False, critic=critic, bucket=0, copies_saves=True)
     assert stage.parameters + stage.expert_parameters + stage.adapters + stage.expert_adapters == parameters
     assert bool(stage.adapters) == bool(adapters)
     assert peak == pytest.approx(told.total, rel=WITHIN)

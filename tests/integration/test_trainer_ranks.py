@@ -20,6 +20,7 @@ import pytest_asyncio
 import ray
 
 from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.errors import CheckpointError, ConfigurationError, ProcessLostError, StalledError, TrainerError
@@ -72,6 +73,7 @@ def make_backend(directory: Path, **rank: Any) -> Any:
     return MegatronBackend(
         model=ModelArguments(hf_checkpoint=directory),
         optimizer=OptimizerArguments(lr=1e-3),
+        critic=CriticArguments(),
         total_steps=10,
         temperature=0.8,
         objective=partial(make_objective, AlgorithmArguments()),

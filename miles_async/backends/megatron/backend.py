@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from miles_async.algorithms.objective import Objective
 from miles_async.algorithms.step_scale import StepScale
 from miles_async.arguments.cluster import DeviceChoice
+from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import hf_config
@@ -44,6 +46,10 @@ COMPANION_FILES = (
 ADAPTER_DIRECTORY = "adapter"  # of an export: transformers would take files beside the weights for all there is
 
 
+POLICY, CRITIC = "", "critic"
+"""Parts of a checkpoint: the directory itself, and one in it."""
+
+
 class MegatronBackend:
     """One rank. Construction builds the model; it and all methods are collective: all ranks call them together."""
 
@@ -56,6 +62,7 @@ class MegatronBackend:
         store: dist.Store,
         model: ModelArguments,
         optimizer: OptimizerArguments,
+        critic: CriticArguments,
         total_steps: int,
         temperature: float,
         objective: Callable[[], Objective],
@@ -73,7 +80,9 @@ class MegatronBackend:
         # After prepare(), which makes megatron importable.
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoint import seed_all
-        from miles_async.backends.megatron.model import load_model, make_optimizer
+        from miles_async.backends.megatron.critic import load_critic
+        from miles_async.backends.megatron.learner import Learner
+        from miles_async.backends.megatron.model import load_model
         from miles_async.backends.megatron.per_rollout import PerRollout
         from miles_async.backends.megatron.reference import FollowingReference
         from miles_async.backends.megatron.scores import Scorer
@@ -94,9 +103,21 @@ class MegatronBackend:
         minimised = objective()
         replays_routing = minimised.routing_replay is not None
         self._model = load_model(directory, model, platform, trainable=True, replays_routing=replays_routing)
-        self._optimizer, self._scheduler = make_optimizer(
-            self._model.modules, optimizer, model, platform, total_steps=total_steps
-        )
+        policy = Learner.of(self._model, optimizer, model, platform, device=self.device, total_steps=total_steps)
+        self._learners = {POLICY: policy}
+        values = None
+        if "values" in minimised.needs:
+            values = load_critic(
+                critic,
+                directory,
+                minimised.aggregation,
+                model,
+                optimizer,
+                platform,
+                device=self.device,
+                total_steps=total_steps,
+            )
+            self._learners[CRITIC] = values.learner
         reference, following = None, None
         if "ref_logprobs" in minimised.needs:
             if self._model.adapted and ref_hf_checkpoint is None:
@@ -108,10 +129,9 @@ class MegatronBackend:
                     following = FollowingReference(modules=frozen.modules, policy=self._model.modules, updates=updates)
         self._per_rollout = PerRollout(reference=following, objective=minimised)
         self._runner = StepRunner(
-            model=self._model.pipeline(self.device),
+            policy=policy,
+            critic=values,
             reference=reference,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
             objective=minimised,
             limits=StepLimits.of(optimizer),
             scale=StepScale.of(optimizer),
@@ -123,8 +143,8 @@ class MegatronBackend:
         )
         self._stepped_from: int | None = None  # the version of the last shard
         self._on_host: HostStorages | None = None
-        self._host_buffer: HostBuffer | None = None  # of staged saves
-        self._staged: StagedSave | None = None
+        self._host_buffers: dict[str, HostBuffer] = {}  # of staged saves
+        self._staged: list[StagedSave] | None = None
 
     @property
     def data_parallel_rank(self) -> int:
@@ -162,7 +182,7 @@ class MegatronBackend:
         scorer = self._runner.scorer
         if temperature is not None:
             scorer = dataclasses.replace(scorer, temperature=temperature)
-        scores = self._runner.model.score([packed], scorer).logprobs
+        scores = self._runner.policy.model.score([packed], scorer.logprobs).numbers
         flat = from_last_stage(scores[0].tolist() if scores else [])
         ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
@@ -180,9 +200,12 @@ class MegatronBackend:
         """Move everything from the device to the host, until :meth:`onload`."""
         from miles_async.backends.megatron.offload import HostStorages, gradients, model_tensors, optimizer_tensors
 
-        reference = self._runner.reference
-        modules = [*self._model.modules, *(() if reference is None else reference.modules)]
-        kept = [*model_tensors(modules), *optimizer_tensors(self._optimizer)]
+        reference, learners = self._runner.reference, self._learners.values()
+        modules = [module for learner in learners for module in learner.model.modules]
+        modules += [] if reference is None else reference.modules
+        kept = [*model_tensors(modules)]
+        for learner in learners:
+            kept += optimizer_tensors(learner.optimizer)
         self._on_host = HostStorages(
             (tensor for tensor in kept if tensor.device.type == self.device.type), scratch=gradients(modules)
         )
@@ -198,45 +221,60 @@ class MegatronBackend:
     def save(self, directory: Path) -> None:
         from miles_async.backends.megatron import checkpoint
 
-        checkpoint.save(directory, self._model.modules, self._optimizer, self._scheduler, self._per_rollout)
+        for name, learner in self._learners.items():
+            checkpoint.save(
+                directory / name,
+                learner.model.modules,
+                learner.optimizer,
+                learner.scheduler,
+                self._per_rollout if name == POLICY else None,
+            )
 
     def stage_save(self, directory: Path) -> None:
         """Copy what :meth:`save` writes to the host, for :meth:`write_save`."""
         from miles_async.backends.megatron.checkpoint import StagedSave
         from miles_async.backends.megatron.checkpoint_writer import HostBuffer
 
-        if self._host_buffer is None:
-            self._host_buffer = HostBuffer()
-        self._staged = StagedSave(
-            directory,
-            self._model.modules,
-            self._optimizer,
-            self._scheduler,
-            self._per_rollout,
-            copies=self._host_buffer,
-        )
+        self._staged = [
+            StagedSave(
+                directory / name,
+                learner.model.modules,
+                learner.optimizer,
+                learner.scheduler,
+                self._per_rollout if name == POLICY else None,
+                copies=self._host_buffers.setdefault(name, HostBuffer()),
+            )
+            for name, learner in self._learners.items()
+        ]
 
     def write_save(self) -> bytes:
         """Not collective; in any thread."""
         assert self._staged is not None, "stage_save() comes first"
-        return self._staged.write()
+        return pickle.dumps([staged.write() for staged in self._staged])
 
     def finish_save(self, parts: Sequence[bytes]) -> None:
         """Not collective: on rank 0; in any thread."""
         assert self._staged is not None, "stage_save() comes first"
-        self._staged.finish(parts)
+        for staged, of_ranks in zip(self._staged, zip(*map(pickle.loads, parts), strict=True), strict=True):
+            staged.finish(of_ranks)
 
     def load(self, directory: Path) -> None:
         from miles_async.backends.megatron import checkpoint
 
-        checkpoint.load(
-            directory,
-            self._model.modules,
-            self._optimizer,
-            self._scheduler,
-            self._per_rollout,
-            seed=self._model_arguments.seed,
-        )
+        if CRITIC in self._learners and directory.is_dir() and not (directory / CRITIC).is_dir():
+            raise CheckpointError(
+                f"cannot read {directory}: it is of a run without a critic; leave --token-advantages "
+                "gae out, or start from the weights of --save-hf"
+            )
+        for name, learner in self._learners.items():
+            checkpoint.load(
+                directory / name,
+                learner.model.modules,
+                learner.optimizer,
+                learner.scheduler,
+                self._per_rollout if name == POLICY else None,
+                seed=self._model_arguments.seed,
+            )
         self._stepped_from = None
 
     def save_hf(self, directory: Path) -> None:

@@ -68,14 +68,15 @@ class StagedSave:
     def __init__(
         self,
         directory: Path,
-        modules: list[Module],
+        modules: Sequence[Module],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
-        per_rollout: PerRollout,
+        per_rollout: PerRollout | None,
         copies: HostBuffer | None = None,
     ) -> None:
         """Collective. ``directory`` must be absent or empty. ``copies``: where the state is copied to, so that training
-        may go on; without, the state must stay as it is until :meth:`write` is through.
+        may go on; without, the state must stay as it is until :meth:`write` is through. ``per_rollout``: saved with the
+        policy alone.
         """
         self._failure = f"cannot write {directory}"
         with _as_checkpoint_error(self._failure):
@@ -90,7 +91,7 @@ class StagedSave:
                 "optimizer_step": _optimizer_step(optimizer),
                 "schedule_step": scheduler.num_steps,
                 "rng": _sharded_rng(),
-                **per_rollout.sharded_state(),
+                **({} if per_rollout is None else per_rollout.sharded_state()),
             }
             self._planned = PlannedSave(directory, state, copies)
 
@@ -107,10 +108,10 @@ class StagedSave:
 
 def save(
     directory: Path,
-    modules: list[Module],
+    modules: Sequence[Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
-    per_rollout: PerRollout,
+    per_rollout: PerRollout | None,
 ) -> None:
     """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError."""
     staged = StagedSave(directory, modules, optimizer, scheduler, per_rollout)
@@ -120,10 +121,10 @@ def save(
 
 def load(
     directory: Path,
-    modules: list[Module],
+    modules: Sequence[Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
-    per_rollout: PerRollout,
+    per_rollout: PerRollout | None,
     *,
     seed: int,
 ) -> None:
@@ -142,14 +143,16 @@ def load(
         rng = _sharded_rng()
         if rng.unique_key in found:
             wanted["rng"] = rng
-        wanted |= per_rollout.wanted(found)
+        if per_rollout is not None:
+            wanted |= per_rollout.wanted(found)
         state = dist_checkpointing.load(wanted, str(directory))
         for index, module in _inner(modules).items():
             module.load_state_dict(state["model"][index], strict=not _is_adapted(state["model"][index]))
         _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
         scheduler.num_steps = state["schedule_step"]
         scheduler.step(0)  # the flags' rate at this step
-        per_rollout.load(state)
+        if per_rollout is not None:
+            per_rollout.load(state)
     if "rng" in state:
         _restore_rng(state["rng"])
     else:
@@ -183,7 +186,7 @@ def _reason(error: BaseException) -> str:
 
 
 # ------------------------------------------------------------------------------------- model and optimizer
-def _parameters(modules: list[Module], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
+def _parameters(modules: Sequence[Module], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
     """Sharded state of the model and its optimizer on this rank, with one entry per virtual pipeline stage and one per
     part of the optimizer.
     """
@@ -233,7 +236,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _inner(modules: list[Module]) -> dict[str, Module]:
+def _inner(modules: Sequence[Module]) -> dict[str, Module]:
     """The modules inside of DistributedDataParallel, by virtual pipeline stage."""
     return {f"{index}": module.module for index, module in enumerate(modules)}  # type: ignore[misc]
 

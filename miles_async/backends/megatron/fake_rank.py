@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from megatron.bridge.models import GPTModelProvider
     from torch.nn import Module
 
+OUTPUT_LAYER = "output_layer."  # of a GPT model; it has no parameters where the embedding's are on the same stage
+
 
 def measure_stages(request: StageRequest, platform: Platform) -> list[StageMemory]:
     """Measure a rank of every pipeline stage, of stages that are alike only the first, which keeps the most.
@@ -118,6 +120,8 @@ def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig
             expert_parameters=sum(part.expert_parameters for part in parts),
             adapters=sum(part.adapters for part in parts),
             expert_adapters=sum(part.expert_adapters for part in parts),
+            output_layer=sum(part.output_layer for part in parts),
+            value_head=sum(part.value_head for part in parts),
             kept=max(part.kept for part in parts),
             peak=max(part.peak for part in parts),
             under_way=1 + later if virtual == 1 else 1 + 2 * later + (virtual - 1) * count,
@@ -134,6 +138,8 @@ class _Part(NamedTuple):
     expert_parameters: int
     adapters: int
     expert_adapters: int
+    output_layer: int
+    value_head: int
     kept: int
     peak: int
 
@@ -158,6 +164,8 @@ def _measure_part(provider: GPTModelProvider, request: StageRequest, stages: ran
         expert_parameters=sizes[True, False],
         adapters=sizes[False, True],
         expert_adapters=sizes[True, True],
+        output_layer=sum(one.numel() for name, one in module.named_parameters() if name.startswith(OUTPUT_LAYER)),
+        value_head=provider.hidden_size if last else 0,
         kept=kept,
         peak=peak,
     )

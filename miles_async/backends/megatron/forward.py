@@ -20,11 +20,13 @@ from miles_async.algorithms.objective import LossSums
 from miles_async.backends.megatron.model_output import ModelOutput, output_of
 from miles_async.backends.megatron.packing import PackedBatch, PackedSequences
 from miles_async.backends.megatron.routing_replay import Experts, Routers
-from miles_async.backends.megatron.scores import Scorer
 from miles_async.backends.megatron.shared_prompts import rotary_positions
 
 LossFunction = Callable[[PackedBatch, ModelOutput], LossSums]
 """(micro-batch, output of the model) → sums over the micro-batch."""
+
+Scoring = Callable[[ModelOutput, PackedSequences], Tensor]
+"""(output of the model, micro-batch) → a number for each of its tokens, [N]."""
 
 OfOutput = Callable[[ModelOutput], Any]
 """Function of a micro-batch's output on the last pipeline stage."""
@@ -34,7 +36,7 @@ OfOutput = Callable[[ModelOutput], Any]
 class Scored:
     """Results of a scoring pass, one per micro-batch."""
 
-    logprobs: list[Tensor]  # float32 [N], on the last pipeline stage; empty on the others
+    numbers: list[Tensor]  # float32 [N], on the last pipeline stage; empty on the others
     experts: list[Experts]  # that this rank's routers chose, if they were recorded; else without layers
 
 
@@ -56,16 +58,16 @@ class Pipeline:
     routers: Mapping[Module, Routers] = field(default_factory=dict)
     inside: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to score
 
-    def score(self, packs: Sequence[PackedSequences], scorer: Scorer, *, record: bool = False) -> Scored:
-        """Log-probs, and the experts of each micro-batch if ``record``. Collective."""
+    def score(self, packs: Sequence[PackedSequences], scoring: Scoring, *, record: bool = False) -> Scored:
+        """Numbers of tokens, and the experts of each micro-batch if ``record``. Collective."""
 
         def of_output(packed: PackedSequences, output: ModelOutput) -> Tensor:
-            return scorer(output, packed).logprobs
+            return scoring(output, packed)
 
         passes = [Pass(packed, partial(of_output, packed), {} if record else None) for packed in packs]
         with torch.no_grad(), _evaluating(self.modules), self.inside():
-            logprobs = self._run(passes, forward_only=True)
-        return Scored(logprobs, [each.recorded or {} for each in passes])
+            numbers = self._run(passes, forward_only=True)
+        return Scored(numbers, [each.recorded or {} for each in passes])
 
     def accumulate_gradients(self, packs: Sequence[PackedBatch], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Forward and backward of one optimizer step; leaves gradients reduced over ranks, and divided by the count

@@ -50,6 +50,8 @@ class StageMemory:
     expert_parameters: int
     adapters: int = 0  # with --lora-rank: parameters that are trained, beside the others, which are not
     expert_adapters: int = 0
+    output_layer: int = 0  # of parameters: those that a critic has a value head instead of
+    value_head: int = 0
     kept: int  # bytes from a micro-batch's forward pass that its backward pass needs
     peak: int  # bytes at most at one time in both passes, kept ones included; no parameters, no gradients
     under_way: int  # micro-batches whose activations are kept at one time; of virtual stages, each counts
@@ -64,6 +66,7 @@ class RankBytes:
     gradients: int  # fp32 buffers of DistributedDataParallel
     optimizer: int  # this rank's shard on the GPU: Adam's moments, and the fp32 weights of a bf16 model
     reference: int  # weights of a frozen model
+    critic: int  # weights, gradients and optimizer of a second model that is trained
     activations: int  # of all micro-batches that are under way at once
     staging: int  # one bucket of exported weights
     saved_copy: int  # in host memory, on the first of the data-parallel ranks: what --async-save writes from
@@ -71,7 +74,8 @@ class RankBytes:
     @property
     def total(self) -> int:
         """Bytes on the GPU."""
-        return sum((self.weights, self.gradients, self.optimizer, self.reference, self.activations, self.staging))
+        models = (self.weights, self.gradients, self.optimizer, self.reference, self.critic)
+        return sum((*models, self.activations, self.staging))
 
 
 def measure(request: StageRequest) -> list[StageMemory]:
@@ -88,10 +92,20 @@ def measure(request: StageRequest) -> list[StageMemory]:
 
 
 def rank_bytes(
-    stage: StageMemory, model: ModelArguments, world_size: int, *, reference: bool, bucket: int, copies_saves: bool
+    stage: StageMemory,
+    model: ModelArguments,
+    world_size: int,
+    *,
+    reference: bool,
+    critic: bool,
+    bucket: int,
+    copies_saves: bool,
 ) -> RankBytes:
-    """Sum up one rank. ``reference``: it holds a second model. ``bucket``: bytes of ``--update-weight-buffer-size``.
-    ``copies_saves``: it writes checkpoints from a copy of its state.
+    """Sum up one rank. ``reference``, ``critic``: it holds another model, frozen or trained. ``bucket``: bytes of
+    ``--update-weight-buffer-size``. ``copies_saves``: it writes checkpoints from a copy of its state.
+
+    The critic counts as large as the policy. Its activations are not there at the same time as the policy's, which are
+    more.
 
     Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
     bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).
@@ -108,16 +122,26 @@ def rank_bytes(
     if model.lora_rank:
         trained, expert_trained = stage.adapters, stage.expert_adapters
         adapters = trained + expert_trained
+
+    def optimizer_bytes(shared: int, experts: int) -> int:
+        return round(per_shard * (-(-shared // replicas) + -(-experts // expert_replicas)))
+
+    critic_parameters = of_critic = 0
+    if critic:
+        shared = stage.parameters - stage.output_layer + stage.value_head
+        critic_parameters = shared + stage.expert_parameters
+        of_critic = (per_weight + 4) * critic_parameters + optimizer_bytes(shared, stage.expert_parameters)
     return RankBytes(
         stages=stage.stages,
         weights=per_weight * (parameters + adapters),
         gradients=4 * (trained + expert_trained),
-        optimizer=round(per_shard * (-(-trained // replicas) + -(-expert_trained // expert_replicas))),
+        optimizer=optimizer_bytes(trained, expert_trained),
         reference=per_weight * parameters if reference else 0,
+        critic=of_critic,
         activations=stage.peak + (stage.under_way - 1) * stage.kept,
         staging=bucket,
         # Checkpoints hold the trained weights, their fp32 copies and both moments, gathered from all replicas.
-        saved_copy=(per_weight + 12) * (trained + expert_trained) if copies_saves else 0,
+        saved_copy=(per_weight + 12) * (trained + expert_trained + critic_parameters) if copies_saves else 0,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from miles_async.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics
 from miles_async.algorithms.spread import SPREAD_SUMS, spread_metrics
+from miles_async.algorithms.value_loss import VALUE_SUMS, value_metrics
 from miles_async.backends.megatron.step_limits import Breach
 from miles_async.bad_steps import PREFIX
 
@@ -39,6 +40,11 @@ def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
             totals[name] = totals[name] + value
 
 
+def mean(numbers: Sequence[float]) -> float:
+    """0 of no numbers."""
+    return sum(numbers) / max(len(numbers), 1)
+
+
 def step_metrics(
     reduced: Mapping[str, Tensor],
     *,
@@ -63,7 +69,7 @@ def step_metrics(
     means = {
         name: value if name.endswith("_max") else value / loss_tokens
         for name, value in scalars.items()
-        if name not in TOTALS | MISMATCH_SUMS | SPREAD_SUMS | LOSS
+        if name not in TOTALS | MISMATCH_SUMS | SPREAD_SUMS | VALUE_SUMS | LOSS
     }
     if "loss" in scalars:
         means["loss"] = scalars["loss"] / max(scalars["loss_count"], 1.0)
@@ -71,7 +77,7 @@ def step_metrics(
     masked = {f"masked_tokens/{reason}": scalars[name] for name, reason in MASKS.items() if name in scalars}
     masked["masked_tokens/no_loss"] = totals["tokens"] - totals["loss_tokens"]
     optimizer = {
-        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
+        "grad_norm": mean(grad_norms),
         "lr": lr,
         **({"lr_factor": sum(lr_factors) / len(lr_factors)} if lr_factors else {}),
         "optimizer_steps": float(steps),
@@ -82,7 +88,7 @@ def step_metrics(
     }
     # Without them, tokens were given: there is nothing to compare with.
     sampled = "mismatch_tokens" in reduced or not reduced.get("loss_tokens")
-    tokens = (mismatch_metrics(reduced) | spread_metrics(reduced) if sampled else {}) | masked
+    tokens = (mismatch_metrics(reduced) | spread_metrics(reduced) if sampled else {}) | masked | value_metrics(scalars)
     return means | tokens | totals | optimizer | _bad_steps(breaches)
 
 

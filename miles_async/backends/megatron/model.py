@@ -38,6 +38,7 @@ from miles_async.backends.megatron.packing import PackLayout, pack_filler
 from miles_async.backends.megatron.platform import Platform
 from miles_async.backends.megatron.provider_fields import provider_fields
 from miles_async.backends.megatron.routing_replay import Routers, RoutingLayout
+from miles_async.backends.megatron.value_head import add_value_heads
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -126,12 +127,13 @@ def load_model(
     *,
     trainable: bool,
     replays_routing: bool = False,
+    value_head: bool = False,
 ) -> LoadedModel:
     """Load the model onto this rank's device. Collective.
 
     ``trainable`` wraps it in DistributedDataParallel with a distributed optimizer's buffers; without, it is
-    frozen, for use as a reference. ``replays_routing``: experts can be chosen for its routers. Raises
-    ConfigurationError for what would be trained wrongly.
+    frozen, for use as a reference. ``replays_routing``: experts can be chosen for its routers.
+    ``value_head``: it gives values instead of logits. Raises ConfigurationError for what would be trained wrongly.
     """
     hf_config.check_model(hf_config.read_config(directory), directory)
     bridge = AutoBridge.from_hf_pretrained(str(directory))
@@ -156,6 +158,8 @@ def load_model(
         provider.register_pre_wrap_hook(partial(add_adapters, model=model))  # after it
         if model.lora_adapter_path is not None:
             provider.register_pre_wrap_hook(partial(_with_first_adapter, model.lora_adapter_path, bridge))
+    if value_head:
+        provider.register_pre_wrap_hook(add_value_heads)  # after it, too: the checkpoint has logits
     if not parallel_state.is_initialized():
         # Without it megatron (0.16) gives the groups of its own 30 minutes, whatever the default group has.
         provider.initialize_model_parallel(

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from miles_async.backends.megatron.value_head import ValueHead
 from miles_async.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class ModelOutput:
     """One micro-batch's output, on every tensor-parallel rank."""
 
-    hidden: Tensor  # [T, H]; its gradients on tensor-parallel ranks are summed
-    weight: Tensor  # [V / TP, H], this rank's rows of the output layer
+    hidden: Tensor  # [T, H]; its gradients on tensor-parallel ranks are summed, except under a value head
+    weight: Tensor  # [V / TP, H], this rank's rows of the output layer; [1, H] of a value head, on every rank the same
     softcap: float | None  # bound of logits (Gemma 2): softcap · tanh(logits / softcap) are what counts
     awaits_gradient: bool  # autograd has to give the weight a gradient, at which its reduction over ranks begins
 
@@ -49,8 +50,10 @@ def output_of(module: Module, hidden: Tensor) -> ModelOutput:
     model: Any = unwrap_model(module)
     tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-    # What ColumnParallelLinear does with its input.
-    spread = gather_from_sequence_parallel_region if model.config.sequence_parallel else _copy
+    if isinstance(model.output_layer, ValueHead):  # on every rank the same, and so is the gradient
+        spread = _gather_equal if model.config.sequence_parallel else _same
+    else:  # what ColumnParallelLinear does with its input
+        spread = gather_from_sequence_parallel_region if model.config.sequence_parallel else _copy
     overlapped = isinstance(module, DistributedDataParallel) and module.ddp_config.overlap_grad_reduce
     return ModelOutput(
         hidden=spread(hidden[0]).to(weight.dtype),
@@ -62,3 +65,11 @@ def output_of(module: Module, hidden: Tensor) -> ModelOutput:
 
 def _copy(hidden: Tensor) -> Tensor:
     return copy_to_tensor_model_parallel_region(hidden)
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _gather_equal(hidden: Tensor) -> Tensor:
+    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

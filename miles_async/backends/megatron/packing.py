@@ -65,6 +65,7 @@ class PackedBatch:
     sequences: PackedSequences
     batch: TokenBatch
     loss_tokens: int
+    returns: Tensor | None = None  # float32 [N], for a critic, on the last pipeline stage
 
 
 def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, device: torch.device) -> PackedBatch:

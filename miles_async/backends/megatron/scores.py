@@ -1,4 +1,4 @@
-"""Log-probs and entropy of packed tokens from the model's output."""
+"""Log-probs, entropy and values of packed tokens from the model's output."""
 
 from __future__ import annotations
 
@@ -46,6 +46,18 @@ class Scorer:
             logprobs=_of_tokens(logprobs, packed),
             entropy=None if entropies is None else _of_tokens(entropies, packed),
         )
+
+    def logprobs(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
+        """The log-probs alone."""
+        return self(output, packed).logprobs
+
+
+def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
+    """A critic's values, fp32 [N]: entry ``i`` is that of the prefix of ``tokens[i]``, 0 where no log-prob is needed.
+
+    On the last pipeline stage. Collective over context-parallel ranks, as :class:`Scorer` is.
+    """
+    return _of_tokens(output.hidden[packed.rows].float() @ output.weight[0].float(), packed)
 
 
 def _of_tokens(values: Tensor, packed: PackedSequences) -> Tensor:

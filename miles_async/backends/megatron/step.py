@@ -16,7 +16,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -28,20 +28,18 @@ from miles_async.algorithms.spread import spread_sums
 from miles_async.algorithms.step_scale import SUMS as STEP_SUMS
 from miles_async.algorithms.step_scale import StepScale
 from miles_async.api import Need
+from miles_async.backends.megatron.critic import Critic
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
-from miles_async.backends.megatron.forward import Pipeline
-from miles_async.backends.megatron.metrics import accumulate, step_metrics
+from miles_async.backends.megatron.forward import Pipeline, Scoring
+from miles_async.backends.megatron.learner import Learner
+from miles_async.backends.megatron.metrics import accumulate, mean, step_metrics
 from miles_async.backends.megatron.model_output import ModelOutput
 from miles_async.backends.megatron.packing import PackedBatch, PackLayout, pack_batch
 from miles_async.backends.megatron.routing_replay import Experts
-from miles_async.backends.megatron.scores import Scorer
+from miles_async.backends.megatron.scores import Scorer, values_of
 from miles_async.backends.megatron.step_limits import Breach, StepLimits
 from miles_async.errors import ContractViolation
 from miles_async.types import TrainShard
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 Packs = list[PackedBatch]
 
@@ -50,10 +48,9 @@ Packs = list[PackedBatch]
 class StepRunner:
     """Parts that one rank trains with; built once by the backend, stateless."""
 
-    model: Pipeline
+    policy: Learner
+    critic: Critic | None  # there if the objective needs its values
     reference: Pipeline | None  # frozen model; there if the objective needs its log-probs
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
     objective: Objective
     limits: StepLimits
     scale: StepScale | None  # of the learning rate; None: 1
@@ -74,18 +71,34 @@ class StepRunner:
             [pack_batch(batch, shard.target_version, self.layout, self.device) for batch in step]
             for step in shard.optimizer_steps
         ]
-        steps = self._prepared(self._with_logprobs(steps)) * self.epochs
+        steps = self._prepared(self._with_values(self._with_logprobs(steps))) * self.epochs
         loss_tokens = shard.loss_tokens * self.epochs
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
         breaches: list[Breach] = []
         lr_factors: list[float] = []
         lags: list[tuple[int, int]] = []  # (optimizer steps made since the shard's version, loss tokens)
+        critic_norms: list[float] = []
+        rollouts = self.policy.scheduler.num_steps // max(len(steps), 1)  # trained so far
         for index, packs in enumerate(steps):
-            self.scheduler.step(1)
+            self.policy.scheduler.step(1)
+            if self.critic is not None:
+                self.critic.learner.scheduler.step(1)
             if loss_tokens[index] == 0:  # on no rank; there is no mean over nothing
                 continue
-            sums, norm = self._gradient(packs, index)
+            for packed in packs:
+                accumulate(totals, self._counts(packed))
+            if self.critic is not None:
+                sums, norm = self.critic.gradient(packs)
+                accumulate(totals, sums)
+                if (breach := self.limits.breach_of_critic(norm)) is not None:
+                    breaches.append(breach)
+                elif norm > 0:
+                    self.critic.learner.optimizer.step()
+                    critic_norms.append(norm)
+                if rollouts < self.critic.rollouts_alone:
+                    continue
+            sums, norm = self.policy.gradient(packs, partial(self._loss, index))
             accumulate(totals, sums)
             lags.append((len(norms), loss_tokens[index]))
             breach = self.limits.breach(norm, sums, self.device, same_weights=same_weights)
@@ -93,18 +106,21 @@ class StepRunner:
                 breaches.append(breach)
             elif norm > 0:
                 if self.scale is None:
-                    self.optimizer.step()
+                    self.policy.optimizer.step()
                 else:
                     lr_factors.append(self._scaled_step(self.scale, sums))
                 norms.append(norm)
         reduced = reduce_metrics(totals, self.device)
         _check_loss_tokens(reduced, sum(loss_tokens), shard.target_version)
-        return step_metrics(
+        of_critic = {}
+        if self.critic is not None:
+            of_critic = {"critic_grad_norm": mean(critic_norms), "critic_lr": self.critic.learner.lr}
+        return of_critic | step_metrics(
             reduced,
             grad_norms=norms,
             breaches=breaches,
             lags=lags,
-            lr=float(self.optimizer.param_groups[0]["lr"]),
+            lr=self.policy.lr,
             lr_factors=lr_factors,
             steps=len(steps),
             seconds=time.perf_counter() - started,
@@ -115,7 +131,7 @@ class StepRunner:
         objective = self.objective
         if "ref_logprobs" in objective.needs:
             assert self.reference is not None, "the objective needs a reference model"
-            steps = self._with_scores(steps, "ref_logprobs", self.reference)
+            steps = self._with_scores(steps, "ref_logprobs", self.reference, self.scorer.logprobs)
         early = "old_logprobs" in objective.needs_for_advantages
         if "old_logprobs" not in objective.needs or (objective.old_policy == "interpolated" and not early):
             return steps
@@ -128,19 +144,35 @@ class StepRunner:
         # where the step comes again.
         first = 0 if early or self.epochs > 1 else 1
         record = objective.routing_replay == "old_policy"
-        return steps[:first] + self._with_scores(steps[first:], "old_logprobs", self.model, record=record)
+        return steps[:first] + self._with_scores(
+            steps[first:], "old_logprobs", self.policy.model, self.scorer.logprobs, record=record
+        )
 
-    def _with_scores(self, steps: list[Packs], name: Need, model: Pipeline, *, record: bool = False) -> list[Packs]:
+    def _with_values(self, steps: list[Packs]) -> list[Packs]:
+        """Adds values, and on the last pipeline stage the returns that the critic learns from."""
+        if self.critic is None:
+            return steps
+        steps = self._with_scores(steps, "values", self.critic.learner.model, values_of)
+        if not parallel_state.is_pipeline_last_stage():
+            return steps
+        return [
+            [dataclasses.replace(packed, returns=self.objective.returns(packed.batch)) for packed in packs]
+            for packs in steps
+        ]
+
+    def _with_scores(
+        self, steps: list[Packs], name: Need, model: Pipeline, scoring: Scoring, *, record: bool = False
+    ) -> list[Packs]:
         """``record``: also add the experts that were chosen, for the optimizer steps to choose them again."""
         if not steps:
             return steps
-        scored = model.score([packed.sequences for packs in steps for packed in packs], self.scorer, record=record)
+        scored = model.score([packed.sequences for packs in steps for packed in packs], scoring, record=record)
         if record:
             recorded = iter(scored.experts)
             steps = [[_routed(packed, next(recorded)) for packed in packs] for packs in steps]
-        if not scored.logprobs:  # not the last pipeline stage: no loss here
+        if not scored.numbers:  # not the last pipeline stage: no loss here
             return steps
-        remaining = iter(scored.logprobs)
+        remaining = iter(scored.numbers)
         return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
 
     def _prepared(self, steps: list[Packs]) -> list[Packs]:
@@ -151,35 +183,20 @@ class StepRunner:
         found = iter(self.objective.prepared(batches, gather_from_replicas))
         return [[dataclasses.replace(packed, batch=next(found)) for packed in packs] for packs in steps]
 
-    def _gradient(self, packs: Packs, index: int) -> tuple[dict[str, Tensor], float]:
-        """Metric sums, and the norm of the gradient over all ranks; the gradient is ready for a step."""
-
-        def loss(packed: PackedBatch, output: ModelOutput) -> LossSums:
-            return self._loss(packed, output, index)
-
-        for module in self.model.modules:
-            module.zero_grad_buffer()  # type: ignore[operator]
-        self.optimizer.zero_grad()
-        sums: dict[str, Tensor] = {}
-        for of_micro_batch in self.model.accumulate_gradients(packs, loss):
-            accumulate(sums, of_micro_batch)
-        self.optimizer.prepare_grads()
-        return sums, float(self.optimizer.get_grad_norm())
-
     def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:
         """Make an optimizer step; return the factor of its learning rate. ``sums``: this rank's. Collective."""
         of_rank = sums.get(STEP_SUMS, torch.zeros(3, device=self.device))
         factor = scale.factor(reduce_metrics({STEP_SUMS: of_rank}, self.device)[STEP_SUMS])
-        groups = self.optimizer.param_groups
+        groups = self.policy.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * factor
-        self.optimizer.step()
+        self.policy.optimizer.step()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         return factor
 
-    def _loss(self, packed: PackedBatch, output: ModelOutput, index: int) -> LossSums:
+    def _loss(self, index: int, packed: PackedBatch, output: ModelOutput) -> LossSums:
         objective, batch = self.objective, packed.batch
         scores = self.scorer(output, packed.sequences, entropy="entropy" in objective.needs)
         logprobs = scores.logprobs
@@ -190,7 +207,7 @@ class StepRunner:
             before = logprobs.detach()
         if before is not None and objective.old_policy == "trainer":
             batch = batch.with_computed("old_logprobs", before)
-        progress = (self.scheduler.num_steps - 1) / self.total_steps  # which counts this step already
+        progress = (self.policy.scheduler.num_steps - 1) / self.total_steps  # which counts this step already
         sums = objective(logprobs, batch, entropy=scores.entropy, progress=progress)
         metrics = {
             **sums.metrics,
@@ -199,10 +216,12 @@ class StepRunner:
             **({} if self.scale is None else self.scale.sums(logprobs, batch)),
             "loss": sums.loss.detach(),
             "loss_count": sums.count,
-            "tokens": torch.tensor(float(packed.sequences.num_tokens), device=self.device),
-            "loss_tokens": torch.tensor(float(packed.loss_tokens), device=self.device),
         }
         return dataclasses.replace(sums, metrics=metrics)
+
+    def _counts(self, packed: PackedBatch) -> dict[str, Tensor]:
+        counts = {"tokens": packed.sequences.num_tokens, "loss_tokens": packed.loss_tokens}
+        return {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
 
 
 def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:

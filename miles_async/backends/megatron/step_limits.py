@@ -18,7 +18,7 @@ from torch import Tensor
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.distributed import reduce_metrics
 
-Reason = Literal["grad_norm", "logprob_diff"]
+Reason = Literal["grad_norm", "logprob_diff", "critic_grad_norm"]
 DIFFERENCE = ("logprob_diff_sum", "logprob_diff_tokens")
 
 
@@ -60,3 +60,7 @@ class StepLimits:
         if self.logprob_diff is not None and not difference <= self.logprob_diff:
             return Breach("logprob_diff", difference)
         return None
+
+    def breach_of_critic(self, norm: float) -> Breach | None:
+        """Judge the critic's step: a limit of the policy's gradient says nothing about its own."""
+        return None if math.isfinite(norm) else Breach("critic_grad_norm", norm)

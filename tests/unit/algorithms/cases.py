@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.objective import Objective, make_objective
+from miles_async.algorithms.objective import LossSums, Objective, make_objective
+from miles_async.algorithms.value_loss import ValueLoss
 from miles_async.algorithms.whole_batch.gather import alone
+from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
-from tests.unit.algorithms.references import Flags, covariances, loss_of_step
+from tests.unit.algorithms.references import Flags, covariances, loss_of_step, value_loss_of_step
 from tests.unit.algorithms.steps import (
     HAIR,
     Adjust,
@@ -21,6 +24,7 @@ from tests.unit.algorithms.steps import (
     Floats,
     Step,
     divergences,
+    joined,
     mean_log_ratio,
     micro_batch,
     no_edges,
@@ -42,6 +46,7 @@ class Case:
     flags: Flags
     edges: Edges = no_edges
     adjust: Adjust = unadjusted
+    value_clip: float | None = 0.2  # of the critic, where flags need one
     tune: Callable[[Step, int], Flags] = lambda step, seed: {}  # flags that put an edge where the step is
 
     def step(self, seed: int) -> Step:
@@ -175,6 +180,19 @@ CASES = (
     ),
     Case("kl_cov", {"policy_loss": "kl_cov", "ppo_kl_coef": 0.7}, tune=at_share("kl_cov_ratio", 0.3)),
     Case("sft", {"loss_type": "sft_loss"}),
+    Case("PPO with a critic", CLIP | {"token_advantages": "gae", "gamma": 0.98, "lambd": 0.9}, EDGES),
+    Case(
+        "PPO with a critic, whitened, KL in the reward, no value clip, mean of means",
+        {
+            "token_advantages": "gae",
+            "lambd": 0.95,
+            "kl_coef": 0.3,
+            "kl_reward_type": "k3",
+            "normalize_advantages": True,
+            "loss_aggregation": "sequence_mean",
+        },
+        value_clip=None,
+    ),
     Case("weights by age", {"max_token_age": 5, "token_age_decay": 0.7, "use_tis": True}),
 )
 
@@ -186,32 +204,45 @@ def objective_of(case: Case) -> Objective:
 def ours(step: Step, objective: Objective, parts: Sequence[Sequence[int]] | None = None) -> tuple[Tensor, list[Tensor]]:
     """(loss, gradient of each sequence's log-probs) of the step, divided into micro-batches of these sequences."""
     parts = parts if parts is not None else [range(len(step))]
-    gradients: dict[int, Tensor] = {}
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    leaves = []
     micro_batches = [micro_batch([step[index] for index in part]) for part in parts]
     prepared = objective.prepared([batch for _, batch in micro_batches], alone)
-    for part, (logprobs, _), batch in zip(parts, micro_batches, prepared, strict=True):
-        sums = objective(logprobs, batch)
+    batches = [
+        (part, logprobs, batch) for part, (logprobs, _), batch in zip(parts, micro_batches, prepared, strict=True)
+    ]
+    return of_parts(step, batches, objective)
+
+
+def of_parts(
+    step: Step,
+    batches: Sequence[tuple[Sequence[int], Tensor, TokenBatch]],
+    loss: Callable[[Tensor, TokenBatch], LossSums],
+) -> tuple[Tensor, list[Tensor]]:
+    """(loss, gradient of each sequence's leaf). ``batches``: (sequences, leaf, micro-batch)."""
+    gradients: dict[int, Tensor] = {}
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for _, leaf, batch in batches:
+        sums = loss(leaf, batch)
         total, count = total + sums.loss, count + int(sums.count)
-        leaves.append((part, logprobs))
     (total / count).backward()
-    for part, logprobs in leaves:
-        assert logprobs.grad is not None
-        pieces = logprobs.grad.split([len(step[index].old) for index in part])
+    for part, leaf, _ in batches:
+        assert leaf.grad is not None
+        pieces = leaf.grad.split([len(step[index].old) for index in part])
         gradients |= dict(zip(part, pieces, strict=True))
     return (total / count).detach(), [gradients[index] for index in range(len(step))]
 
 
 def reference(step: Step, flags: Flags) -> tuple[Tensor, list[Tensor]]:
     """The same by the references."""
-    loss = loss_of_step(step, flags)
-    found = torch.autograd.grad(loss, [trajectory.logprobs for trajectory in step], allow_unused=True)
-    gradients = [
+    return gradients(step, "logprobs", loss_of_step(step, flags))
+
+
+def gradients(step: Step, name: str, loss: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(loss, its gradients in this array of each sequence)."""
+    found = torch.autograd.grad(loss, [getattr(trajectory, name) for trajectory in step], allow_unused=True)
+    return loss.detach(), [
         torch.zeros_like(trajectory.old) if gradient is None else gradient
         for trajectory, gradient in zip(step, found, strict=True)
     ]
-    return loss.detach(), gradients
 
 
 def differs(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]], tolerance: float) -> str:
@@ -225,9 +256,47 @@ def differs(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Ten
     return ""
 
 
-def disagreement(case: Case, seed: int) -> str:
-    """What our code and the reference disagree about in one random step; "" if they agree."""
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """One random step, and what the references make of it."""
+
+    step: Step
+    flags: Flags
+    policy: tuple[Tensor, list[Tensor]]
+    critic: tuple[Tensor, list[Tensor]] | None
+
+
+@functools.cache
+def expected(case: Case, seed: int) -> Expected:
     step = case.step(seed)
     flags = case.flags | case.tune(step, seed)
-    objective = make_objective(AlgorithmArguments(**flags))
-    return differs(ours(step, objective), reference(step, flags), TOLERANCE)
+    critic = None
+    if flags.get("token_advantages") == "gae":
+        critic = gradients(step, "values", value_loss_of_step(step, flags, case.value_clip))
+    return Expected(step, flags, reference(step, flags), critic)
+
+
+def disagreement(case: Case, seed: int) -> str:
+    """What our code and the reference disagree about in one random step; "" if they agree."""
+    other = expected(case, seed)
+    objective = make_objective(AlgorithmArguments(**other.flags))
+    found = differs(ours(other.step, objective), other.policy, TOLERANCE)
+    if found or other.critic is None:
+        return found
+    return differs(ours_of_critic(other.step, objective, case.value_clip), other.critic, TOLERANCE)
+
+
+def ours_of_critic(
+    step: Step, objective: Objective, clip: float | None, parts: Sequence[Sequence[int]] | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """(loss, gradient of each sequence's values) of the critic, as :func:`ours` has them of the policy."""
+    critic = ValueLoss(aggregation=objective.aggregation, clip=clip)
+
+    def loss(values: Tensor, batch: TokenBatch) -> LossSums:
+        return critic(values, objective.returns(batch), batch)
+
+    micro_batches = [
+        (part, joined([step[i] for i in part], "values").requires_grad_(), micro_batch([step[i] for i in part])[1])
+        for part in parts or [range(len(step))]
+    ]
+    return of_parts(step, micro_batches, loss)

@@ -327,6 +327,22 @@ def distilled(trajectory: Trajectory, flags: Flags) -> Trajectory:
     return dataclasses.replace(trajectory, advantages=torch.stack(advantages))
 
 
+def with_gae(trajectory: Trajectory, flags: Flags) -> Trajectory:
+    """Eq. 16 of the paper: the sum of (γλ)^k δ, over the tokens that carry loss."""
+    gamma, lambd, tokens = flags.get("gamma", 1.0), flags.get("lambd", 1.0), carrying(trajectory)
+    deltas = []
+    for place, t in enumerate(tokens):
+        reward = trajectory.advantages[t].item() if place == len(tokens) - 1 else 0.0
+        if flags.get("kl_coef"):
+            reward -= flags["kl_coef"] * kl(flags["kl_reward_type"], trajectory.reference[t] - trajectory.old[t]).item()
+        later = trajectory.old_values[tokens[place + 1]].item() if place + 1 < len(tokens) else 0.0
+        deltas.append(reward + gamma * later - trajectory.old_values[t].item())
+    advantages = torch.zeros_like(trajectory.advantages)
+    for place, t in enumerate(tokens):
+        advantages[t] = sum((gamma * lambd) ** k * delta for k, delta in enumerate(deltas[place:]))
+    return dataclasses.replace(trajectory, advantages=advantages)
+
+
 def whitened(step: Step) -> Step:
     every = [trajectory.advantages[t].item() for trajectory in step for t in carrying(trajectory)]
     mean = sum(every) / len(every)
@@ -352,12 +368,36 @@ def within_second_moment(step: Step, threshold: float) -> Step:
     return masked
 
 
+# ---------------------------------------------------------------------------------------------------- the critic
+def value_loss_of_step(step: Step, flags: Flags, clip: float | None) -> Tensor:
+    """The critic's loss, differentiable in every sequence's ``values``."""
+    flags = defaults(flags)
+    losses = []
+    for trajectory in step:
+        advantages, of_tokens = with_gae(trajectory, flags).advantages, []
+        for t in carrying(trajectory):
+            target, old, value = (
+                advantages[t] + trajectory.old_values[t],
+                trajectory.old_values[t],
+                trajectory.values[t],
+            )
+            error = (value - target) ** 2
+            if clip is not None:
+                error = torch.max(error, (torch.clamp(value, float(old) - clip, float(old) + clip) - target) ** 2)
+            of_tokens.append(error / 2)
+        if of_tokens:
+            losses.append(of_tokens)
+    return AGGREGATIONS[flags.get("loss_aggregation", "token_mean")](losses, flags)
+
+
 # ------------------------------------------------------------------------------------------------------- the whole
 def loss_of_step(step: Step, flags: Flags) -> Tensor:
     """The loss that ``flags`` describe, differentiable in every sequence's ``logprobs``."""
     flags = defaults(flags)
     if flags.get("token_advantages") == "kl_in_reward":
         step = [with_kl_in_reward(trajectory, flags) for trajectory in step]
+    if flags.get("token_advantages") == "gae":
+        step = [with_gae(trajectory, flags) for trajectory in step]
     if flags.get("normalize_advantages"):
         step = whitened(step)
     if flags.get("m2_threshold") is not None:

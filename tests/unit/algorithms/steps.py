@@ -33,6 +33,8 @@ class Trajectory:
     advantages: Tensor
     mask: Tensor  # bool
     versions: Tensor  # int64
+    values: Tensor  # by the critic that is trained; a leaf with gradient
+    old_values: Tensor
 
     @property
     def carries_loss(self) -> bool:
@@ -131,6 +133,8 @@ def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: in
     advantages = np.full(length, draw.choice([0.0, *draw.normal(size=4)]))
     if number % 3 == 2:
         advantages = advantages + draw.normal(size=length) * draw.integers(0, 2, length)
+    [of_critic] = draw.spawn(1)
+    values = of_critic.normal(size=length)
     mask = draw.random(length) < 0.8
     if number == 5:
         mask[:] = False
@@ -145,6 +149,8 @@ def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: in
         advantages=floats(advantages),
         mask=torch.tensor(mask),
         versions=torch.tensor(draw.integers(0, TARGET_VERSION + 1, length)),
+        values=floats(values + of_critic.normal(size=length) * of_critic.choice([0.05, 1.0])).requires_grad_(),
+        old_values=floats(values),
     )
 
 
@@ -168,32 +174,35 @@ def tokens_of(trajectory: Trajectory) -> Tensor:
     return trajectory.versions * 1000 + len(trajectory.old)
 
 
+def joined(step: Step, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """An array of all sequences, as a new leaf."""
+    parts = [getattr(trajectory, name).detach() for trajectory in step]
+    return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+
 def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor, TokenBatch]:
     """(log-probs as a new leaf, the batch), the sequences behind one another; tokens without loss hold nonsense."""
     lengths = [len(trajectory.old) for trajectory in step]
     versions = [trajectory.versions for trajectory in step]
 
-    def joined(name: str) -> Tensor:
-        parts = [getattr(trajectory, name).detach() for trajectory in step]
-        return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype)
-
-    mask = joined("mask")
+    mask = joined(step, "mask", dtype)
     batch = TokenBatch(
         tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *map(tokens_of, step)]),
         offsets=torch.tensor([0, *lengths]).cumsum(0),
         loss_mask=mask,
-        advantages=joined("advantages") * mask,
+        advantages=joined(step, "advantages", dtype) * mask,
         rewards=torch.zeros(len(step), dtype=dtype),
-        rollout_logprobs=joined("rollout"),
+        rollout_logprobs=joined(step, "rollout", dtype),
         weight_versions=torch.cat(versions) if versions else torch.zeros(0, dtype=torch.int64),
         oldest_versions=torch.cat([v.min().expand(len(v)) for v in versions])
         if versions
         else torch.zeros(0, dtype=torch.int64),
         target_version=TARGET_VERSION,
         computed={
-            "old_logprobs": joined("old"),
-            "ref_logprobs": joined("reference"),
-            "teacher_logprobs": joined("teacher"),
+            "old_logprobs": joined(step, "old", dtype),
+            "ref_logprobs": joined(step, "reference", dtype),
+            "teacher_logprobs": joined(step, "teacher", dtype),
+            "values": joined(step, "old_values", dtype),
         },
     )
-    return joined("logprobs").requires_grad_(), batch
+    return joined(step, "logprobs", dtype).requires_grad_(), batch

@@ -10,7 +10,17 @@ import torch
 
 from miles_async.algorithms import registry
 from miles_async.algorithms.whole_batch.gather import alone
-from tests.unit.algorithms.cases import CASES, SEEDS, TOLERANCE, Case, differs, disagreement, objective_of, ours
+from tests.unit.algorithms.cases import (
+    CASES,
+    SEEDS,
+    TOLERANCE,
+    Case,
+    differs,
+    disagreement,
+    objective_of,
+    ours,
+    ours_of_critic,
+)
 from tests.unit.algorithms.references import AGGREGATIONS, POLICY_LOSSES
 from tests.unit.algorithms.steps import micro_batch
 
@@ -37,6 +47,14 @@ def test_loss_and_gradient_equal_the_reference(case: Case, seed: int) -> None:
 def test_division_into_micro_batches_changes_nothing(case: Case, parts: list[list[int]]) -> None:
     step, objective = case.step(3), objective_of(case)
     assert differs(ours(step, objective, parts), ours(step, objective), 1e-10) == ""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "values" in objective_of(case).needs], ids=lambda c: c.name)
+def test_division_into_micro_batches_changes_nothing_for_the_critic(case: Case) -> None:
+    step, objective = case.step(3), objective_of(case)
+    whole = ours_of_critic(step, objective, case.value_clip)
+    for parts in ([[0], [1], [2], [3], [4], [5], [6], [7]], [[5], [], [3, 2, 1, 0, 4, 6, 7]]):
+        assert differs(ours_of_critic(step, objective, case.value_clip, parts), whole, 1e-10) == ""
 
 
 @each_case

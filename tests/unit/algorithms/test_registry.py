@@ -139,7 +139,7 @@ def test_a_loss_of_users_sees_no_more_than_it_asked_for(own: Any) -> None:
         (
             "class Own:\n    needs = ('values',)\n    def __init__(self, arguments): ...\n"
             "    def __call__(self, logprobs, batch): ...",
-            "needs values, which take a critic, which there is not yet",
+            "needs values, and the critic learns from --token-advantages that need them, too: add gae",
         ),
         (
             "class Own:\n    needs = ('teacher_logprobs',)\n    def __init__(self, arguments): ...\n"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from miles_async.algorithms.objective import make_objective
-from miles_async.algorithms.sequences import sequence_of_token, sum_per_sequence, sum_to_go
+from miles_async.algorithms.sequences import discounted_to_go, sequence_of_token, sum_per_sequence, sum_to_go
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch
 
@@ -35,6 +36,47 @@ def test_on_the_reference_the_kl_in_the_reward_changes_nothing() -> None:
 
 def test_the_kl_in_the_reward_asks_for_both_models_logprobs() -> None:
     assert make_objective(IN_REWARD).needs == {"old_logprobs", "ref_logprobs"}
+
+
+GAE = AlgorithmArguments(token_advantages="gae", gamma=0.5, lambd=0.5)
+
+
+def test_gae_goes_from_loss_token_to_loss_token() -> None:
+    """Two sequences; in the first, a tool wrote the third token, whose value nobody asks for."""
+    batch = token_batch(
+        old=[0.0] * 5,
+        advantages=[8.0, 8.0, 0.0, 8.0, -1.0],
+        mask=[1.0, 1.0, 0.0, 1.0, 1.0],
+        lengths=[4, 1],
+    ).with_computed("values", torch.tensor([1.0, 2.0, 99.0, 4.0, 3.0]))
+    # δ: 0.5 · 2 - 1, 0.5 · 4 - 2, 8 - 4; -1 - 3
+    expected = [0 + 0.25 * (0 + 0.25 * 4), 0 + 0.25 * 4, 0.0, 4.0, -4.0]
+    objective = make_objective(GAE)
+    assert objective.advantages(batch).tolist() == expected
+    assert objective.returns(batch).tolist() == [1.25, 3.0, 0.0, 8.0, -1.0]
+
+
+def test_gae_of_nothing_and_of_values_that_are_right() -> None:
+    empty = token_batch(old=[0.0, 0.0], advantages=[0.0, 0.0], mask=[0.0, 0.0])
+    assert make_objective(GAE).advantages(empty.with_computed("values", torch.ones(2))).tolist() == [0.0, 0.0]
+    right = token_batch(old=[0.0] * 3, advantages=[4.0] * 3).with_computed("values", torch.tensor([1.0, 2.0, 4.0]))
+    assert make_objective(GAE).advantages(right).tolist() == [0.0] * 3
+
+
+def test_gae_of_a_long_sequence_is_the_recursion_s() -> None:
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(5000, generator=draw, dtype=torch.float64)
+    found = discounted_to_go(values, torch.zeros(5000, dtype=torch.int64), 0.999)
+    later = 0.0
+    for place in reversed(range(5000)):
+        later = float(values[place]) + 0.999 * later
+        assert float(found[place]) == pytest.approx(later, rel=1e-9)
+
+
+def test_gae_needs_a_critic_and_with_a_kl_both_models() -> None:
+    assert make_objective(GAE).needs_for_advantages == {"values"}
+    with_kl = dataclasses.replace(GAE, kl_coef=0.1)
+    assert make_objective(with_kl).needs_for_advantages == {"values", "old_logprobs", "ref_logprobs"}
 
 
 def test_without_token_advantages_each_token_has_its_sample_s() -> None:

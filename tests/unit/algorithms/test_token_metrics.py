@@ -140,6 +140,8 @@ def aged(step: Step, seed: int) -> Step:
             advantages=values[3],
             mask=torch.arange(length) % 2 == 1,
             versions=torch.full((length,), TARGET_VERSION),
+            values=values[1],
+            old_values=values[1],
         ),
     ]
 

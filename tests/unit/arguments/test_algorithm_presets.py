@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
+from miles_async.arguments.critic import check_critic
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.ranges import range_problems
 from miles_async.cli import main
@@ -17,7 +18,7 @@ PRESETS = sorted((Path(__file__).parents[3] / "arguments/presets/algorithms").gl
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_contradicts_nothing(preset: Path) -> None:
     arguments = parse_arguments([f"@{preset}", "--on-policy", "--n-samples-per-prompt", "8"]).arguments
-    checks = (range_problems, check_algorithm, check_off_policy_correction)
+    checks = (range_problems, check_algorithm, check_critic, check_off_policy_correction)
     assert [problem for check in checks for problem in check(arguments)] == []
 
 
@@ -28,6 +29,7 @@ def test_a_preset_contradicts_nothing(preset: Path) -> None:
         ("gspo", ['policy-loss = "gspo"', 'loss-aggregation = "sequence_mean"']),
         ("a-3po", ["use-tis = true", 'prox-logp-method = "loglinear"']),
         ("icepop", ['tis-mode = "mask"', "tis-clip-low = 0.5"]),
+        ("ppo", ['token-advantages = "gae"', "lambd = 0.95", 'advantage-estimator = "reinforce"']),
         ("reinforce-plus-plus", ["normalize-advantages = true", 'advantage-estimator = "reinforce"']),
     ],
 )
@@ -40,5 +42,5 @@ def test_print_config_expands_a_preset(name: str, shown: list[str], capsys: pyte
 
 def test_every_recipe_has_a_preset() -> None:
     wanted = {"grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce-plus-plus", "decoupled-ppo", "icepop", "m2po"}
-    wanted |= {"clip-cov", "kl-cov", "sft", "on-policy-distillation"}
+    wanted |= {"clip-cov", "kl-cov", "sft", "on-policy-distillation", "ppo"}
     assert wanted <= {path.stem for path in PRESETS}

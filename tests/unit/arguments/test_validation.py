@@ -41,6 +41,9 @@ def valid(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+PPO = {"token_advantages": "gae", "advantage_estimator": "reinforce"}
+
+
 def case(name: str, *change_and_messages: Any) -> Any:
     """Parameters: one or more dicts, then messages."""
     dicts = [value for value in change_and_messages if isinstance(value, dict)]
@@ -292,6 +295,26 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"kl_coef": 0.1},
             "--kl-coef 0.1 has no effect without --token-advantages kl_in_reward",
         ),
+        case("a discount of nothing", {"gamma": 0.9}, "--gamma 0.9 has no effect without --token-advantages gae"),
+        case(
+            "rate of no critic", {"critic_lr": 1e-5}, "--critic-lr 1e-05 has no effect without --token-advantages gae"
+        ),
+        case(
+            "clip of no critic",
+            {"value_clip": None, "token_advantages": "kl_in_reward", "kl_coef": 0.1},
+            "--value-clip None has no effect without --token-advantages gae",
+        ),
+        case(
+            "a critic without a policy",
+            PPO | {"num_critic_only_steps": 5, "num_rollout": 5},
+            "--num-critic-only-steps 5 leaves none of --num-rollout 5 for the policy",
+        ),
+        case(
+            "two baselines",
+            {"token_advantages": "gae", "advantage_estimator": "grpo"},
+            "use --advantage-estimator reinforce",
+        ),
+        case("adapters and a critic", PPO | {"lora_rank": 4}, "--lora-rank 4 with --token-advantages gae: a critic is"),
         case(
             "correction that is off", {"tis_mode": "mine:Mask"}, "--tis-mode mine:Mask has no effect without --use-tis"
         ),
@@ -684,6 +707,8 @@ def describe_model(values: dict[str, Any], more: dict[str, Any]) -> None:
         ({}, True),
         ({"use_kl_loss": True, "kl_loss_coef": 0.1}, False),
         ({"token_advantages": "kl_in_reward", "kl_coef": 0.1}, False),
+        (PPO, True),
+        (PPO | {"kl_coef": 0.1}, False),
         ({"policy_loss": "mine:Loss"}, False),
     ],
 )

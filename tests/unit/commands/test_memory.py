@@ -53,6 +53,7 @@ def test_tables(arguments: Arguments) -> None:
         "2.0",
         "6.0",
         "0.0",
+        "0.0",
         "3.0",
         "0.5",
         "12.5",

@@ -1,0 +1,53 @@
+"""Generalized advantage estimation, with the values of a critic.
+
+Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (arXiv 1506.02438), eq. 11
+and 16, and PPO (arXiv 1707.06347), eq. 11 and 12. Over the tokens t = 1 .. T of a sequence that carry loss::
+
+    δ_t = r_t + γ · V_{t+1} - V_t,    V_{T+1} = 0
+    A_t = δ_t + γ λ · A_{t+1},        A_{T+1} = 0
+
+V_t is the critic's value of the prefix that token t was sampled after. r_T is the sample's advantage as
+``--advantage-estimator`` gives it (with ``reinforce`` its reward), and the other rewards are 0. With ``--kl-coef`` each
+r_t is less by kl_coef · KL_t, an estimate (``--kl-reward-type``) from log π_old and log π_ref (arXiv 1909.08593,
+eq. 2).
+
+The papers know no tokens that others wrote. Here t counts the tokens that carry loss, so that a tool's answer between
+two turns takes no step of γ or λ, as in verl; in slime it takes one per token. A sequence that was cut at its limit
+ends like any other, with V_{T+1} = 0, as in both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.registry import reward_kl_estimator
+from miles_async.algorithms.sequences import discounted_to_go, sequence_of_token
+from miles_async.api import Need, TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments
+
+
+class Gae:
+    """``--token-advantages gae``."""
+
+    def __init__(self, arguments: AlgorithmArguments) -> None:
+        self._gamma, self._lambd, self._kl_coef = arguments.gamma, arguments.lambd, arguments.kl_coef
+        self._estimate = reward_kl_estimator(arguments)
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return ("values", "old_logprobs", "ref_logprobs") if self._kl_coef else ("values",)
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        tokens = batch.loss_mask.nonzero()[:, 0]
+        sequence = sequence_of_token(batch.offsets)[tokens]
+        last = torch.ones_like(sequence, dtype=torch.bool)
+        last[:-1] = sequence[1:] != sequence[:-1]
+        rewards = batch.advantages[tokens].double() * last
+        if self._kl_coef:
+            rewards = rewards - self._kl_coef * self._estimate(batch.old_logprobs, batch.ref_logprobs)[tokens]
+        values = batch.values[tokens].double()
+        following = values.roll(-1).masked_fill(last, 0.0)
+        deltas = rewards + self._gamma * following - values
+        advantages = discounted_to_go(deltas, sequence, self._gamma * self._lambd)
+        return torch.zeros_like(batch.advantages).index_put((tokens,), advantages.to(batch.advantages.dtype))

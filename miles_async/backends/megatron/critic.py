@@ -1,0 +1,69 @@
+"""The critic: a second model in the same ranks and layout as the policy, which learns the values of prefixes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.objective import LossSums
+from miles_async.algorithms.value_loss import ValueLoss
+from miles_async.api import Aggregation
+from miles_async.arguments.critic import CriticArguments
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.optimizer import OptimizerArguments
+from miles_async.backends.megatron.learner import Learner
+from miles_async.backends.megatron.model import load_model
+from miles_async.backends.megatron.model_output import ModelOutput
+from miles_async.backends.megatron.packing import PackedBatch
+from miles_async.backends.megatron.platform import Platform
+from miles_async.backends.megatron.scores import values_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Critic:
+    """The model, its loss, and how long it is trained alone."""
+
+    learner: Learner
+    loss: ValueLoss
+    rollouts_alone: int  # at the run's beginning: rollout steps in which the policy is not trained
+
+    def gradient(self, packs: Sequence[PackedBatch]) -> tuple[dict[str, Tensor], float]:
+        """Compute the gradient, as :meth:`Learner.gradient` does. The micro-batches have values and returns."""
+
+        def loss(packed: PackedBatch, output: ModelOutput) -> LossSums:
+            assert packed.returns is not None, "returns come before the first optimizer step"
+            return self.loss(values_of(output, packed.sequences), packed.returns, packed.batch)
+
+        return self.learner.gradient(packs, loss)
+
+
+def load_critic(
+    arguments: CriticArguments,
+    directory: Path,
+    aggregation: Aggregation,
+    model: ModelArguments,
+    optimizer: OptimizerArguments,
+    platform: Platform,
+    *,
+    device: torch.device,
+    total_steps: int,
+) -> Critic:
+    """Load the critic and make its optimizer: the policy's, but for the learning rate. Collective.
+
+    ``directory``: the policy's, whose layers the critic begins with unless its flags name others.
+    """
+    directory = arguments.critic_hf_checkpoint or directory
+    rate = dataclasses.replace(
+        optimizer, lr=arguments.critic_lr or optimizer.lr, lr_warmup_iters=arguments.critic_lr_warmup_iters
+    )
+    loaded = load_model(directory, model, platform, trainable=True, value_head=True)
+    return Critic(
+        learner=Learner.of(loaded, rate, model, platform, device=device, total_steps=total_steps),
+        loss=ValueLoss(aggregation=aggregation, clip=arguments.value_clip),
+        rollouts_alone=arguments.num_critic_only_steps,
+    )
