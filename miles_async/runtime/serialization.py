@@ -1,4 +1,4 @@
-"""Serialize the records of ``types.py``, arrays included: msgpack, in files one length-prefixed frame each."""
+"""Serialize the records of ``types``, arrays included: msgpack, in files one length-prefixed frame each."""
 
 from __future__ import annotations
 

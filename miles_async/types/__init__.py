@@ -1,0 +1,93 @@
+"""The nouns of the flow: prompt → sample → group → train batch → weights. All frozen, all plain data.
+
+A prompt is immutable and a sample is a separate record, so "reset for retry" does not exist: a retry is
+a new attempt of the same prompt with nothing to clear.
+"""
+
+from miles_async.types.batches import (
+    PreparedBatch,
+    TrainBatch,
+    TrainShard,
+)
+from miles_async.types.fleet import (
+    CollectedSession,
+    EngineLoad,
+    EngineStats,
+    FleetMembers,
+    Incarnation,
+    OpenSession,
+    RolloutStats,
+    SessionEnding,
+)
+from miles_async.types.samples import (
+    NO_VERSION,
+    AssistantTurn,
+    Attempt,
+    Branch,
+    FinishReason,
+    Float32,
+    GenerateRequest,
+    Generation,
+    Group,
+    Int32,
+    Int64,
+    JsonObject,
+    Observation,
+    Prompt,
+    RoutedExperts,
+    Sample,
+    ServerAnswer,
+    UInt8,
+    VersionSpan,
+)
+from miles_async.types.weights import (
+    CanaryScore,
+    HeldPart,
+    HeldWeights,
+    Publication,
+    StagedWeights,
+    TensorMeta,
+    TensorShare,
+    WeightDelta,
+)
+
+__all__ = [
+    "NO_VERSION",
+    "AssistantTurn",
+    "Attempt",
+    "Branch",
+    "CanaryScore",
+    "CollectedSession",
+    "EngineLoad",
+    "EngineStats",
+    "FinishReason",
+    "FleetMembers",
+    "Float32",
+    "GenerateRequest",
+    "Generation",
+    "Group",
+    "HeldPart",
+    "HeldWeights",
+    "Incarnation",
+    "Int32",
+    "Int64",
+    "JsonObject",
+    "Observation",
+    "OpenSession",
+    "PreparedBatch",
+    "Prompt",
+    "Publication",
+    "RolloutStats",
+    "RoutedExperts",
+    "Sample",
+    "ServerAnswer",
+    "SessionEnding",
+    "StagedWeights",
+    "TensorMeta",
+    "TensorShare",
+    "TrainBatch",
+    "TrainShard",
+    "UInt8",
+    "VersionSpan",
+    "WeightDelta",
+]

@@ -1,0 +1,88 @@
+"""Engines and sessions: who there is, and how they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from miles_async.types.samples import Sample
+
+
+class Incarnation(msgspec.Struct, frozen=True, order=True):
+    """An engine from one of its starts to its end. Weights are brought to incarnations: a restarted engine has none of
+    what was sent before.
+    """
+
+    engine: str  # its id
+    number: int  # changes whenever what is known of the engine becomes void
+
+    def __str__(self) -> str:
+        return self.engine
+
+
+class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines that a publication concerns."""
+
+    serving: tuple[Incarnation, ...]  # hold the current version and take requests
+    joining: tuple[Incarnation, ...]  # up, but their weights are unknown until a publication reaches them
+    starting: tuple[str, ...]  # ids of those that are not up yet
+    ranks: Mapping[str, int]  # process-group ranks by engine id (its tensor-parallel size)
+    bucketwise: frozenset[str] = frozenset()  # ids of those that have to be told to receive each bucket
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Current load of an engine."""
+
+    running: int  # requests that generate
+    waiting: int  # requests in its queue, those that were put back for want of KV cache included
+    kv_use: float  # part of the KV cache that running requests hold, 0 to 1
+
+
+SessionEnding = Literal["open", "finished", "aborted", "expired"]
+"""finished and aborted by its agent or the run; expired: nobody used it."""
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A session of the session server, as its agent is given it."""
+
+    session_id: str
+    instance_id: str
+    url: str
+    base_url: str  # for clients of chat completions
+
+
+class CollectedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of an agent's session."""
+
+    ending: SessionEnding
+    sample: Sample | None  # of its trajectory; None: it had no turn
+    reward: float | None  # that its agent gave
+    requests: int  # for chat completions, failed ones too
+    cut: bool  # the last request found no room
+    failure: str | None  # what engines or network did to the last request
+    waiting: bool  # the last request was given up, or is under way
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Engines, their requests and their router at one moment."""
+
+    in_flight: int  # requests
+    oldest_request_seconds: float
+    busy_seconds: float  # in which any request was in flight
+    answers: Mapping[str, int]  # by engine
+    failed_tries: int
+    engines: str  # each with its state, for people
+    router: Mapping[str, float]  # its own metrics, as last read
+    restarts: Mapping[str, int]  # by engine
+
+
+class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout side at one moment."""
+
+    balance: Mapping[str, int]  # groups issued, and how many ended or stand where (C2)
+    gauges: Mapping[str, float]
+    router: Mapping[str, float]  # see EngineStats
+    busy_seconds: float  # of ``seconds``, those in which engines generated
+    seconds: float  # since the first publication, up to the end of the loop

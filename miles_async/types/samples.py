@@ -1,0 +1,174 @@
+"""From a prompt to a group of finished samples.
+
+Per-token arrays of a sample are aligned with ``tokens`` (prompt and response together): entry ``i`` of
+``loss_mask``, ``rollout_logprobs`` and ``weight_versions`` describes ``tokens[i]``. The logits that
+predict ``tokens[i]`` are those at position ``i - 1``; the trainer does that shift, nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+RoutedExperts = npt.NDArray[np.uint8 | np.int16]
+"""[T, layers × top-k] experts by which each layer of a mixture passed each token on (``arguments/routing.py``)."""
+
+NO_VERSION = -1
+"""Entry of ``Sample.weight_versions`` for tokens that no engine generated (prompt, tool output)."""
+
+JsonObject = Mapping[str, Any]
+"""JSON of somebody else's making: chat messages, tools, sampling parameters, metadata, a model's config.json."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the prompt data.
+
+    >>> Prompt(prompt_id="train.jsonl:7", token_ids=(1, 4, 29, 5), text="rev 12", label="21")
+    """
+
+    prompt_id: str  # unique within the prompt data
+    token_ids: tuple[int, ...]  # rendered by the chat template, ready for the engine
+    text: str  # what was rendered, for rewards and logs
+    messages: tuple[JsonObject, ...] = ()  # what was rendered, for environments and agents
+    label: str | None = None
+    metadata: JsonObject = {}
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation call.
+
+    >>> GenerateRequest(input_ids=np.array([5, 6], np.int32), sampling={"max_new_tokens": 4}, routing_key="12.0")
+    """
+
+    input_ids: Int32  # [P] everything that the model is to continue
+    sampling: JsonObject  # the engine's sampling parameters
+    routing_key: str  # requests with the same key go to the same engine, whose prefix cache has what they share
+    multimodal_inputs: JsonObject = {}  # fields that the engine's request has for them; opaque to us
+    experts_from: int = 0  # first token whose experts are asked for, by runs that replay them
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) of one generation call came from weight version ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of an engine to one generation call (a turn, or one chunk of an interrupted turn)."""
+
+    output_ids: Int32  # [T]
+    logprobs: Float32  # [T], of the sampled tokens under the sampling distribution
+    spans: tuple[VersionSpan, ...]  # cover [0, T) without gaps
+    finish_reason: FinishReason
+    engine_id: str
+    cached_tokens: int  # prompt tokens served from the prefix cache
+    prompt_tokens: int
+    routed_experts: RoutedExperts | None = None  # of prompt and output from ``experts_from`` up to the last but one
+
+
+class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of an inference server to one generation call, before its versions are judged."""
+
+    output_ids: Int32  # [T]
+    logprobs: Float32  # [T]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    weight_version: object  # version label as the server reports it; ``staleness.versions.parse_spans`` judges both
+    weight_versions: object  # spans as the server reports them, None if it reports none
+    routed_experts: RoutedExperts | None = None  # flat, as reported
+
+
+class Branch(msgspec.Struct, frozen=True, kw_only=True):
+    """One way through a trajectory, from the prompt to a last token: one sequence for the trainer."""
+
+    tokens: Int32  # [T] prompt and response
+    prompt_length: int
+    loss_mask: UInt8  # [T] 1 where the token carries loss: the model sampled it, and no branch before has it
+    rollout_logprobs: Float32  # [T] 0 where loss_mask is 0
+    weight_versions: Int32  # [T] NO_VERSION where no engine generated the token
+    routed_experts: RoutedExperts | None = None  # [T, ...] 0 for the last token, which no engine has read
+    teacher_logprobs: Float32 | None = None  # [T] by the teacher of --use-opd, 0 where loss_mask is 0
+
+    @property
+    def response_length(self) -> int:
+        """Number of tokens after the prompt."""
+        return len(self.tokens) - self.prompt_length
+
+
+class Sample(Branch, frozen=True, kw_only=True):
+    """One finished trajectory of a prompt. Built once, by ``rollout.generate``; never changed.
+
+    Where the history that the model was given was edited or truncated, the trajectory has several branches: the sample
+    is the first of them, ``more_branches`` are the others. They share text, reward and advantage, and each has tokens
+    that carry loss. Whatever counts or compares samples sees one.
+    """
+
+    text: str  # response text, special tokens removed
+    finish_reason: FinishReason
+    reward: float | None = None
+    metadata: JsonObject = {}
+    more_branches: tuple[Branch, ...] = ()
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """All of them."""
+        return (self, *self.more_branches)
+
+
+class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the model, as an environment sees it."""
+
+    index: int  # 0 for the first
+    message: JsonObject  # role, content, and if they could be read: tool_calls, reasoning_content
+    text: str  # all of it, without special tokens
+    finish_reason: FinishReason  # "length": it was cut
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment's answer to a turn."""
+
+    messages: tuple[JsonObject, ...] = ()  # to append before the next turn: of the user, tools or the system
+    done: bool = False  # the episode is over; messages are not looked at
+    reward: float | None = None  # of the episode; None: the run's reward decides
+    metrics: Mapping[str, float] = {}  # added up over the episode, logged as rollout/NAME/mean: {"tool_errors": 1}
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One try of a prompt: the unit that is admitted, generated, buffered and accounted for.
+
+    ``attempt_id`` is unique in a run directory (``prompt_id`` repeats in every epoch and in every retry), so
+    overlapping epochs never mix prompts. It rises in order of admission; the cut takes oldest first.
+    """
+
+    attempt_id: int
+    prompt: Prompt
+    epoch: int
+    data_failures: int = 0  # earlier tries of this prompt that ended for its own fault
+    infra_failures: int = 0  # earlier tries that engines or network ended
+    stale_count: int = 0  # earlier tries that were too old
+    history: tuple[str, ...] = ()  # why each earlier try ended; becomes the dead letter's reasons (C6)
+    issued_version: int = 0  # weight version visible when this attempt was admitted
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The finished samples of one attempt, rewarded; compared together by GRPO. Never empty."""
+
+    attempt: Attempt
+    samples: tuple[Sample, ...]
+    oldest_version: int  # over the tokens of all samples that carry loss
+    newest_version: int
+    stopped: int = 0  # samples that were still being generated when enough were finished
+    aborted: int = 0  # samples that had become too old while they were generated, and were ended
