@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from miles_async.weights.transports.distributed.driver import Broadcasts
+from tests.benchmarks.publication_parts import HERE, SIZES
 from tests.benchmarks.publication_processes import (
-    HERE,
-    SIZES,
     Fleet,
     Trainer,
     processes,

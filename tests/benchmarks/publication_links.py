@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.benchmarks.publication import measure_plain
-from tests.benchmarks.publication_processes import Place, processes, publish
+from tests.benchmarks.publication_parts import Place
+from tests.benchmarks.publication_processes import processes, publish
 from tests.benchmarks.report import Row
 from tests.cluster.machines import Machine, Machines, machines, why_impossible
 
