@@ -181,6 +181,8 @@ def run_pytest(root: Path, arguments: list[str]) -> None:
     ours = {ROOT, ROOT / "scripts"}
     sys.path[:] = [str(root), *(path for path in sys.path if Path(path).resolve() not in ours)]
     os.environ["PYTHONPATH"] = str(root)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("miles_async", "tests")]:
+        del sys.modules[name]  # a process has one fork server, which may have imported our sources for others
     import pytest
 
     status = int(pytest.main(arguments))

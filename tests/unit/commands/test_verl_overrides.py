@@ -108,8 +108,9 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae: expected grpo"),
-        ("algorithm.gamma=0.9", "rewards are not discounted"),
+        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: expected gae, grpo"),
+        ("algorithm.gamma=0.9", "give `--gamma`"),
+        ("algorithm.kl_ctrl.type=adaptive", "--kl-target"),
         (f"{ACTOR}.ppo_mini_batch_size=100", "give --num-steps-per-rollout"),
         (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
         ("custom_reward_function.path=r.py", "--custom-rm-path"),
@@ -126,7 +127,7 @@ def test_what_has_no_counterpart_is_told(override: str, named: str) -> None:
 def test_keys_of_one_reason_share_a_line() -> None:
     done = from_verl(["critic.optim.lr=1e-5", "critic.model.path=m", "--config-name=x", "$@"])
     (line,) = done.not_needed
-    assert line.startswith("critic.optim.lr=1e-5, critic.model.path=m: there is no critic: ")
+    assert line.startswith("critic.optim.lr=1e-5, critic.model.path=m: the critic of adv_estimator gae has ")
 
 
 @pytest.mark.parametrize(
