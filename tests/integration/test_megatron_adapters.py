@@ -311,6 +311,7 @@ def plain(root: Path) -> Callable[[str], Plain]:
             lr=LR,
             tis=corrected,
             kl=0.3 if corrected else None,
+            entropy=(0.1, 0.4) if corrected else (0.0, 0.0),
             adapters=PlainAdapters(RANK, ALPHA, dora=kind == "dora"),
         )
 
