@@ -117,7 +117,7 @@ def _settings(model: ModelArguments) -> JsonObject:
 
 
 def _first_adapter_problems(model: ModelArguments) -> Iterator[str]:
-    """What speaks against starting from the adapter in ``--lora-adapter-path``."""
+    """Reasons why training cannot start from the adapter in ``--lora-adapter-path``."""
     if model.lora_adapter_path is None:
         return
     path = model.lora_adapter_path / PEFT_CONFIG

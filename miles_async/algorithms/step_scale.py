@@ -13,7 +13,10 @@ pass per sample and is not here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,3 +52,14 @@ class StepScale:
     def factor(self, sums: Tensor) -> float:
         """Return the factor of the learning rate, in (0, 1], from the sums of the whole optimizer step."""
         return min(1.0, effective_sample_size(sums) / self.full_share) ** self.power
+
+
+@contextmanager
+def scaled_rates(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Multiply the learning rates of an optimizer's ``param_groups`` by ``factor``; set them back afterwards."""
+    rates = [group["lr"] for group in groups]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate * factor
+    yield
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate

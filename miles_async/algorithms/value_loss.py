@@ -41,7 +41,7 @@ VALUE_SUMS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLoss:
-    """The loss of the critic, called for every micro-batch."""
+    """Computes the critic's loss, one micro-batch at a time."""
 
     aggregation: Aggregation
     clip: float | None  # of values; None: they move as they like

@@ -50,8 +50,8 @@ class Generate(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """What the model acts on. One object per episode, so there is nothing to reset; it is closed however the episode
-    ends.
+    """An environment that the model acts on. Every episode gets its own object, so there is nothing to reset; the
+    object is closed however the episode ends.
 
     >>> class GuessTheNumber:
     ...     def __init__(self, prompt):

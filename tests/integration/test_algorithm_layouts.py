@@ -79,6 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     found = {
         name: Training(directory, algorithm=algorithm, optimizer_steps=2) for name, algorithm in ALGORITHMS.items()
     }
+    found["whole steps"] = found["gspo"]
     found["gspo"] = dataclasses.replace(found["gspo"], ess_lr_scaling="linear")
     return found
 
@@ -125,6 +126,18 @@ def test_two_replicas_train_what_one_does(
     observe: Callable[[str, tuple[str, ...]], dict[str, list[Observed]]],
 ) -> None:
     assert_equal(observe("dp2", REPRESENTATIVES), observe("one-rank", REPRESENTATIVES))
+
+
+def test_scaled_steps_are_smaller(observe: Callable[[str, tuple[str, ...]], dict[str, list[Observed]]]) -> None:
+    (scaled,) = observe("one-rank", REPRESENTATIVES)["gspo"]
+    (whole,) = observe("one-rank", ("whole steps",))["whole steps"]
+
+    def moved(one: Observed) -> float:
+        pairs = zip(one.logprobs_after, one.logprobs, strict=True)
+        return sum(float(np.abs(np.subtract(after, before)).sum()) for after, before in pairs)
+
+    assert scaled.steps[0]["lr_factor"] < 0.9
+    assert moved(scaled) < 0.9 * moved(whole)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from miles_async.types import Float32, Group
 
 
 class OnPolicyDistillation:
-    """``--advantage-estimator on_policy_distillation``: 0 for every sample."""
+    """``--advantage-estimator on_policy_distillation``: rewards count for nothing, so the advantage is 0."""
 
     def __init__(self, arguments: AlgorithmArguments) -> None:
         pass

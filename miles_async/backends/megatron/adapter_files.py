@@ -1,7 +1,7 @@
-"""Adapters as files of the peft library: one A and one B for every projection that Hugging Face's model has.
+"""Write and read adapters as the peft library does: one A and one B for each projection of Hugging Face's model.
 
-Megatron computes some projections as one layer, with one adapter: they share its A, and each has some rows of its B.
-Which rows, the bridge tells, which is asked to export numbers of rows in place of weights.
+Megatron computes some projections as one layer with one adapter: they share its A, and each has some rows of its B. To
+learn which rows, the bridge is given row numbers in place of weights and exports them.
 """
 
 from __future__ import annotations

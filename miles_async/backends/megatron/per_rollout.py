@@ -1,4 +1,4 @@
-"""What changes once per rollout step beside weights and optimizer: a reference that follows, a coefficient that adapts.
+"""State that changes once per rollout step: a reference model that follows the policy, a KL coefficient that adapts.
 
 All ranks have the same metrics, and so the same coefficient. Both are saved if they change; a checkpoint without them
 leaves them as the flags begin them.

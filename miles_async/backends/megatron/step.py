@@ -26,7 +26,7 @@ from miles_async.algorithms.mismatch import mismatch_sums
 from miles_async.algorithms.objective import LossSums, Objective
 from miles_async.algorithms.spread import spread_sums
 from miles_async.algorithms.step_scale import SUMS as STEP_SUMS
-from miles_async.algorithms.step_scale import StepScale
+from miles_async.algorithms.step_scale import StepScale, scaled_rates
 from miles_async.api import Need
 from miles_async.backends.megatron.critic import Critic
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
@@ -187,13 +187,8 @@ class StepRunner:
         """Make an optimizer step; return the factor of its learning rate. ``sums``: this rank's. Collective."""
         of_rank = sums.get(STEP_SUMS, torch.zeros(3, device=self.device))
         factor = scale.factor(reduce_metrics({STEP_SUMS: of_rank}, self.device)[STEP_SUMS])
-        groups = self.policy.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * factor
-        self.policy.optimizer.step()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        with scaled_rates(self.policy.optimizer.param_groups, factor):
+            self.policy.optimizer.step()
         return factor
 
     def _loss(self, index: int, packed: PackedBatch, output: ModelOutput) -> LossSums:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from miles_async.algorithms import step_scale
-from miles_async.algorithms.step_scale import SUMS, StepScale
+from miles_async.algorithms.step_scale import SUMS, StepScale, scaled_rates
 from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
 from tests.fakes.token_batches import token_batch
 from tests.unit.algorithms.formula_errors import instrumented
@@ -93,6 +93,13 @@ def test_long_sequences_that_became_unlikely_are_no_division_by_zero() -> None:
     batch = token_batch(old=[-900.0, -901.0], advantages=[1.0] * 2, rollout=[0.0] * 2, lengths=[1, 1])
     scale = make("sqrt", 1.0)
     assert 0 < scale.factor(scale.sums(batch.old_logprobs, batch)[SUMS]) <= 1
+
+
+def test_rates_are_scaled_for_one_step_and_set_back() -> None:
+    groups = [{"lr": 0.5}, {"lr": 0.125}]
+    with scaled_rates(groups, 0.5):
+        assert groups == [{"lr": 0.25}, {"lr": 0.0625}]
+    assert groups == [{"lr": 0.5}, {"lr": 0.125}]
 
 
 def test_without_the_flag_there_is_none() -> None:
