@@ -20,6 +20,8 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
             "no reward: give --rm-type (math, for instance) or --custom-rm-path module:attr (or learn from a teacher "
             "alone: --use-opd --advantage-estimator on_policy_distillation)"
         )
+    elif not arguments.has_reward and arguments.staleness.batch_order == "reward_variance":
+        yield "--batch-order reward_variance without a reward to compare: give --rm-type or --custom-rm-path"
     if rewards.rm_type is not None and rewards.custom_rm_path is not None:
         yield f"--rm-type {rewards.rm_type} and --custom-rm-path {rewards.custom_rm_path}: give one of them"
     try:

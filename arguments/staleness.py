@@ -12,7 +12,7 @@ DEFAULT_UNBOUNDED_LEAD = 3
 """Batches ahead when ages are not bounded: enough to hide one slow batch, and far from racing ahead."""
 
 StaleGroupAction = Literal["recycle", "drop", "wait"]
-BatchOrder = Literal["oldest_first", "completion"]
+BatchOrder = Literal["oldest_first", "completion", "reward_variance"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +45,9 @@ class StalenessArguments:
     )
     batch_order: BatchOrder = flag(
         "oldest_first",
-        "which groups a batch takes first: by admission (what bounds ages with the least waste), or as they were "
-        "completed (favours short responses)",
+        "which groups a batch takes first: by admission (what bounds ages with the least waste), as they were "
+        "completed (favours short responses), or those whose rewards vary most (the others become too old, so it "
+        "takes a bound and a lead of several batches)",
     )
     on_policy: bool = flag(
         False,

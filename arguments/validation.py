@@ -27,6 +27,7 @@ from miles_async.arguments.routing_checks import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
 from miles_async.arguments.sessions import TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR
+from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.supervised_checks import check_supervised
 from miles_async.arguments.surroundings import (
     check_model,
@@ -207,33 +208,6 @@ def check_sampling(arguments: Arguments) -> Iterator[str]:
         )
 
 
-def check_staleness(arguments: Arguments) -> Iterator[str]:
-    """The two knobs agree, and no combination of them waits for what can never come (C3, C4)."""
-    staleness, weights = arguments.staleness, arguments.weights
-    bound, asked_lead = staleness.max_weight_staleness, staleness.max_rollout_lead
-    if staleness.on_policy:  # age 0 and lead 1 keep within any --max-weight-staleness and --max-rollout-lead
-        contradictions = {
-            f"--update-weights-interval {weights.update_weights_interval}": weights.update_weights_interval != 1,
-            f"--debug-publication-lag {weights.debug_publication_lag}": weights.debug_publication_lag != 0,
-        }
-        for flag, contradicts in contradictions.items():
-            if contradicts:
-                yield f"--on-policy alternates strictly with the current weights, which {flag} contradicts"
-        return
-    if bound is None or bound < 0:  # the latter is reported already
-        return
-    if asked_lead is not None and asked_lead > bound + 1:
-        yield (
-            f"--max-rollout-lead {asked_lead} is more than --max-weight-staleness {bound} + 1: what is admitted "
-            f"further ahead would be too old when it is trained; lower the lead to {bound + 1} or raise the bound"
-        )
-    if weights.debug_publication_lag > bound:
-        yield (
-            f"--debug-publication-lag {weights.debug_publication_lag} makes every sample older than "
-            f"--max-weight-staleness {bound}: nothing could ever be trained; raise the bound, or use none"
-        )
-
-
 def check_bad_steps(arguments: Arguments) -> Iterator[str]:
     """Limits of optimizer steps are of something that the run has."""
     optimizer = arguments.optimizer
@@ -354,6 +328,7 @@ CHECKS: tuple[Check, ...] = (
     check_critic,
     check_sampling,
     check_staleness,
+    check_batch_order,
     check_bad_steps,
     check_ess_lr_scaling,
     check_off_policy_correction,

@@ -18,8 +18,9 @@ from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.ranges import range_problems
 from miles_async.arguments.server_groups import of_role, server_groups
+from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.surroundings import check_model_fits
-from miles_async.arguments.validation import check_deadlines, check_ranks, check_staleness
+from miles_async.arguments.validation import check_deadlines, check_ranks
 from miles_async.commands.durations import durations
 from miles_async.commands.precision import with_precision
 from miles_async.errors import ConfigurationError
@@ -104,7 +105,7 @@ def _plan_memory(train_words: Sequence[str]) -> str:
 def _flags(words: Sequence[str], slots: int | None) -> Flags:
     arguments = parse_arguments(words, prog="miles-async plan").arguments
     problems = [*range_problems(arguments)]
-    refuse(problems or [*check_staleness(arguments), *check_deadlines(arguments)])
+    refuse(problems or [*check_staleness(arguments), *check_batch_order(arguments), *check_deadlines(arguments)])
     if arguments.engines.server_groups is None and arguments.cluster.num_engines < 1:
         raise ConfigurationError(
             f"--rollout-num-gpus {arguments.cluster.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "

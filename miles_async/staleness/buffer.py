@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
+from statistics import pvariance
 
 import msgspec
 
@@ -32,7 +33,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StalenessBuffer:
-    """Finished groups, in order of admission or of completion.
+    """Finished groups, in the order of ``--batch-order``.
 
     The sweep touches stale groups only (they are kept by version too), and the order is a heap, so a group
     costs O(log n) over its whole stay, however many wait (``tests/benchmarks/buffer_cost.py``).
@@ -41,16 +42,18 @@ class StalenessBuffer:
     def __init__(
         self, batch_size: int, bound: int | None, *, order: BatchOrder = "oldest_first", min_samples: int | None = None
     ) -> None:
-        """``order``: "oldest_first" or "completion". ``min_samples``: a group keeps its fresh samples while
-        that many remain (C7); None: one stale sample makes its group stale.
+        """``order``: which groups a batch takes first. Those with the same place go in order of admission, and a group
+        that loses samples keeps its place. ``min_samples``: a group keeps its fresh samples while that many remain
+        (C7); None: one stale sample makes its group stale.
         """
         self._batch_size = batch_size
         self._bound = bound
-        self._completions = itertools.count() if order == "completion" else None
+        self._batch_order = order
+        self._completions = itertools.count()
         self._min_samples = min_samples
         self._groups: dict[int, Group] = {}  # by attempt_id
         # Heap of (place in the order, attempt id); those no longer in _groups are skipped.
-        self._order: list[tuple[int, int]] = []
+        self._order: list[tuple[float, int]] = []
         self._by_version: dict[int, set[int]] = {}  # oldest version → attempt ids
         self._versions: list[int] = []  # heap of the keys of _by_version, and of versions that are used up
 
@@ -76,8 +79,7 @@ class StalenessBuffer:
         if version < 0:
             raise VersionUnknownError(f"attempt {attempt_id}: expected a version from 0 up, found {version}")
         self._groups[attempt_id] = group
-        place = attempt_id if self._completions is None else next(self._completions)
-        heapq.heappush(self._order, (place, attempt_id))
+        heapq.heappush(self._order, (self._place(group), attempt_id))
         self._note_version(attempt_id, version)
 
     def count_stale(self, target_version: int) -> int:
@@ -126,6 +128,15 @@ class StalenessBuffer:
         rest = group_of(group.attempt, fresh)
         return msgspec.structs.replace(rest, stopped=group.stopped, aborted=group.aborted)
 
+    def _place(self, group: Group) -> float:
+        match self._batch_order:
+            case "oldest_first":
+                return group.attempt.attempt_id
+            case "completion":
+                return next(self._completions)
+            case "reward_variance":
+                return -reward_variance(group)
+
     def _note_version(self, attempt_id: int, version: int) -> None:
         if version not in self._by_version:
             self._by_version[version] = set()
@@ -141,3 +152,14 @@ class StalenessBuffer:
         if not same_version:
             del self._by_version[group.oldest_version]
         return group
+
+
+def reward_variance(group: Group) -> float:
+    """Return the variance of the rewards of a group's samples: 0 where all are right or all are wrong.
+
+    A group whose samples differ most teaches most, as in VCRL (2509.19803), which scores prompts by this variance and
+    leaves out those below a threshold. That a batch takes the highest of the buffer first is ours. D-ARL (ICML 2026)
+    chooses from a buffer by a variance as well, but, by its abstract, by how well samples fit the current policy: that
+    takes its log-probs of all buffered tokens, which nobody has at the cut.
+    """
+    return pvariance([sample.reward or 0.0 for sample in group.samples])

@@ -62,8 +62,12 @@ def _make_branch(versions: Sequence[int], prompt_length: int, first_token: int) 
     )
 
 
-def make_group(attempt: Attempt | int, versions: Sequence[Sequence[int]] = ((0,), (0,))) -> Group:
-    """A group with one sample per entry of ``versions``."""
+def make_group(
+    attempt: Attempt | int, versions: Sequence[Sequence[int]] = ((0,), (0,)), rewards: Sequence[float] | None = None
+) -> Group:
+    """A group with one sample per entry of ``versions``. ``rewards``: one per sample; None: all are 1."""
     if isinstance(attempt, int):
         attempt = make_attempt(attempt)
-    return group_of(attempt, [make_sample(of_sample) for of_sample in versions])
+    rewards = [1.0] * len(versions) if rewards is None else rewards
+    samples = [make_sample(of_sample, reward=reward) for of_sample, reward in zip(versions, rewards, strict=True)]
+    return group_of(attempt, samples)

@@ -46,7 +46,7 @@ def random_arguments(chance: random.Random) -> Arguments:
             max_weight_staleness=chance.choice([None, 0, 1, 2]),
             stale_group_action=chance.choice(["recycle", "drop", "wait"]),
             min_group_fraction=chance.choice([1.0, 0.5]),
-            batch_order=chance.choice(["oldest_first", "completion"]),
+            batch_order=chance.choice(["oldest_first", "completion", "reward_variance"]),
         ),
         algorithm=AlgorithmArguments(use_rollout_routing_replay=chance.choice([False, True])),
     )

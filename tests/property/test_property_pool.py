@@ -103,8 +103,10 @@ class World:
         if index in begun and (begun[index] is None or lost):
             begun[index] = None if lost else self.trainer.visible
 
-    def finish(self, attempt_id: int, versions: list[int]) -> None:
-        """A sample that was dispatched has its first token from that version, and no older one."""
+    def finish(self, attempt_id: int, versions: list[int], reward: float = 1.0) -> None:
+        """A sample that was dispatched has its first token from that version, and no older one. ``reward``: of the
+        first sample; the others have 1.
+        """
         attempt, begun = self.in_flight.pop(attempt_id), self.begun.pop(attempt_id)
         oldest, newest = min(versions), max(versions)
         anything = [[newest], versions, [newest if len(versions) > 2 else oldest]]
@@ -112,7 +114,7 @@ class World:
             sorted(of_sample if first is None else [first, *(max(first, version) for version in of_sample)])
             for of_sample, first in zip(anything, begun.values(), strict=False)
         ]
-        self.pool.finished(make_group(attempt, samples))
+        self.pool.finished(make_group(attempt, samples, [reward, *[1.0] * (len(samples) - 1)]))
 
     def review(self) -> None:
         """Act as the dispatcher does when a batch is asked for. C5: what is aborted could not have been trained."""
@@ -185,7 +187,7 @@ def worlds(**chosen: st.SearchStrategy) -> st.SearchStrategy[World]:
         "batch_size": st.integers(1, 3),
         "interval": st.integers(1, 3),
         "action": st.sampled_from(["recycle", "drop", "wait"]),
-        "order": st.sampled_from(["oldest_first", "completion"]),
+        "order": st.sampled_from(["oldest_first", "completion", "reward_variance"]),
         "min_samples": st.sampled_from([None, 1, 2]),
     }
     return st.builds(World, **(anything | chosen))
@@ -224,7 +226,8 @@ class PoolMachine(RuleBasedStateMachine):
         attempt_id = data.draw(st.sampled_from(sorted(self.world.in_flight)))
         newest = self.world.trainer.may_run_on()[-1]
         possible = st.integers(self.world.in_flight[attempt_id].issued_version, newest)
-        self.world.finish(attempt_id, data.draw(st.lists(possible, min_size=1, max_size=4)))
+        reward = data.draw(st.sampled_from([1.0, 0.5, 0.0]))
+        self.world.finish(attempt_id, data.draw(st.lists(possible, min_size=1, max_size=4)), reward)
 
     @precondition(lambda self: self.world.in_flight)
     @rule(data=st.data(), index=st.integers(0, SAMPLES - 1), lost=st.booleans())
@@ -314,7 +317,8 @@ def test_long_runs_with_stragglers(world: World, seed: int) -> None:
                 world.dispatch(attempt_id, chance.randrange(SAMPLES), lost=chance.random() < 0.1)
             if chance.random() < (0.02 if is_slow else 0.5):
                 possible = range(attempt.issued_version, world.trainer.may_run_on()[-1] + 1)
-                world.finish(attempt_id, [chance.choice(possible) for _ in range(chance.randint(1, 3))])
+                versions = [chance.choice(possible) for _ in range(chance.randint(1, 3))]
+                world.finish(attempt_id, versions, chance.choice([1.0, 0.5, 0.0]))
         if not world.trainer.prepared:
             world.cut()
         if chance.random() < 1 / patience:
@@ -329,7 +333,8 @@ def test_long_runs_with_stragglers(world: World, seed: int) -> None:
 @settings(max_examples=60)
 @given(WORLDS, st.integers(0, 2**32 - 1))
 def test_nothing_is_swept_when_groups_finish_in_order(world: World, seed: int) -> None:
-    """C4: admission alone keeps every age within the bound, if service is first in, first out.
+    """C4: admission alone keeps every age within the bound, if service is first in, first out: also where an order by
+    rewards finds nothing to tell groups by.
 
     Groups are as old as they can be: all tokens from the version that was visible at admission. Slots are taken
     the moment they are free, which is the worst case; some attempts fail and are replaced.

@@ -62,7 +62,7 @@ def random_settings(seed: int) -> SimulationSettings:
             max_rollout_lead=chance.choice([None, None, 1, 2, 3]),
             stale_group_action=chance.choice(["recycle", "drop", "wait"]),
             min_group_fraction=chance.choice([1.0, 1.0, 0.5]),
-            batch_order=chance.choice(["oldest_first", "completion"]),
+            batch_order=chance.choice(["oldest_first", "completion", "reward_variance"]),
             on_policy=chance.random() < 0.1,
         ),
         weights=WeightsArguments(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import Arguments, EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
-from miles_async.arguments.validation import check_staleness
+from miles_async.arguments.staleness_checks import check_staleness
 from miles_async.ledger.reader import open_ledger
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import Faults
 from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.pool import Pool
+from miles_async.types import Group
 from tests.simulation.scenario import ROLLOUT, random_settings, settings
 
 MODES = ("abort", "retract", "in_place")
@@ -148,6 +152,30 @@ def test_batches_in_order_of_completion_favour_short_responses() -> None:
     assert mean_length(completion) < 0.9 * mean_length(oldest_first)
     assert completion.balance["recycled"] > oldest_first.balance["recycled"]
     assert max(completion.ages) <= 4
+
+
+def test_batches_by_the_variance_of_rewards_leave_out_groups_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the trainer is slow and the lead leaves a choice: shorter ones are refused. What is left out comes to its
+    end within the bound: every attempt is accounted for at every step, as in all simulated runs.
+    """
+    # covers: C1, C2, C3, C4
+    disagreeing, pool_trained = Counter[tuple[str, int]](), Pool.trained
+
+    def trained(pool: Pool, groups: tuple[Group, ...], target_version: int) -> None:
+        disagreeing[order, bound] += sum(len({sample.reward for sample in group.samples}) > 1 for group in groups)
+        pool_trained(pool, groups, target_version)
+
+    monkeypatch.setattr(Pool, "trained", trained)
+    dropped = {}
+    for order, bound in itertools.product(("oldest_first", "reward_variance"), (2, 3)):
+        staleness = StalenessArguments(max_weight_staleness=bound, stale_group_action="drop", batch_order=order)
+        result = simulate(settings(staleness=staleness, train_seconds=Fixed(10.0), steps=100, trace=False))
+        assert max(result.ages) <= bound
+        assert result.balance["trained"] == 200
+        dropped[order, bound] = result.balance["dropped"]
+    assert disagreeing["reward_variance", 3] > 1.2 * disagreeing["oldest_first", 3]
+    assert disagreeing["reward_variance", 2] == disagreeing["oldest_first", 2]  # a lead of 3: no choice
+    assert [case for case, count in dropped.items() if count] == [("reward_variance", 3)]
 
 
 def mean_length(result: SimulationResult) -> float:

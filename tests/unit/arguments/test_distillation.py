@@ -136,6 +136,8 @@ def test_a_teacher_alone_needs_no_reward(flags: dict[str, Any]) -> None:
     alone = {**flags, "advantage_estimator": "on_policy_distillation"}
     assert list(check_rewards(assemble(alone, {}))) == []
     assert "no reward: give --rm-type" in next(check_rewards(assemble(flags, {})))
+    ordered = {**alone, "batch_order": "reward_variance"}
+    assert "reward_variance without a reward to compare" in next(check_rewards(assemble(ordered, {})))
     evaluated = {**alone, "eval_prompt_data": ("test.jsonl",)}
     assert "--eval-prompt-data without a reward" in next(check_rewards(assemble(evaluated, {})))
     filtered = {**alone, "group_filter": ("zero_variance",)}

@@ -192,6 +192,29 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "nothing could ever be trained",
         ),
         case(
+            "order by rewards without a bound",
+            {"batch_order": "reward_variance", "max_weight_staleness": None, "max_rollout_lead": 4},
+            "--batch-order reward_variance without a bound",
+            "--max-weight-staleness",
+        ),
+        case(
+            "order by rewards without a choice",
+            {"batch_order": "reward_variance", "max_rollout_lead": 3},
+            "has nothing to choose from with a lead of 3 batches",
+            "--max-rollout-lead of at least 4",
+            "--max-weight-staleness of 3 or more",
+        ),
+        case(
+            "order by rewards, one sample",
+            {
+                "batch_order": "reward_variance",
+                "max_weight_staleness": 3,
+                "n_samples_per_prompt": 1,
+                "advantage_estimator": "reinforce",
+            },
+            "--batch-order reward_variance with --n-samples-per-prompt 1",
+        ),
+        case(
             "uncorrected",
             {"use_rollout_logprobs": False},
             "asynchronous training (--max-rollout-lead 3)",

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from miles_async.errors import ContractViolation, VersionUnknownError
-from miles_async.staleness.buffer import Cut, StalenessBuffer
+from miles_async.staleness.buffer import Cut, StalenessBuffer, reward_variance
 from tests.property.builders import make_group
 
 
@@ -101,7 +101,34 @@ def test_completion_order_takes_groups_as_they_came() -> None:
     assert ids(buffer.cut(5)) == ([2, 1], [])
 
 
-@pytest.mark.parametrize("order", ["oldest_first", "completion"])
+def test_groups_whose_rewards_vary_most_go_first() -> None:
+    """Ties go by admission."""
+    buffer = StalenessBuffer(2, 1, order="reward_variance")
+    for attempt_id, rewards in {4: [0, 0, 0], 3: [0, 0.5, 0.5], 2: [1, 1, 1], 1: [1, 0, 1], 0: [0, 0, 1]}.items():
+        buffer.put(make_group(attempt_id, [[5]] * 3, rewards))
+    assert ids(buffer.cut(5)) == ([0, 1], [])
+    assert ids(buffer.cut(5)) == ([3, 2], [])
+
+
+def test_the_variance_of_rewards_is_exact() -> None:
+    """0.1 has no exact mean in floating point: equal rewards are equal all the same."""
+    assert reward_variance(make_group(0, [[5]] * 3, [0.1] * 3)) == 0
+    assert reward_variance(make_group(0, [[5]] * 4, [0, 0, 1, 1])) == 0.25
+    assert reward_variance(make_group(0, [[5]], [7])) == 0
+
+
+def test_groups_whose_rewards_do_not_vary_wait_until_they_are_too_old() -> None:
+    """C1, C3: they are neither trained beyond the bound nor kept."""
+    buffer = StalenessBuffer(2, 2, order="reward_variance")
+    buffer.put(make_group(0, [[0], [0]], [1, 1]))
+    for version in range(3):
+        for attempt_id in (2 * version + 1, 2 * version + 2):
+            buffer.put(make_group(attempt_id, [[version], [version]], [0, 1]))
+        assert ids(buffer.cut(version)) == ([2 * version + 1, 2 * version + 2], [])
+    assert ids(buffer.cut(3)) == ([], [0])
+
+
+@pytest.mark.parametrize("order", ["oldest_first", "completion", "reward_variance"])
 def test_a_group_goes_on_with_its_fresh_samples_while_enough_remain(order: str) -> None:
     buffer = StalenessBuffer(2, 1, order=order, min_samples=2)
     buffer.put(msgspec.structs.replace(make_group(0, [[5], [2], [5, 4]]), stopped=3, aborted=1))
