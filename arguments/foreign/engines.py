@@ -18,6 +18,14 @@ def _refused(flag: str, note: str, takes: Takes = "one") -> ForeignFlag:
     return ForeignFlag(flag=flag, origin="SGLang, smg", verdict="refused", note=note, takes=takes)
 
 
+def _pipeline_parallel(flag: str) -> ForeignFlag:
+    return ForeignFlag(
+        flag=flag, origin="SGLang, smg", verdict="noted", only=("1",),
+        note="engines of several pipeline stages would go on generating while they are paused for new weights (SGLang "
+        "0.5.23); use --rollout-num-gpus-per-engine, their tensor-parallel size",
+    )  # fmt: skip
+
+
 def _tensor_parallel(flag: str) -> ForeignFlag:
     def fact(arguments: Arguments, _: JsonObject) -> Fact:
         gpus = arguments.cluster.rollout_num_gpus_per_engine
@@ -33,6 +41,8 @@ ENGINES: tuple[ForeignFlag, ...] = (
     _tensor_parallel("--sglang-tp"),
     _tensor_parallel("--sglang-tp-size"),
     _tensor_parallel("--sglang-tensor-parallel-size"),
+    _pipeline_parallel("--sglang-pp-size"),
+    _pipeline_parallel("--sglang-pipeline-parallel-size"),
     _refused("--sglang-model-path", "use --hf-checkpoint"),
     _refused("--sglang-tokenizer-path", "the tokenizer comes with --hf-checkpoint"),
     _refused("--sglang-host", "addresses of engines are chosen by the run: remove it"),

@@ -129,7 +129,7 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     """
     from miles_async.arguments.megatron_settings import megatron_settings
     from miles_async.backends.megatron.attention_kernels import attention_problems
-    from miles_async.runtime.cuda_environment import nccl_problems
+    from miles_async.runtime.cuda_environment import memory_saver_problems, nccl_problems
     from miles_async.runtime.device import choose_device, count_gpus
 
     cluster = arguments.cluster
@@ -145,6 +145,8 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     yield from attention_problems(backend, os.environ)
     if arguments.weights.weight_transport == "distributed":
         yield from nccl_problems(arguments.engines.sglang_extra, os.environ)
+    if cluster.colocate:
+        yield from memory_saver_problems(os.environ)
     if cluster.ray_address is not None:
         return
     owned = [group for group in server_groups(arguments) if not group.external]

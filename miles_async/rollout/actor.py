@@ -58,6 +58,9 @@ class RolloutActor:
             call, lambda: getattr(getattr(self._parts, part), method)(*arguments, **named)
         )
 
+    async def ping(self) -> None:
+        """Show that the event loop is not blocked."""
+
     async def _start(self) -> None:
         self._parts = await self._build()
         garbage.settle()
@@ -96,9 +99,11 @@ async def _result(link: ActorLink, make: Callable[[CallId], Awaitable[T]]) -> T:
 class RolloutProcess:
     """The rollout actor from outside: placed at construction, parts usable after :meth:`start`."""
 
-    def __init__(self, build: BuildParts, interpreter: str | None = None) -> None:
-        """Place it on this node, where the run directory is. ``interpreter``: command that Ray starts its process with;
-        None: that of this process.
+    def __init__(self, build: BuildParts, interpreter: str | None = None, *, patience: float) -> None:
+        """Place it on this node, where the run directory is.
+
+        ``interpreter``: command that Ray starts its process with; None: that of this process. ``patience``: seconds
+        that its event loop may be blocked, once it has started.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -106,7 +111,7 @@ class RolloutProcess:
         process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
         options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000, **process}
         self._actor = ray.remote(RolloutActor).options(**options).remote(build)
-        self._link = ActorLink("the rollout manager's process")
+        self._link = ActorLink("the rollout manager's process", self._ping, patience=patience)
         self._started = False
         self.manager = stand_in(RolloutSide, self._forward_to("manager"))
         self.fleet = stand_in(EngineFleet, self._forward_to("fleet"))
@@ -119,6 +124,10 @@ class RolloutProcess:
             )
 
         return forward
+
+    async def _ping(self) -> None:
+        if self._started:  # reading prompts may take its event loop minutes
+            await self._actor.ping.remote()
 
     async def start(self) -> None:
         """Engines and router up. Raises EngineStartError, DataError, ConfigurationError."""

@@ -38,7 +38,7 @@ class ActorLink:
         self, name: str, ping: Callable[[], Awaitable[object]] | None = None, *, patience: float = PATIENCE_SECONDS
     ) -> None:
         """``name``: of the actor, for messages. ``ping``: a call that the actor answers at once, whatever it does; None
-        for an actor on this machine.
+        where something else notices that the actor is out of reach.
 
         ``patience``: seconds that the actor may be out of reach before it counts as lost.
         """

@@ -36,6 +36,9 @@ RANKS: Mapping[str, str] = {
 """Of trainer ranks, beyond ``SHARED``."""
 
 
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
 def cuda_environment(forwarded: Mapping[str, str]) -> dict[str, str]:
     """Return what every process gets; ``forwarded``: variables of the driver that travel."""
     return {name: forwarded.get(name, default) for name, default in SHARED.items()} | _FIXED
@@ -54,4 +57,18 @@ def nccl_problems(sglang_flags: Sequence[str], environment: Mapping[str, str]) -
                 f"--sglang-{flag.removeprefix('--')}: engines then run with {'=1 '.join(names)}=1, and trainer ranks "
                 f"that send them weights have to agree: export {'=1 '.join(missing)}=1, or use --weight-transport "
                 "disk or object_store"
+            )
+
+
+def memory_saver_problems(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield settings of PyTorch's allocator that torch_memory_saver, by which engines release memory, cannot work with.
+
+    It refuses the first variable by itself (``_sanity_checks`` in its entrypoint.py), which ends the engine.
+    """
+    for name in _ALLOCATOR:
+        setting = environment.get(name, "")
+        if "expandable_segments:true" in setting.lower().replace(" ", ""):
+            yield (
+                f"--colocate with {name}={setting}: engines release their memory by SGLang's memory saver, which knows "
+                f"no expandable segments; unset {name}"
             )

@@ -19,9 +19,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 
 from miles_async.arguments.weights import WeightsArguments
-from miles_async.errors import PublicationError
 from miles_async.seams import TrainerSide, WeightSender
 from miles_async.types import Incarnation, Publication, StagedWeights
+from miles_async.weights.deadline import publication_deadline
 from miles_async.weights.engine_update import PublicationState
 from miles_async.weights.update import FleetUpdater
 
@@ -77,7 +77,7 @@ class WeightPublisher:
 
         Raises PublicationError past ``--publication-timeout``.
         """
-        async with self._deadline(f"the trainer's export of version {version}"):
+        async with self._staging_deadline(f"the trainer's export of version {version}"):
             await self._trainer.copy_weights(version)
 
     async def stage(self, version: int) -> None:
@@ -85,7 +85,7 @@ class WeightPublisher:
 
         Raises PublicationError past ``--publication-timeout``.
         """
-        async with self._deadline(f"the files of version {version} at the sending ranks"):
+        async with self._staging_deadline(f"the files of version {version} at the sending ranks"):
             self._staged.append(await self._trainer.stage_weights(version))
 
     async def deliver(self, version: int) -> Publication:
@@ -133,16 +133,12 @@ class WeightPublisher:
         return tuple(map(str, repaired))
 
     @asynccontextmanager
-    async def _deadline(self, awaited: str) -> AsyncIterator[None]:
+    async def _staging_deadline(self, awaited: str) -> AsyncIterator[None]:
         """Allow ``--publication-timeout`` for a part of staging."""
         self._staging = True
         try:
-            async with asyncio.timeout(self._timeout):
+            async with publication_deadline(self._timeout, awaited):
                 yield
-        except TimeoutError as error:
-            raise PublicationError(
-                f"the publisher waited {self._timeout:g} s for {awaited} (--publication-timeout)"
-            ) from error
         finally:
             self._staging = False
 
@@ -150,11 +146,14 @@ class WeightPublisher:
     async def _kept(self, staged: StagedWeights) -> AsyncIterator[None]:
         """Have the senders keep that version meanwhile, however many are staged after it."""
         senders = [self._trainer.sender(index, repair=True) for index in range(staged.senders)]
-        for sender in senders:
-            await sender.call(WeightSender.keep, staged.version)
+        awaited = f"the sending ranks, which are to keep version {staged.version} for a repair"
+        async with publication_deadline(self._timeout, awaited):
+            for sender in senders:
+                await sender.call(WeightSender.keep, staged.version)
         yield
-        for sender in senders:
-            await sender.call(WeightSender.keep_no_longer, staged.version)
+        async with publication_deadline(self._timeout, awaited):
+            for sender in senders:
+                await sender.call(WeightSender.keep_no_longer, staged.version)
 
     async def publish_for_evaluation(self) -> None:
         """Bring the engines that only evaluate, if there are any, to the visible version. Raises PublicationError."""

@@ -18,6 +18,7 @@ from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import PublicationError
 from miles_async.seams import EngineFleet, WeightTransport
 from miles_async.types import FleetMembers, Incarnation, Publication, StagedWeights
+from miles_async.weights.deadline import publication_deadline
 from miles_async.weights.engine_update import EngineUpdate, PublicationState, summarize
 from miles_async.weights.verification import Verification
 
@@ -100,12 +101,17 @@ class FleetUpdater:
             repaired = ()
         finally:
             self.state = PublicationState.IDLE
-        await self._transport.close()  # the next delivery is to all engines, so nothing that was kept is of use
+        await self.close()  # the next delivery is to all engines, so nothing that was kept is of use
         return repaired
 
     async def close(self) -> None:
-        """Release what the transport keeps between deliveries."""
-        await self._transport.close()
+        """Release what the transport keeps between deliveries.
+
+        Raises PublicationError past ``--publication-timeout``.
+        """
+        awaited = "engines and sending ranks to release what they keep between deliveries"
+        async with publication_deadline(self._arguments.publication_timeout, awaited):
+            await self._transport.close()
 
     @asynccontextmanager
     async def _updating(self, engines: Sequence[Incarnation]) -> AsyncIterator[EngineUpdate]:

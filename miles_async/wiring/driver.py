@@ -229,6 +229,7 @@ class Run:
                 placement,
             ),
             servers.interpreter(f"ray::{RolloutActor.__name__}"),
+            patience=arguments.observability.stall_timeout,
         )
 
     async def _control(

@@ -40,10 +40,12 @@ _FIRST_PROCESS = 'echo ready; trap "" TERM INT; while :; do sleep 1000 & wait; d
 _RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "token", "RAY_prestart_worker_first_driver": "0"}
 _PR_SET_PDEATHSIG = 1
 
-# Python runs the lines of this file whenever it starts. (Clocks can't be set for one namespace, and a library that is
-# preloaded would break waits until a time of day.)
+# Python runs the lines of this file whenever it starts, in Ray's workers twice. (Clocks can't be set for one namespace,
+# and a library that is preloaded would break waits until a time of day.)
 _CLOCK = Path(sysconfig.get_path("purelib")) / "distutils-precedence.pth"
-_WRONG_CLOCK = "\nimport time; time.time = (lambda right: lambda: right() + {})(time.time)\n"
+_WRONG_CLOCK = (
+    '\nimport time; time.time = (lambda right: lambda: right() + {})(vars(time).setdefault("right_time", time.time))\n'
+)
 
 
 def why_impossible() -> str:
@@ -131,6 +133,11 @@ class Machine:
             self._started.pop().wait(_END_SECONDS)
 
 
+def on_second_network(machine: Machine) -> str:
+    """The machine's address on the second network, of which Ray knows nothing."""
+    return machine.address.replace("10.77.", "10.78.")
+
+
 class Machines:
     """The machines of a cluster, ``m1`` (Ray's head) first."""
 
@@ -156,10 +163,18 @@ class Machines:
         return f"{self.all[0].address}:{HEAD_PORT}"
 
     def _plug_in(self, machine: Machine) -> None:
-        into = ("peer", "name", "eth0", "netns", str(machine.pid))
-        self._on_switch("ip", "link", "add", machine.link, "type", "veth", *into)
-        self._on_switch("ip", "link", "set", machine.link, "master", "br0", "up")
-        for words in (("addr", "add", f"{machine.address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
+        self._connect(machine, machine.link, "eth0", machine.address)
+
+    def add_second_network(self) -> None:
+        """Give every machine an interface eth1, with the address that :func:`on_second_network` says."""
+        for machine in self.all:
+            self._connect(machine, f"second{machine.link}", "eth1", on_second_network(machine))
+
+    def _connect(self, machine: Machine, link: str, interface: str, address: str) -> None:
+        into = ("peer", "name", interface, "netns", str(machine.pid))
+        self._on_switch("ip", "link", "add", link, "type", "veth", *into)
+        self._on_switch("ip", "link", "set", link, "master", "br0", "up")
+        for words in (("addr", "add", f"{address}/24", "dev", interface), ("link", "set", interface, "up")):
             subprocess.run(machine.command("ip", *words), check=True)
 
     def cut(self, machine: Machine) -> None:

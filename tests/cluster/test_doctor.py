@@ -36,4 +36,4 @@ def test_a_full_memory_and_a_wrong_clock_are_found_on_the_machine_that_has_them(
     assert "warning  shared memory" in nodes[second.address]
     assert "ok       clock" in nodes[first.address]
     [ahead] = re.findall(r"warning  clock +(\d+) s ahead of that of this machine", nodes[second.address])
-    assert int(ahead) >= 290, nodes[second.address]  # Ray's workers read the file that sets it wrong twice
+    assert 290 <= int(ahead) <= 310, nodes[second.address]

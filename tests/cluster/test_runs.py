@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import Machine, Machines, machines, needs_machines
+from tests.cluster.machines import Machine, Machines, machines, needs_machines, on_second_network
 from tests.cluster.runs import GENERATE, RUN_DIR, TRAIN, cluster_run
 from tests.integration.real_run import RealRun, traceback_in
 
@@ -100,6 +100,25 @@ def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) ->
         assert not list(shared.glob("miles-async-*"))
         for machine in cluster.all[1:]:  # of staging and servers
             assert not list(machine.tmp.rglob("miles-async-*"))
+
+
+@pytest.mark.long
+def test_gloo_binds_the_interface_that_is_named_and_the_router_the_address(tmp_path: Path) -> None:
+    """Each machine has a second network, of which Ray knows nothing."""
+    # covers: A6
+    with machines(tmp_path, 2) as cluster:
+        cluster.add_second_network()
+        cluster.start_ray({0: "pool=train", 1: "pool=generate"})
+        router = (on_second_network(cluster[0]), PORTS.start)
+        named = ("--host", router[0], "--sglang-router-port", str(router[1]), "--network-interface", "eth1")
+        with cluster_run(cluster, *SMALL, *TRAIN, *GENERATE, *named) as run:
+            run.wait_for_steps(1, RUN_SECONDS)
+            assert {end for end in listening(cluster[0]) if end[1] == router[1]} == {router}
+            for machine in cluster.all:  # gloo
+                assert on_second_network(machine) in {address for address, _ in listening(machine) - {router}}
+            assert run.wait(RUN_SECONDS) == 0, run.output
+            run.assert_nothing_left()
+        assert_trained(run, 4)
 
 
 @pytest.mark.long

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
-from miles_async.errors import ConfigurationError
-from miles_async.rollout.actor import RolloutActor, RolloutParts, stand_in
+from miles_async.errors import ConfigurationError, ProcessLostError
+from miles_async.rollout import actor
+from miles_async.rollout.actor import RolloutActor, RolloutParts, RolloutProcess, stand_in
 from miles_async.runtime import garbage
 from miles_async.runtime.actor_link import ActorLink
 from miles_async.seams import EngineFleet, RolloutSide
+from miles_async.simulation.virtual_time import run_in_virtual_time
 from tests.fakes.fake_sides import FakeFleet, FakeRollout
 
 
@@ -29,11 +35,11 @@ async def remote_manager() -> RolloutSide:
     async def build() -> RolloutParts:
         return RolloutParts(manager=Rollout([]), fleet=FakeFleet([]))
 
-    actor, link = RolloutActor(build), ActorLink("manager")
-    await link.call(actor.start)
+    hosting, link = RolloutActor(build), ActorLink("manager")
+    await link.call(hosting.start)
 
     async def forward(method: str, arguments: tuple[object, ...], named: Mapping[str, object]) -> object:
-        return await link.call(lambda call: actor.call(call, "manager", method, *arguments, **named))
+        return await link.call(lambda call: hosting.call(call, "manager", method, *arguments, **named))
 
     return stand_in(RolloutSide, forward)
 
@@ -60,3 +66,53 @@ def test_every_method_of_a_remote_protocol_is_a_coroutine(protocol: type) -> Non
     public = [function for name, function in methods if not name.startswith("_")]
     assert public
     assert all(map(inspect.iscoroutinefunction, public))
+
+
+class BlockedRay:
+    """Ray, as far as one actor needs it, in this process; the actor's event loop can be blocked."""
+
+    exceptions = ray.exceptions
+
+    def __init__(self) -> None:
+        self.blocked = False
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "node")
+
+    def remote(self, kind: type[RolloutActor]) -> Any:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda build: self._handle(kind(build))))
+
+    def _handle(self, hosted: RolloutActor) -> Any:
+        def remote(name: str) -> Any:
+            async def call(*arguments: object, **named: object) -> object:
+                await asyncio.sleep(1e9 if self.blocked else 0.0)
+                return await getattr(hosted, name)(*arguments, **named)
+
+            return SimpleNamespace(remote=call)
+
+        return SimpleNamespace(start=remote("start"), call=remote("call"), ping=remote("ping"))
+
+
+def test_an_event_loop_that_is_blocked_for_good_is_told_and_a_long_start_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # covers: C10
+    here = BlockedRay()
+    monkeypatch.setattr(actor, "ray", here)
+    monkeypatch.setattr("ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+
+    async def build() -> RolloutParts:
+        here.blocked = True
+        await asyncio.sleep(1000.0)
+        here.blocked = False
+        return RolloutParts(manager=Rollout([]), fleet=FakeFleet([]))
+
+    async def story() -> None:
+        process = RolloutProcess(build, patience=60.0)
+        await process.start()
+        assert await process.manager.engines() == "no engines"
+        here.blocked = True
+        with pytest.raises(ProcessLostError, match="the rollout manager's process was out of reach for 60 s"):
+            await process.manager.engines()
+
+    run_in_virtual_time(story(), limit_seconds=10_000)

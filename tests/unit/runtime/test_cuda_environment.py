@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.arguments import Arguments, EnginesArguments
 from miles_async.arguments.cluster import ClusterArguments
-from miles_async.runtime.cuda_environment import SHARED, nccl_problems
+from miles_async.commands.checks import device_problems
+from miles_async.runtime import device
+from miles_async.runtime.cuda_environment import SHARED, memory_saver_problems, nccl_problems
 from miles_async.runtime.environment import worker_environment
 from miles_async.trainer.placement import RankResources
 
@@ -64,6 +67,26 @@ def test_what_sglang_overrides_must_be_exported(
     problems = list(nccl_problems(flags, environment))
     assert len(problems) == bool(named)
     assert all(word in problems[0] for word in named)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_that_cannot_release_memory_is_refused(name: str) -> None:
+    [problem] = memory_saver_problems({name: "max_split_size_mb:512, expandable_segments: True"})
+    assert problem.startswith(f"--colocate with {name}=max_split_size_mb:512, expandable_segments: True: ")
+    assert problem.endswith(f"unset {name}")
+    assert not list(memory_saver_problems({name: "expandable_segments:False"}))
+    assert not list(memory_saver_problems({}))
+
+
+def test_a_run_on_gpus_is_checked_with_the_environment_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "choose_device", lambda _: "cuda")
+    monkeypatch.setattr(device, "count_gpus", lambda: 8)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    engines = EnginesArguments(sglang_extra=("--enable-symm-mem",))
+    found = list(device_problems(Arguments(cluster=ClusterArguments(colocate=True), engines=engines)))
+    assert any(problem.startswith("--colocate with PYTORCH_ALLOC_CONF") for problem in found)
+    assert any(problem.startswith("--sglang-enable-symm-mem") for problem in found)
+    assert not any("PYTORCH_ALLOC_CONF" in problem for problem in device_problems(Arguments()))
 
 
 def test_sglang_still_sets_what_the_values_were_chosen_by() -> None:

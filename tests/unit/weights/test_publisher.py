@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from miles_async.arguments import WeightsArguments
 from miles_async.errors import EngineError, PublicationError
+from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.types import HeldPart, HeldWeights, StagedWeights, TensorShare
 from miles_async.weights.engine_update import PublicationState
 from miles_async.weights.publisher import WeightPublisher
@@ -292,6 +293,31 @@ async def test_a_repair_never_waits_for_a_delivery_in_the_senders() -> None:
     kept = [method for method, _ in calls]
     assert kept[:2] == ["keep"] * 2
     assert kept[-2:] == ["keep_no_longer"] * 2
+
+
+@pytest.mark.parametrize(
+    ("hanging", "awaited"),
+    [
+        ("keep", "the sending ranks, which are to keep version 7 for a repair"),
+        ("leave_group", "engines and sending ranks to release what they keep between deliveries"),
+    ],
+)
+def test_a_repair_waits_for_sending_ranks_no_longer_than_a_publication(hanging: str, awaited: str) -> None:
+    # covers: C10
+    fleet = FakeFleet([])
+    trainer = FakeTrainer(fleet.events)
+    half = trainer.sender(0)._half
+    trainer.sender = lambda index, repair=False: InProcess(half)  # type: ignore[method-assign,misc]
+
+    async def story() -> None:
+        publisher = make(fleet, trainer=trainer, publication_timeout=60)
+        await publisher.publish(7)
+        fleet.joining = ["engine-1"]
+        setattr(half, hanging, lambda _: asyncio.sleep(1e6))
+        with pytest.raises(PublicationError, match=f"waited 60 s for {awaited}"):
+            await publisher.repair()
+
+    run_in_virtual_time(story())
 
 
 async def test_an_engine_that_was_lost_in_a_repair_is_named_when_none_is_left() -> None:

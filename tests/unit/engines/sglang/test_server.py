@@ -41,6 +41,16 @@ def test_sglang_still_registers_the_memory_of_experts_with_cuda_on_a_cpu() -> No
     assert '"cpu"' not in functions
 
 
+def test_sglang_still_generates_over_pipeline_stages_while_it_is_paused() -> None:
+    """``--sglang-pp-size`` need not be refused when it does not."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.origin is not None
+    managers = Path(package.origin).parent / "srt" / "managers"
+    assert "_engine_paused" in (managers / "scheduler.py").read_text()
+    assert "_engine_paused" not in (managers / "scheduler_pp_mixin.py").read_text()
+
+
 def test_only_cpu_servers_get_flags_for_machines_without_a_gpu() -> None:
     cpu = server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
     assert "--attention-backend=torch_native" in cpu

@@ -397,6 +397,37 @@ async def test_an_engine_on_another_node_passes_files_on_and_the_trainer_sends_t
     setup.sender.close()
 
 
+@pytest.mark.parametrize("holders_that_fail", [1, 2])
+async def test_when_one_engine_fails_to_pass_files_on_the_next_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders_that_fail: int
+) -> None:
+    """From the bucket on at which it failed; the trainer sends what no engine passes on."""
+    # covers: C8
+    setup = Setup(tmp_path, engines=3, weight_transport="object_store", weight_delta="xor")
+    failing = [f"engine-{index}" for index in range(holders_that_fail)]
+    passed: list[tuple[str, str]] = []
+
+    def put(data: Any) -> Any:
+        [engine] = [name for name, host in setup.fleet.hosts.items() if host in Path(data.filename).parents]
+        if engine in failing and Path(data.filename).name != BUCKETS[0]:
+            raise EngineError("its store is full")
+        passed.append((engine, Path(data.filename).name))
+        return np.array(data)
+
+    monkeypatch.setattr(ray, "put", put)
+    await setup.publish(0)
+    await setup.publish(1)
+    setup.fleet.restart("engine-2")
+    setup.trainer.sent_bytes.clear()
+    assert await setup.publisher.repair() == ("engine-2",)
+    rest = [("engine-1", bucket) for bucket in BUCKETS[1:]]
+    assert passed == [("engine-0", BUCKETS[0]), *(rest if holders_that_fail == 1 else [])]
+    assert sorted(setup.trainer.sent_bytes) == ([] if holders_that_fail == 1 else BUCKETS[1:])
+    setup.check(1)
+    assert setup.fleet.fenced == []
+    setup.sender.close()
+
+
 @pytest.mark.parametrize("one_node", [True, False])
 async def test_an_engine_that_got_wrong_files_from_another_gets_them_from_the_trainer(
     tmp_path: Path, one_node: bool
