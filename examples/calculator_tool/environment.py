@@ -1,15 +1,17 @@
-"""The environment: answers calls of the calculator, and pays for a right answer (``--environment-path``)."""
+"""Environments that answer calls of the calculator (``--environment-path``)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from examples.calculator_tool.calculator import CALCULATOR, calculate
 from miles_async.types import AssistantTurn, Observation, Prompt
 
 
-class CalculatorEnvironment:
-    """One question. The first turn without a call is the answer."""
+class WithCalculator:
+    """One question. The first turn without a call is the answer; the run's reward (``--rm-type``) looks at it."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._label = prompt.label
@@ -19,21 +21,26 @@ class CalculatorEnvironment:
 
     async def step(self, turn: AssistantTurn) -> Observation:
         calls = turn.message.get("tool_calls", [])
-        if not calls:
-            right = turn.finish_reason == "stop" and turn.text == self._label
-            return Observation(done=True, reward=float(right))
         return Observation(
             messages=tuple(
                 {
                     "role": "tool",
                     "tool_call_id": call["id"],
-                    "content": calculate(call["function"]["arguments"]["expression"]),
+                    "content": calculate(str(call["function"]["arguments"].get("expression", ""))),
                 }
                 for call in calls
             ),
-            reward=0.0,  # if the episode is cut now
+            done=not calls,
             metrics={"tool_calls": len(calls)},
         )
 
-    async def close(self) -> None:
-        pass
+    async def close(self) -> None: ...
+
+
+class CalculatorEnvironment(WithCalculator):
+    """The same, and it pays for a right answer itself: an environment's reward comes before the run's."""
+
+    async def step(self, turn: AssistantTurn) -> Observation:
+        observation = await super().step(turn)
+        right = observation.done and turn.finish_reason == "stop" and turn.text == self._label
+        return msgspec.structs.replace(observation, reward=float(right))  # 0 as well if the episode is cut after a call

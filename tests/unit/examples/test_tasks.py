@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
+from examples.calculator_tool.environment import WithCalculator
 from examples.quickstart.tokenizer import build_tokenizer
 from examples.tasks import prepare
-from examples.tasks.calculator import WithCalculator
 from miles_async.arguments.parser import parse_arguments
 from miles_async.cli import main
 from miles_async.rewards import code_tests
