@@ -13,7 +13,7 @@ import ast
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,8 +27,11 @@ HEADER = """\
 # What the tests cover
 
 Written by `.venv/bin/python scripts/behaviours.py` from the `# covers:` marks in tests/ and the meanings in
-scripts/behaviours.toml; not edited by hand. A file without a list stands for all its tests.
+scripts/behaviours.toml; not edited by hand. A file without a list stands for all its tests. Those *at night* are left
+out by `make test`.
 """
+NIGHT = ("e2e", "gpu")  # folders that `make test` leaves out
+LONG = "pytest.mark.long"
 
 
 @dataclass(frozen=True)
@@ -79,23 +82,62 @@ def covered(tests: Path) -> dict[str, list[tuple[str, str]]]:
     return {behaviour: sorted(found[behaviour]) for behaviour in sorted(found, key=lambda b: (b[0], int(b[1:])))}
 
 
+def at_night(tests: Path) -> set[tuple[str, str]]:
+    """(file below ``tests``, name) of all that `make test` leaves out; (file, "") where that is the whole file."""
+    return {
+        (path.relative_to(tests).as_posix(), name)
+        for path in sorted(tests.rglob("test_*.py"))
+        for name in _long_tests(path, everything=path.relative_to(tests).parts[0] in NIGHT)
+    }
+
+
+def _long_tests(path: Path, *, everything: bool) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    of_file = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign) and _is_pytestmark(node)]
+    everything = everything or any(LONG in value for value in of_file)
+    found, all_found = set(), True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_test(node):
+            if everything or LONG in map(ast.unparse, node.decorator_list):
+                found.add(node.name)
+            else:
+                all_found = False
+    return found | {""} if found and all_found else found
+
+
+def _is_pytestmark(node: ast.Assign) -> bool:
+    return ast.unparse(node.targets[0]) == "pytestmark"
+
+
+def only_at_night(tests: Mapping[str, Sequence[tuple[str, str]]], night: Set[tuple[str, str]]) -> list[str]:
+    """The behaviours of ``tests`` that no test of `make test` covers."""
+    return [behaviour for behaviour, found in tests.items() if night >= set(found)]
+
+
 def render(
-    families: Sequence[Family], not_yet: Mapping[str, str], tests: Mapping[str, Sequence[tuple[str, str]]]
+    families: Sequence[Family],
+    not_yet: Mapping[str, str],
+    tests: Mapping[str, Sequence[tuple[str, str]]],
+    night: Set[tuple[str, str]] = frozenset(),
 ) -> str:
     """The page."""
     parts = [HEADER, "## Not covered yet\n", *(f"- **{behaviour}**: {reason}" for behaviour, reason in not_yet.items())]
+    if alone := only_at_night(tests, night):
+        parts.append(f"\n## Covered at night alone\n\n{', '.join(alone)}")
     for family in families:
         parts.append(f"\n## {family.title}\n\n{family.about}")
         for behaviour, meaning in family.meanings.items():
             parts.append(f"\n### {behaviour}\n\n{meaning}\n")
-            parts += _listed(tests.get(behaviour, ()))
+            parts += _listed(tests.get(behaviour, ()), night)
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _listed(tests: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _listed(tests: Sequence[tuple[str, str]], night: Set[tuple[str, str]]) -> Iterator[str]:
     for file, entries in groupby(tests, key=lambda test: test[0]):
-        yield f"- [{file}]({file})"
-        yield from (f"  - {_words(name)}" for _, name in entries if name)
+        yield f"- [{file}]({file}){', *at night*' if (file, '') in night else ''}"
+        for test in entries:
+            if test[1]:
+                yield f"  - {_words(test[1])}{', *at night*' if test in night and (file, '') not in night else ''}"
 
 
 def _words(name: str) -> str:
@@ -104,5 +146,6 @@ def _words(name: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(*read_meanings(MEANINGS), covered(ROOT / "tests")), encoding="utf-8")
+    tests = ROOT / "tests"
+    PAGE.write_text(render(*read_meanings(MEANINGS), covered(tests), at_night(tests)), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -52,10 +52,14 @@ class AnonymousMemory:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._look()
 
     def _watch(self) -> None:
         while not self._stop.wait(0.002):
-            self.above = max(self.above, self._now() - self._before)
+            self._look()
+
+    def _look(self) -> None:
+        self.above = max(self.above, self._now() - self._before)
 
     @staticmethod
     def _now() -> int:

@@ -53,6 +53,31 @@ COMPARED: dict[str, tuple[str, ...]] = {
 after three rollout steps are compared, in fp32.
 """
 
+EVERY_DAY: dict[str, tuple[str, ...]] = {
+    "one-rank": tuple(FAMILIES),
+    "dp2-overlap": ("qwen3-tied", "qwen3-moe"),
+    "one-rank-recompute-block": ("qwen3",),
+    "tp2-shared-prompts": ("qwen3",),
+    "pp2-shared-prompts": ("qwen3-tied",),
+    "tp2-sequence-parallel": ("qwen3", "glm4-moe"),
+    "tp2": ("qwen2",),
+    "tp4": ("qwen3-tied",),
+    "pp2": ("glm4",),
+    "pp2-unequal": ("deepseek-v3-three-layers",),
+    "pp2-virtual2": ("qwen3-four-layers",),
+    "tp2-pp2-virtual2": ("qwen3-tied-four-layers",),
+    "cp2": ("qwen3", "deepseek-v3"),
+    "tp2-cp2": ("qwen3-tied",),
+    "dp2-cp2": ("qwen3-moe",),
+    "cp2-ep2": ("deepseek-v3",),
+    "ep2": ("qwen3-moe", "gpt-oss"),
+    "tp2-ep2": ("deepseek-v3",),
+    "tp2-ep2-etp2": ("glm4-moe",),
+}
+"""Those of ``COMPARED`` that `make test` compares: every family once, every way to split a model with one or two
+families. The others are compared at night.
+"""
+
 SERVED = (("gemma", 1), ("qwen3-moe", 2))
 """(family, tensor-parallel ranks of the engine) of test_families_verified.py: what is exported is compared with what a
 real SGLang server holds.

@@ -1,7 +1,7 @@
 """LoRA and DoRA against explicit matrices in float64: values, gradients, optimizer steps, the merged export; a model
 without its adapters as the reference of a KL loss; checkpoints, on the same layout and another; peft's files.
 
-One set of processes per number of ranks makes all observations; the tests below only compare.
+One set of processes per number of ranks observes all cases that were selected; the tests below only compare.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tests.integration.megatron_scenario import (
 from tests.integration.plain_adapters import PlainAdapters, first_matrix, merged_weights
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
+from tests.integration.selection import selected
 from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import to_shards
 
@@ -60,14 +61,16 @@ CASES: list[Case] = [  # layout, family and adapters
     ("one-rank", "qwen3 lora"),
     ("one-rank", "qwen3-moe lora"),
     ("one-rank", "deepseek-v3 dora"),
+    ("tp2-sequence-parallel", "qwen2 dora"),
+    ("pp2", "qwen2 dora"),
+    ("ep2", "qwen3-moe dora"),
+]
+AT_NIGHT: list[Case] = [
     ("one-rank-recompute", "qwen2 dora"),
     ("tp2-sequence-parallel", "qwen3 lora"),
-    ("tp2-sequence-parallel", "qwen2 dora"),
     ("tp2", "qwen2 dora"),
     ("tp2-sequence-parallel", "gemma2 dora"),  # a norm after attention and MLP
-    ("pp2", "qwen2 dora"),
     ("ep2", "qwen3-moe lora"),
-    ("ep2", "qwen3-moe dora"),
     ("tp2-ep2", "deepseek-v3 dora"),
 ]
 RESHARDED = ("tp2-sequence-parallel", "qwen2 dora")  # is loaded on one rank, too
@@ -92,7 +95,7 @@ class Observed:
 
 # ------------------------------------------------------------------------------------------- in the ranks
 def _observe_all(
-    rank: int, world_size: int, store: dist.Store, cases: list[Case], root: Path
+    rank: int, world_size: int, store: dist.Store, cases: tuple[Case, ...], root: Path
 ) -> dict[Case, Observed | str]:
     def observe(store: dist.Store, case: Case) -> Observed:
         return _observe(store, rank, world_size, case, root)
@@ -261,20 +264,24 @@ def _algorithm(case: Case) -> AlgorithmArguments:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
-    for family in {model.split()[0] for _, model in CASES}:
+    for family in {model.split()[0] for _, model in CASES + AT_NIGHT}:
         save_tiny(family, root / family)
     return root
 
 
 @pytest.fixture(scope="module")
-def seen(root: Path) -> Callable[[Case], list[Observed]]:
+def seen(root: Path, request: pytest.FixtureRequest) -> Callable[[Case], list[Observed]]:
+    """Observations of each rank in a case; the first of a number of ranks observes all that were selected."""
+    chosen: list[Case] = selected(request, "case")
+
     @cache
-    def of_size(world_size: int) -> list[dict[Case, Observed | str]]:
-        cases = [case for case in CASES if LAYOUTS[case[0]].world_size == world_size]
-        return run_ranks(world_size, _observe_all, cases, root, timeout=300)
+    def observed(cases: tuple[Case, ...]) -> list[dict[Case, Observed | str]]:
+        return run_ranks(LAYOUTS[cases[0][0]].world_size, _observe_all, cases, root, timeout=300)
 
     def of_case(case: Case) -> list[Observed]:
-        ranks = [rank[case] for rank in of_size(LAYOUTS[case[0]].world_size)]
+        size = LAYOUTS[case[0]].world_size
+        of_size = tuple(other for other in chosen if LAYOUTS[other[0]].world_size == size)
+        ranks = [rank[case] for rank in observed(of_size if case in of_size else (case,))]
         for rank in ranks:
             assert isinstance(rank, Observed), rank
         return ranks  # type: ignore[return-value]
@@ -282,7 +289,9 @@ def seen(root: Path) -> Callable[[Case], list[Observed]]:
     return of_case
 
 
-@pytest.fixture(scope="module", params=CASES, ids="/".join)
+@pytest.fixture(
+    scope="module", ids="/".join, params=[*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in AT_NIGHT)]
+)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 

@@ -1,6 +1,6 @@
 """MegatronBackend against transformers and plain PyTorch: every family of models, every layout of ranks on CPU.
 
-One set of processes per layout makes all observations; the tests below only compare.
+One set of processes per layout observes all cases that were selected; the tests below only compare.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from miles_async.backends.megatron.hf_config import read_config
-from tests.integration.family_table import COMPARED, DEEPER
+from tests.integration.family_table import COMPARED, DEEPER, EVERY_DAY
 from tests.integration.megatron_scenario import (
     CORRECTED,
     LR,
@@ -29,6 +29,7 @@ from tests.integration.megatron_scenario import (
 )
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
+from tests.integration.selection import selected
 from tests.integration.tiny_models import FAMILIES, model_type, save_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -70,7 +71,12 @@ LAYOUTS = {
     "tp2-ep2-etp2": Layout(world_size=4, tensor=2, expert=2, expert_tensor=2, micro_batches=2),
 }
 ALGORITHMS = {"qwen3": CORRECTED, "qwen3-moe": CORRECTED, "qwen3-tied": PER_TOKEN}
-CASES: list[Case] = [(layout, model) for layout, models in COMPARED.items() for model in models]
+CASES = [
+    pytest.param((layout, model), id=f"{layout}/{model}", marks=marks)
+    for layout, models in COMPARED.items()
+    for model in models
+    for marks in [() if model in EVERY_DAY.get(layout, ()) else (pytest.mark.long,)]
+]
 
 Ranks = list[Observed]
 
@@ -96,12 +102,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
 
 
 @pytest.fixture(scope="module")
-def seen(models: dict[str, Training]) -> Callable[[Case], Ranks]:
-    """Observations of each rank in a case; the first case of a layout observes all of them."""
+def seen(models: dict[str, Training], request: pytest.FixtureRequest) -> Callable[[Case], Ranks]:
+    """Observations of each rank in a case; the first case of a layout observes all of them that were selected."""
+    chosen: list[Case] = selected(request, "case")
 
     @functools.cache
-    def of_layout(name: str) -> list[dict[Case, Observed | str]] | Exception:
-        cases = [case for case in CASES if case[0] == name]
+    def observed(cases: tuple[Case, ...]) -> list[dict[Case, Observed | str]] | Exception:
+        name = cases[0][0]
         world_size = LAYOUTS[name].world_size
         try:
             return run_ranks(world_size, observe_training, models, {name: LAYOUTS[name]}, cases, timeout=300)
@@ -109,7 +116,8 @@ def seen(models: dict[str, Training]) -> Callable[[Case], Ranks]:
             return error
 
     def of_case(case: Case) -> Ranks:
-        found = of_layout(case[0])
+        of_layout = tuple(other for other in chosen if other[0] == case[0])
+        found = observed(of_layout if case in of_layout else (case,))
         if isinstance(found, Exception):
             raise found
         ranks = [rank[case] for rank in found]
@@ -120,7 +128,7 @@ def seen(models: dict[str, Training]) -> Callable[[Case], Ranks]:
     return of_case
 
 
-@pytest.fixture(scope="module", params=CASES, ids="/".join)
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
@@ -131,14 +139,14 @@ def ranks(seen: Callable[[Case], Ranks], case: Case) -> Ranks:
 
 
 @pytest.fixture(scope="module")
-def all_plain(models: dict[str, Training]) -> dict[str, Observed]:
+def plain_of(models: dict[str, Training]) -> Callable[[str], Observed]:
     """The same, by transformers and torch alone."""
-    return {name: _plain(training) for name, training in models.items()}
+    return functools.cache(lambda name: _plain(models[name]))
 
 
 @pytest.fixture
-def plain(all_plain: dict[str, Observed], case: Case) -> Observed:
-    return all_plain[case[1]]
+def plain(plain_of: Callable[[str], Observed], case: Case) -> Observed:
+    return plain_of(case[1])
 
 
 def test_logprobs_of_packed_sequences_equal_transformers(ranks: Ranks, plain: Observed) -> None:

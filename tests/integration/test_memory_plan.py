@@ -13,7 +13,14 @@ import torch.distributed as dist
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron.memory import StageRequest, measure, model_parameters, rank_bytes
+from miles_async.backends.megatron.memory import (
+    StageMemory,
+    StageRequest,
+    _measure,
+    measure,
+    model_parameters,
+    rank_bytes,
+)
 from miles_async.errors import ConfigurationError
 from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.rank_processes import run_ranks
@@ -59,6 +66,15 @@ def request(directory: Path, world_size: int = 1, *, bf16: bool = False, **model
         temperature=1.0,
         entropy=False,
     )
+
+
+def measure_here(request: StageRequest) -> list[StageMemory]:
+    """Measure as ``measure`` does, in a process that need not import Megatron again."""
+    return run_ranks(1, _measured, request)[0]
+
+
+def _measured(rank: int, world_size: int, store: dist.Store, request: StageRequest) -> list[StageMemory]:
+    return _measure(request)
 
 
 def _real_rank(
@@ -140,7 +156,7 @@ def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path], tmp_path
     parameters, peak, _ = measured[0]
     split = {"tensor_model_parallel_size": tensor, "recompute_granularity": recompute}
     asked = request(models[family], world_size, **split, **adapters)
-    stage = measure(asked)[0]
+    stage = (measure if case == "dense" else measure_here)(asked)[0]
     told = rank_bytes(stage, asked.model, world_size, reference=False, critic=critic, bucket=0, copies_saves=True)
     assert stage.parameters + stage.expert_parameters + stage.adapters + stage.expert_adapters == parameters
     assert bool(stage.adapters) == bool(adapters)
@@ -152,14 +168,14 @@ def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path], tmp_path
 
 def test_adapters_in_bf16_are_counted(models: dict[str, Path]) -> None:
     """The bridge converts them, which fake tensors must allow; what is trained is the same."""
-    in_bf16, in_fp32 = (measure(request(models["dense"], bf16=bf16, lora_rank=8))[0] for bf16 in (True, False))
+    in_bf16, in_fp32 = (measure_here(request(models["dense"], bf16=bf16, lora_rank=8))[0] for bf16 in (True, False))
     assert in_bf16.adapters == in_fp32.adapters > 0
     assert in_bf16.kept < in_fp32.kept
 
 
 def test_stages_and_ranks_add_up_to_the_model(models: dict[str, Path]) -> None:
     """Split in every way, a mixture has the parameters of the unsplit one, but for what ranks have copies of."""
-    whole = measure(request(models["mixture"]))
+    whole = measure_here(request(models["mixture"]))
     split = request(
         models["mixture"],
         32,
@@ -168,7 +184,7 @@ def test_stages_and_ranks_add_up_to_the_model(models: dict[str, Path]) -> None:
         expert_model_parallel_size=4,
         expert_tensor_parallel_size=1,
     )
-    stages = measure(split)
+    stages = measure_here(split)
     assert [stage.stages for stage in stages] == [range(1), range(1, 3), range(3, 4)]
     alone = model_parameters(whole, ModelArguments())
     copies = model_parameters(stages, split.model) - alone
@@ -177,8 +193,8 @@ def test_stages_and_ranks_add_up_to_the_model(models: dict[str, Path]) -> None:
 
 
 def test_virtual_stages_hold_the_same_parameters_and_more_activations(models: dict[str, Path]) -> None:
-    whole = measure(request(models["dense"], 2, pipeline_model_parallel_size=2))
-    virtual = measure(
+    whole = measure_here(request(models["dense"], 2, pipeline_model_parallel_size=2))
+    virtual = measure_here(
         request(models["dense"], 2, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
     )
     assert [stage.parameters for stage in virtual] == [stage.parameters for stage in whole]

@@ -40,7 +40,7 @@ def init_custom_process_group(address: str, port: int, group_name: str, rank: in
     """sglang.srt.utils.common.init_custom_process_group (0.5.23), for one backend."""
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
-    timeout = datetime.timedelta(seconds=30)
+    timeout = datetime.timedelta(seconds=120)
     store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = _new_process_group_helper(

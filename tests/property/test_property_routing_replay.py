@@ -39,7 +39,7 @@ def batch_of(lengths: list[int]) -> TrainBatch:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 4), st.integers(1, 4))
 def test_every_position_of_every_rank_has_the_experts_of_its_token(
     lengths: list[int], context: int, share: int

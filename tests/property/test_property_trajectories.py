@@ -32,7 +32,7 @@ options = st.sampled_from([{}, {"enable_thinking": False}])
 
 
 @each_style
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), tools=tools, options=options)
 def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
     style: str, data: st.DataObject, tools: Any, options: Any
@@ -172,7 +172,7 @@ def assert_experts_of_first_readers(branch: Branch, turns: list[Turn]) -> None:
 
 
 @each_style
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), tools=tools, options=options)
 def test_a_history_as_the_template_writes_it_is_what_it_makes_of_the_replies(
     style: str, data: st.DataObject, tools: Any, options: Any

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import PREFIXES, is_pass_through
+from miles_async.cli import main
 from miles_async.runtime.hooks import load_object
 from miles_async.types import Attempt, Group, Prompt, Sample
 
@@ -203,8 +203,9 @@ async def test_hooks_of_the_readme_work(monkeypatch: pytest.MonkeyPatch) -> None
     assert keeps(group(prompt, 1.0, 1.0)) == "all rewards are equal"
 
 
-@pytest.mark.timeout(180)  # a new process that imports all of it, on a machine that may be busy
-def test_command_of_the_readme_finds_the_hooks(tmp_path: Path) -> None:
+def test_command_of_the_readme_finds_the_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As typed, but for the prompts, which a fresh clone doesn't have yet, and ``--dry-run``."""
     readme = (ROOT / "README.md").read_text()
     (source,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
@@ -212,11 +213,18 @@ def test_command_of_the_readme_finds_the_hooks(tmp_path: Path) -> None:
     (tmp_path / "my_hooks.py").write_text(source)
     (tmp_path / "train.jsonl").write_text('{"prompt": "rev 12", "label": "21"}\n')
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    command = command.strip().replace(".venv/bin/miles-async", str(Path(sys.executable).with_name("miles-async")))
-    command += " --prompt-data train.jsonl --eval-prompt-data train.jsonl --dry-run"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert "my_hooks:digits_right" in done.stdout
+    path, program, *words = shlex.split(command.replace("\\\n", " "))
+    assert (path, program) == ("PYTHONPATH=.", ".venv/bin/miles-async")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.delitem(sys.modules, "my_hooks", raising=False)
+    try:
+        code = main([*words, "--prompt-data", "train.jsonl", "--eval-prompt-data", "train.jsonl", "--dry-run"])
+    finally:
+        sys.modules.pop("my_hooks", None)
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert "my_hooks:digits_right" in output.out
 
 
 def test_command_of_the_page_about_adapters(monkeypatch: pytest.MonkeyPatch) -> None:

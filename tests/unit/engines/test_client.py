@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,16 @@ class Setup:
         return self.client.generate(request)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what the engine or the client tells nobody."""
+    async with asyncio.timeout(50):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
-async def setup() -> AsyncIterator[Setup]:
+async def setup(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
+    monkeypatch.setattr("miles_async.engines.client._ABORT_SECONDS", 50.0)
     async with FakeEngine(weight_version="3") as engine:
         record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=engine.url, verified=True)
         registry = EngineRegistry(engines={"engine-0": record}, version=3, router_up=True)
@@ -70,9 +78,9 @@ async def setup() -> AsyncIterator[Setup]:
             traffic,
             router_url=lambda: engine.url,
             parse_versions=parse_spans,
-            request_timeout=2.0,
+            request_timeout=50.0,
             retries=2,
-            gate_timeout=2.0,
+            gate_timeout=50.0,
             backoff_seconds=0.01,
         )
         yield Setup(engine, registry, record, traffic, client)
@@ -273,18 +281,17 @@ async def test_waiting_for_engines_has_a_deadline_that_names_them(setup: Setup) 
 
 
 async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  # covers: C8
-    setup.engine.token_seconds = 0.02
+    setup.engine.token_seconds = 0.05
     async with asyncio.TaskGroup() as scope:
         task = scope.create_task(setup.generate())
-        await asyncio.sleep(0.04)
+        await until(lambda: len(setup.engine.requests) == 1)
         setup.record.verified = False  # new weights arrived, the canary has not run yet
         setup.registry.notify()
-        await asyncio.sleep(0.15)
-        assert setup.traffic.in_flight == 0
+        await until(lambda: setup.traffic.in_flight == 0)
         assert not task.done()  # answered, but held back
         setup.record.state = EngineState.FENCED  # the canary disagreed
         setup.registry.notify()
-        await asyncio.sleep(0.05)
+        await until(lambda: setup.traffic.failed == 1)
         setup.record.state, setup.record.verified = EngineState.SERVING, True
         setup.registry.notify()
     assert len(setup.engine.requests) == 2
@@ -358,7 +365,7 @@ async def test_a_request_that_is_aborted_before_it_began_has_no_tokens(setup: Se
 async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> None:
     setup.engine.token_seconds = 10.0
     task = asyncio.ensure_future(setup.generate())
-    await asyncio.sleep(0.05)
+    await until(lambda: len(setup.engine.requests) == 1)
     assert setup.traffic.in_flight == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -390,16 +397,14 @@ async def test_a_thousand_cancelled_requests_are_not_a_thousand_aborts(
     monkeypatch.setattr("miles_async.engines.client._ABORT_CALLS", 2)
     setup.engine.token_seconds = 10.0
     tasks = [asyncio.ensure_future(setup.generate(key=f"{i}")) for i in range(5)]
-    async with asyncio.timeout(5):
-        while len(setup.engine.requests) < 5:  # noqa: ASYNC110, the server tells nobody
-            await asyncio.sleep(0.01)
+    await until(lambda: len(setup.engine.requests) == 5)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert all(task.cancelled() for task in tasks)
     assert len(setup.engine.aborted_ids) == 2
     last = asyncio.ensure_future(setup.generate())
-    await asyncio.sleep(0.05)
+    await until(lambda: len(setup.engine.requests) == 6)
     last.cancel()
     await asyncio.gather(last, return_exceptions=True)
     assert len(setup.engine.aborted_ids) == 3  # those were over
@@ -410,14 +415,15 @@ async def test_a_timed_out_request_is_aborted_and_retried(setup: Setup) -> None:
     setup.client._request_timeout = 0.05
     with pytest.raises(TransientEngineError, match="--request-timeout"):
         await setup.generate()
-    assert setup.engine.aborted_ids == [body["rid"] for body in setup.engine.requests]
     assert len(setup.engine.aborted_ids) == 3
+    assert {body["rid"] for body in setup.engine.requests} <= {*setup.engine.aborted_ids}  # some may not have arrived
 
 
 async def test_an_abort_is_a_partial_answer(setup: Setup) -> None:  # covers: R2
     setup.engine.token_seconds = 0.02
     async with asyncio.TaskGroup() as scope:
         task = scope.create_task(setup.generate(max_new_tokens=500))
+        await until(lambda: len(setup.engine.requests) == 1)
         await asyncio.sleep(0.15)
         await setup.client._server.abort_all(setup.engine.url, 1.0)
     assert task.result().finish_reason == "abort"

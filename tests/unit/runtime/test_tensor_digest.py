@@ -39,7 +39,6 @@ def test_both_ends_agree_on_whole_tensors(shape: tuple[int, ...], dtype: torch.d
     assert piece(tensor, tensor) == whole(tensor)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_pieces_add_up(data: st.DataObject) -> None:
     # covers: C8
@@ -86,7 +85,6 @@ def test_torch_and_numpy_compute_the_same() -> None:
     assert block_digest(words, *tables) == torch_block_digest(words, *tables)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(DTYPES[:4]), st.integers(0, 24 * 24 - 1), st.integers(0, 63))
 def test_one_bit_anywhere_changes_it(dtype: torch.dtype, place: int, bit: int) -> None:
     # covers: C8
@@ -96,7 +94,7 @@ def test_one_bit_anywhere_changes_it(dtype: torch.dtype, place: int, bit: int) -
     assert whole(wrong) != whole(tensor)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.data())
 def test_two_elements_that_change_places_change_it(data: st.DataObject) -> None:
     # covers: C8

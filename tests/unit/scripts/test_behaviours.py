@@ -34,7 +34,9 @@ def meanings(script: dict[str, Any]) -> set[str]:
 
 
 def test_the_page_is_current(script: dict[str, Any]) -> None:
-    expected = script["render"](*script["read_meanings"](script["MEANINGS"]), script["covered"](ROOT / "tests"))
+    tests = ROOT / "tests"
+    families_and_reasons = script["read_meanings"](script["MEANINGS"])
+    expected = script["render"](*families_and_reasons, script["covered"](tests), script["at_night"](tests))
     assert script["PAGE"].read_text() == expected, "run .venv/bin/python scripts/behaviours.py"
 
 
@@ -43,6 +45,12 @@ def test_every_behaviour_has_a_test_or_a_reason_why_not(script: dict[str, Any], 
     tested = set(script["covered"](ROOT / "tests"))
     assert tested - meanings == set()
     assert meanings - tested == {behaviour for behaviour, reason in not_yet.items() if reason.startswith("no test")}
+
+
+def test_every_contract_is_covered_by_make_test(script: dict[str, Any]) -> None:
+    tests = ROOT / "tests"
+    alone = script["only_at_night"](script["covered"](tests), script["at_night"](tests))
+    assert not [behaviour for behaviour in alone if behaviour.startswith("C")]
 
 
 def cited(path: Path) -> Iterator[str]:
@@ -77,6 +85,22 @@ def test_marks_are_read_where_they_stand(script: dict[str, Any], tmp_path: Path)
         "P8": [("test_x.py", "TestC")],
         "P9": [("test_x.py", "test_d")],
     }
+
+
+def test_behaviours_are_told_that_only_long_tests_cover(script: dict[str, Any], tmp_path: Path) -> None:
+    mark = "# covers" + ":"
+    (tmp_path / "e2e").mkdir()
+    (tmp_path / "e2e" / "test_x.py").write_text(f"{mark} X1, X2, X3\ndef test_a(): pass\n")
+    (tmp_path / "test_y.py").write_text(
+        f"@pytest.mark.long\ndef test_b():  {mark} X2, X3\n    pass\ndef test_c():  {mark} X3\n    pass\n"
+    )
+    (tmp_path / "test_z.py").write_text(f"pytestmark = [pytest.mark.long]\n{mark} X2\nasync def test_d(): pass\n")
+    tests, night = script["covered"](tmp_path), script["at_night"](tmp_path)
+    assert script["only_at_night"](tests, night) == ["X1", "X2"]
+    family = script["Family"]("Letters", "About them.", {"X2": "It holds."})
+    page = script["render"]([family], {}, tests, night)
+    assert "## Covered at night alone\n\nX1, X2\n" in page
+    assert "- [test_y.py](test_y.py)\n  - b, *at night*\n- [test_z.py](test_z.py), *at night*\n" in page
 
 
 def test_a_behaviour_is_a_section_with_its_tests_by_file(script: dict[str, Any]) -> None:

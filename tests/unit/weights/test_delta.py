@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_async.weights.delta import Bytes, ChangedTensor, apply, encode
@@ -21,7 +21,6 @@ def applied(changed: ChangedTensor, old: Bytes) -> Bytes:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_change_makes_the_new_version_of_the_old_one(
     encoding: Literal["xor", "overwrite"], data: st.DataObject

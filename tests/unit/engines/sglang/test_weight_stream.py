@@ -21,11 +21,13 @@ from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
 from tests.integration.weight_receiver import init_custom_process_group
 
+pytestmark = pytest.mark.timeout(500)
+
 FORK = multiprocessing.get_context("forkserver")  # many processes: torch is imported once
 FORK.set_forkserver_preload(["miles_async.engines.sglang.weight_stream", "tests.integration.weight_receiver"])
 MODULES = 12
 ELEMENTS = 40_000  # of each tensor: more than the sockets between two processes hold, together
-DEADLINE = 20.0
+DEADLINE = 120.0  # seconds; only an engine that is never told of a failure takes as long
 MIDDLE = 3  # tensors
 
 

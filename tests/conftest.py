@@ -1,4 +1,4 @@
-"""Hypothesis settings for all property tests: a loaded machine is slow, which is no failure."""
+"""Hypothesis settings for all tests: a loaded machine is slow, which is no failure."""
 
 from __future__ import annotations
 
