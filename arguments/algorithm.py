@@ -11,7 +11,9 @@ from miles_async.arguments.flag import ModuleAttr, flag
 AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce", "on_policy_distillation"]
 TokenAdvantagesName = Literal["gae", "kl_in_reward"]
 LossType = Literal["policy_loss", "sft_loss"]
-PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"]
+PolicyLossName = Literal[
+    "ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "sat", "sat_gspo", "dis"
+]
 LossAggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
 TisMode = Literal["truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -48,6 +50,15 @@ class AlgorithmArguments:
     lambd: float = flag(
         1.0, "λ of --token-advantages gae: 1 is the return minus the value, 0 trusts the next token's value alone"
     )
+    lambd_length_alpha: float | None = flag(
+        None,
+        "λ by length: that of a sequence with n tokens that carry loss is 1 − 1 / (this × n), at least 0, instead of "
+        "--lambd (VAPO, SAO)",
+    )
+    critic_lambd: float | None = flag(
+        None,
+        "λ of the returns that the critic learns, where it is not the policy's; 1: the rewards to go (VAPO, SAO)",
+    )
     kl_coef: float = flag(0.0, "weight of the KL in the reward, with --token-advantages kl_in_reward or gae")
     kl_reward_type: KlLossType | ModuleAttr = flag(
         "k1", "estimator of the KL in the reward, as in --kl-loss-type; only that of k1 has the KL's own gradient"
@@ -81,7 +92,9 @@ class AlgorithmArguments:
         "weighed by the clipped ratio; sapo: a sigmoid of the ratio; gmpo: the geometric mean of a sequence's clipped "
         "ratios; dppo_tv, dppo_kl: no gradient for tokens whose probability moved further than --eps-clip by total "
         "variation, or by KL; clip_cov, kl_cov: without, or with a KL penalty for, the few tokens of a rollout batch "
-        "whose log-prob and advantage vary together most, which keeps entropy",
+        "whose log-prob and advantage vary together most, which keeps entropy; sat, sat_gspo: ppo_clip and gspo with a "
+        "narrower clip for tokens, or sequences, whose ratio says that they are stale; dis: cispo without the tokens "
+        "outside of the clip",
     )
     eps_clip: float = flag(0.2, "PPO clip range below 1; of the log-ratio with gmpo, of the divergence with dppo")
     eps_clip_high: float | None = flag(None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher")
@@ -89,6 +102,11 @@ class AlgorithmArguments:
         3.0,
         "dual clip: the loss of a token with a negative advantage A is at most this × |A|, however large its ratio, "
         "which PPO's clip does not bound there; more than 1; none: no bound",
+    )
+    sat_quantile: float = flag(
+        0.9,
+        "sat contracts the clip of what is staler than this share of the rollout batch's tokens, by abs(log π − log "
+        "π_rollout)",
     )
     tau_pos: float = flag(1.0, "steepness of sapo's sigmoid for positive advantages")
     tau_neg: float = flag(1.05, "steepness of sapo's sigmoid for other advantages")

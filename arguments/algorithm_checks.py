@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
 
-CLIPPED: frozenset[PolicyLossName] = frozenset({"ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov"})
+AGAINST_SAMPLER: frozenset[PolicyLossName] = frozenset({"sat", "sat_gspo", "dis"})
+"""Losses whose ratio is against the policy that sampled; against another they see no staleness."""
+
+CLIPPED: frozenset[PolicyLossName] = AGAINST_SAMPLER | frozenset(
+    {"ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov"}
+)
 LOSSES_WITH: dict[str, frozenset[PolicyLossName]] = {
     "eps_clip": CLIPPED,
     "eps_clip_high": CLIPPED,
-    "eps_clip_c": CLIPPED - {"cispo", "gmpo"},
+    "eps_clip_c": CLIPPED - {"cispo", "gmpo", "dis"},
+    "sat_quantile": frozenset({"sat", "sat_gspo"}),
     "tau_pos": frozenset({"sapo"}),
     "tau_neg": frozenset({"sapo"}),
     "clip_cov_ratio": frozenset({"clip_cov"}),
@@ -43,6 +49,11 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {value} has no effect with --policy-loss {algorithm.policy_loss}"
     if algorithm.clip_cov_lb >= algorithm.clip_cov_ub:
         yield f"--clip-cov-lb {algorithm.clip_cov_lb} is not less than --clip-cov-ub {algorithm.clip_cov_ub}"
+    if algorithm.policy_loss in AGAINST_SAMPLER and not algorithm.use_rollout_logprobs:
+        yield (
+            f"--policy-loss {algorithm.policy_loss} compares with the policy that sampled, however stale: add "
+            "--use-rollout-logprobs, and leave --use-tis out"
+        )
     if algorithm.policy_loss in ("clip_cov", "kl_cov") and algorithm.prox_logp_method == "loglinear":
         yield (
             f"--policy-loss {algorithm.policy_loss} chooses tokens before the first optimizer step, by log-probs that "

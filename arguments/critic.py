@@ -22,6 +22,7 @@ class CriticArguments:
     value_clip: float | None = flag(
         0.2, "how far a value may move from where it was before the batch's first optimizer step; none: no bound"
     )
+    critic_updates_per_step: int = flag(1, "optimizer steps of the critic, on the same returns, per one of the policy")
     num_critic_only_steps: int = flag(0, "rollout steps at the beginning that train the critic alone")
     critic_hf_checkpoint: Path | None = flag(
         None, "language model whose layers the critic begins with (default: --hf-checkpoint); its values begin at 0"
@@ -35,6 +36,14 @@ def check_critic(arguments: Arguments) -> Iterator[str]:
     for name in ("gamma", "lambd"):
         if getattr(algorithm, name) != 1.0 and not estimates:
             yield f"--{name} {getattr(algorithm, name)} has no effect without --token-advantages gae"
+    for name in ("lambd_length_alpha", "critic_lambd"):
+        if (given := getattr(algorithm, name)) is not None and not estimates:
+            yield f"--{name.replace('_', '-')} {given} has no effect without --token-advantages gae"
+    if algorithm.lambd_length_alpha is not None and algorithm.lambd != 1.0:
+        yield (
+            f"--lambd {algorithm.lambd} with --lambd-length-alpha {algorithm.lambd_length_alpha}, which takes its "
+            "place: leave one of them out"
+        )
     own = ":" in (algorithm.token_advantages or "")  # may need values, too
     if not estimates and not own:
         for each in fields(critic):

@@ -44,11 +44,11 @@ OldPolicy = Literal["trainer", "rollout", "interpolated"]
 
 
 @runtime_checkable
-class Chooses(Protocol):
-    """A policy loss that treats some tokens of a rollout batch apart."""
+class Surveys(Protocol):
+    """A policy loss that looks at the whole rollout batch before the first optimizer step."""
 
-    def choose(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """1 at the chosen tokens, else 0, [N] per micro-batch, before the first optimizer step. Collective."""
+    def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
+        """What the loss will read as ``TokenBatch.surveyed``, [N] per micro-batch. Collective."""
         ...
 
 
@@ -73,6 +73,7 @@ class Objective:
     kl_coefficient: KlCoefficient | None = None  # of that estimate in the loss
     reference_updates: ReferenceUpdates | None = None  # None: the reference model stays as it is
     token_advantages: TokenAdvantages | None = None  # comes before the first optimizer step on a batch
+    critic_advantages: TokenAdvantages | None = None  # that returns are made of; None: the policy's
     normalize_advantages: bool = False
     m2_threshold: float | None = None
     distillation: Distillation | None = None
@@ -111,18 +112,18 @@ class Objective:
     def prepares_batches(self) -> bool:
         """True if batches get something before the first optimizer step, such as other advantages."""
         changed = self.token_advantages is not None or self.normalize_advantages or self.m2_threshold is not None
-        return changed or isinstance(self.policy_loss, Chooses)
+        return changed or isinstance(self.policy_loss, Surveys)
 
     @property
     def needs_for_advantages(self) -> frozenset[Need]:
         """Arrays that are needed before the first optimizer step."""
         needs = set[Need](() if self.token_advantages is None else self.token_advantages.needs)
-        compares = self.m2_threshold is not None or isinstance(self.policy_loss, Chooses)
+        compares = self.m2_threshold is not None or isinstance(self.policy_loss, Surveys)
         return frozenset(needs | ({"old_logprobs"} if compares else set()))
 
     def prepared(self, batches: Sequence[TokenBatch], gather: Gather) -> list[TokenBatch]:
         """All micro-batches of a rollout batch with their advantages (of tokens, then whitened, then masked) and with
-        the tokens that the policy loss chooses. Collective.
+        what the policy loss finds in the batch as a whole. Collective.
         """
 
         def replaced(advantages: Iterable[Tensor]) -> list[TokenBatch]:
@@ -133,21 +134,19 @@ class Objective:
             batches = replaced(whiten(batches, gather))
         if self.m2_threshold is not None:
             batches = replaced(within_second_moment(batches, self.m2_threshold, gather))
-        if isinstance(self.policy_loss, Chooses):
-            chosen = self.policy_loss.choose(batches, gather)
-            return [batch.with_computed("chosen", of_batch) for batch, of_batch in zip(batches, chosen, strict=True)]
+        if isinstance(self.policy_loss, Surveys):
+            found = self.policy_loss.survey(batches, gather)
+            return [batch.with_computed("surveyed", of_batch) for batch, of_batch in zip(batches, found, strict=True)]
         return list(batches)
 
     def advantages(self, batch: TokenBatch) -> Tensor:
         """float32 [N]: what ``--token-advantages`` makes of those of the samples, 0 where no loss is carried."""
-        if self.token_advantages is None:
-            return batch.advantages
-        found = _per_token(self.token_advantages(batch), batch, "--token-advantages")
-        return found.float().masked_fill(batch.loss_mask == 0, 0.0)
+        return _of_tokens(self.token_advantages, batch)
 
     def returns(self, batch: TokenBatch) -> Tensor:
         """float32 [N]: what the critic learns to foretell. ``batch`` has the advantages of its samples still."""
-        return (self.advantages(batch) + batch.values) * batch.loss_mask
+        advantages = _of_tokens(self.critic_advantages or self.token_advantages, batch)
+        return (advantages + batch.values) * batch.loss_mask
 
     def __call__(
         self, logprobs: Tensor, batch: TokenBatch, *, entropy: Tensor | None = None, progress: float = 0.0
@@ -203,6 +202,7 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         ),
         reference_updates=ReferenceUpdates.of(arguments),
         token_advantages=registry.token_advantages(arguments),
+        critic_advantages=registry.critic_advantages(arguments),
         normalize_advantages=arguments.normalize_advantages,
         m2_threshold=arguments.m2_threshold,
         distillation=Distillation(arguments) if arguments.use_opd else None,
@@ -218,6 +218,13 @@ def _old_policy(arguments: AlgorithmArguments) -> OldPolicy:
     if arguments.use_rollout_logprobs:
         return "rollout"
     return "interpolated" if arguments.prox_logp_method == "loglinear" else "trainer"
+
+
+def _of_tokens(estimator: TokenAdvantages | None, batch: TokenBatch) -> Tensor:
+    if estimator is None:
+        return batch.advantages
+    found = _per_token(estimator(batch), batch, "--token-advantages")
+    return found.to(batch.advantages.dtype).masked_fill(batch.loss_mask == 0, 0.0)
 
 
 def _per_token(values: Tensor, batch: TokenBatch, flag: str) -> Tensor:

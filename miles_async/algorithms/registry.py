@@ -7,6 +7,7 @@ they are asked for: the rollout side, which makes its estimator here, has no use
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, get_args
 
 from miles_async.api import (
@@ -46,6 +47,9 @@ POLICY_LOSSES = {
     "dppo_kl": f"{HERE}.losses.dppo:DppoKl",
     "clip_cov": f"{HERE}.losses.clip_cov:ClipCov",
     "kl_cov": f"{HERE}.losses.kl_cov:KlCov",
+    "sat": f"{HERE}.losses.sat:Sat",
+    "sat_gspo": f"{HERE}.losses.sat:SatGspo",
+    "dis": f"{HERE}.losses.dis:Dis",
 }
 SFT_LOSS = f"{HERE}.losses.sft:SftLoss"
 CORRECTIONS = {
@@ -87,6 +91,13 @@ def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
     made = _made(path, TokenAdvantages, flag, arguments)
     _check_needs(made, f"{flag} {arguments.token_advantages}", arguments)
     return made
+
+
+def critic_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
+    """Make the estimator that the critic's returns come from, if it is not the policy's (``--critic-lambd``)."""
+    if arguments.critic_lambd is None:
+        return None
+    return token_advantages(replace(arguments, lambd=arguments.critic_lambd, lambd_length_alpha=None))
 
 
 def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
@@ -167,8 +178,8 @@ def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str, ar
         raise ConfigurationError(
             f"{named}: expected `needs`, a tuple of any of {', '.join(get_args(Need))}, or (); found {needs!r}"
         )
-    if "chosen" in needs and not hasattr(part, "choose"):
-        raise ConfigurationError(f"{named} needs chosen, which is for --policy-loss clip_cov and kl_cov")
+    if "surveyed" in needs and not hasattr(part, "survey"):
+        raise ConfigurationError(f"{named} needs surveyed, which only a --policy-loss with a method `survey` has")
     if "teacher_logprobs" in needs and not arguments.use_opd:
         raise ConfigurationError(f"{named} needs teacher_logprobs, which take a teacher: add --use-opd")
 

@@ -42,14 +42,15 @@ def sum_to_go(values: Tensor, offsets: Tensor) -> Tensor:
     return (ends - before[:-1]).to(values.dtype)
 
 
-def discounted_to_go(values: Tensor, sequence: Tensor, factor: float) -> Tensor:
-    """float64 [n]: at each entry the sum over it and the later ones of its sequence, each weighed by ``factor`` to the
-    power of its distance in entries. ``sequence``: int64 [n], of each entry; those of a sequence follow one another.
+def discounted_to_go(values: Tensor, sequence: Tensor, factors: Tensor) -> Tensor:
+    """float64 [n]: at each entry the sum over it and the later ones of its sequence, each weighed by the sequence's
+    factor to the power of its distance in entries. ``sequence``: int64 [n], of each entry; those of a sequence follow
+    one another. ``factors``: float64 [n], of each entry's sequence.
     """
     total, reach = values.double(), 1
     while reach < len(total):  # each round doubles the entries that a sum reaches over
         later = total[reach:] * (sequence[reach:] == sequence[:-reach])
-        total = torch.cat([total[:-reach] + factor**reach * later, total[-reach:]])
+        total = torch.cat([total[:-reach] + factors[:-reach] ** reach * later, total[-reach:]])
         reach *= 2
     return total
 

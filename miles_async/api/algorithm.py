@@ -34,11 +34,11 @@ class AdvantageEstimator(Protocol):
         ...
 
 
-Need = Literal["old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "chosen"]
+Need = Literal["old_logprobs", "ref_logprobs", "teacher_logprobs", "trainer_logprobs", "entropy", "values", "surveyed"]
 """An array of TokenBatch that costs a pass of a model, so that it is computed only if something needs it.
 
-``teacher_logprobs`` come with the samples, from the teacher of ``--use-opd``; ``chosen`` is for the losses that choose
-tokens from the whole rollout batch, ``clip_cov`` and ``kl_cov``. ``values`` take a critic: if anything needs them, the
+``teacher_logprobs`` come with the samples, from the teacher of ``--use-opd``; ``surveyed`` is for losses that look at
+the whole rollout batch first, such as ``clip_cov`` and ``sat``. ``values`` take a critic: if anything needs them, the
 trainer has one and trains it. What needs an array that the run does not have is refused at the start.
 """
 
@@ -78,6 +78,11 @@ class TokenBatch:
         return self._needed("old_logprobs")
 
     @property
+    def trainer_logprobs(self) -> Tensor:
+        """float32 [N], by the trainer before its first optimizer step on the batch, whatever ``old_logprobs`` are."""
+        return self._needed("trainer_logprobs")
+
+    @property
     def ref_logprobs(self) -> Tensor:
         """float32 [N], by the reference model (``--ref-hf-checkpoint``)."""
         return self._needed("ref_logprobs")
@@ -100,9 +105,9 @@ class TokenBatch:
         return self._needed("values")
 
     @property
-    def chosen(self) -> Tensor:
-        """float32 [N], 1 at the tokens that the policy loss chose from the rollout batch, else 0."""
-        return self._needed("chosen")
+    def surveyed(self) -> Tensor:
+        """float32 [N]: what the policy loss found when it looked at the whole rollout batch."""
+        return self._needed("surveyed")
 
     def with_computed(self, name: Need, values: Tensor) -> TokenBatch:
         """The same batch that has ``name`` too."""

@@ -26,9 +26,9 @@ from tests.integration.toy_batches import ToySample, to_shards, toy_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-GAMMA, LAMBD, CLIP, CRITIC_LR = 0.97, 0.9, 0.05, 3e-3
-PPO = AlgorithmArguments(token_advantages="gae", gamma=GAMMA, lambd=LAMBD, use_rollout_logprobs=True)
-CRITIC = CriticArguments(critic_lr=CRITIC_LR, value_clip=CLIP, num_critic_only_steps=1)
+GAMMA, LAMBD, CLIP, CRITIC_LR, UPDATES = 0.97, 0.9, 0.05, 3e-3, 2
+PPO = AlgorithmArguments(token_advantages="gae", gamma=GAMMA, lambd=0.5, critic_lambd=LAMBD, use_rollout_logprobs=True)
+CRITIC = CriticArguments(critic_lr=CRITIC_LR, value_clip=CLIP, num_critic_only_steps=1, critic_updates_per_step=UPDATES)
 ROLLOUTS = [[toy_samples(8, seed=seed), toy_samples(8, seed=seed + 100)] for seed in range(3)]
 
 
@@ -125,7 +125,7 @@ class PlainCritic:
             old = {id(sample): self.values(sample) for sample in samples}
         targets = {id(sample): torch.tensor(self.returns(sample, old[id(sample)].tolist())) for sample in samples}
         losses, norms, count = 0.0, [], 0
-        for step in steps:
+        for step in [step for step in steps for _ in range(UPDATES)]:
             of_tokens = []
             for sample in step:
                 now, before, target = self.values(sample), old[id(sample)], targets[id(sample)]

@@ -22,18 +22,18 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 class ClipCov:
     """``--policy-loss clip_cov``."""
 
-    needs: tuple[Need, ...] = ("old_logprobs", "chosen")
+    needs: tuple[Need, ...] = ("old_logprobs", "surveyed")
 
     def __init__(self, arguments: AlgorithmArguments) -> None:
         self._clip = ClipRange.of(arguments)
         self._ratio = arguments.clip_cov_ratio
         self._low, self._high = arguments.clip_cov_lb, arguments.clip_cov_ub
 
-    def choose(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """See ``objective.Chooses``."""
+    def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
+        """1 at the chosen tokens, else 0; see ``objective.Surveys``."""
         return drawn_between(batches, self._ratio, self._low, self._high, gather)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = importance_ratio(logprobs, batch.old_logprobs)
-        loss, metrics = surrogate_loss(ratio, batch.advantages, self._clip)
-        return loss * (1.0 - batch.chosen), {**metrics, "cov_chosen_fraction": batch.chosen}
+        loss, metrics = surrogate_loss(ratio, self._clip.bounded(ratio), batch.advantages, self._clip.cap)
+        return loss * (1.0 - batch.surveyed), {**metrics, "cov_chosen_fraction": batch.surveyed}

@@ -32,6 +32,11 @@ class Gspo:
         self._clip = ClipRange.of(arguments)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        log_ratio = mean_per_sequence(bounded_difference(logprobs.detach(), batch.old_logprobs), batch)
-        own_gradient = logprobs - logprobs.detach()
-        return surrogate_loss((log_ratio + own_gradient).exp(), batch.advantages, self._clip)
+        ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch).exp()
+        return surrogate_loss(ratio, self._clip.bounded(ratio), batch.advantages, self._clip.cap)
+
+
+def sequence_log_ratio(logprobs: Tensor, old: Tensor, batch: TokenBatch) -> Tensor:
+    """Logarithm of GSPO-token's ratio, [N]: the sequence's value at each of its tokens, with the token's gradient."""
+    value = mean_per_sequence(bounded_difference(logprobs.detach(), old), batch)
+    return value + (logprobs - logprobs.detach())

@@ -25,17 +25,17 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 class KlCov:
     """``--policy-loss kl_cov``."""
 
-    needs: tuple[Need, ...] = ("old_logprobs", "chosen")
+    needs: tuple[Need, ...] = ("old_logprobs", "surveyed")
 
     def __init__(self, arguments: AlgorithmArguments) -> None:
         self._ratio, self._coefficient = arguments.kl_cov_ratio, arguments.ppo_kl_coef
 
-    def choose(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """See ``objective.Chooses``."""
+    def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
+        """1 at the chosen tokens, else 0; see ``objective.Surveys``."""
         return largest(batches, self._ratio, gather)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         difference = bounded_difference(logprobs, batch.old_logprobs)
         ratio, penalty = difference.exp(), self._coefficient * difference.abs()
-        metrics = {"ratio_mean": ratio, "ratio_max": ratio, "cov_chosen_fraction": batch.chosen}
-        return batch.chosen * penalty - batch.advantages * ratio, metrics
+        metrics = {"ratio_mean": ratio, "ratio_max": ratio, "cov_chosen_fraction": batch.surveyed}
+        return batch.surveyed * penalty - batch.advantages * ratio, metrics

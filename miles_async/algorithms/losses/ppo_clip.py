@@ -36,4 +36,5 @@ class PpoClip:
         self._clip = ClipRange.of(arguments)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        return surrogate_loss(importance_ratio(logprobs, batch.old_logprobs), batch.advantages, self._clip)
+        ratio = importance_ratio(logprobs, batch.old_logprobs)
+        return surrogate_loss(ratio, self._clip.bounded(ratio), batch.advantages, self._clip.cap)

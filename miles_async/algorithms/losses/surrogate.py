@@ -24,6 +24,10 @@ class ClipRange:
         below, above = epsilons(arguments)
         return ClipRange(low=1.0 - below, high=1.0 + above, cap=arguments.eps_clip_c)
 
+    def bounded(self, ratio: Tensor) -> Tensor:
+        """clip(r, low, high)."""
+        return ratio.clamp(self.low, self.high)
+
 
 def epsilons(arguments: AlgorithmArguments) -> tuple[float, float]:
     """(``--eps-clip``, ``--eps-clip-high``), the second by default the first."""
@@ -31,20 +35,23 @@ def epsilons(arguments: AlgorithmArguments) -> tuple[float, float]:
     return arguments.eps_clip, arguments.eps_clip if high is None else high
 
 
-def surrogate_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each token, [N], and its metrics."""
-    loss, clipped = clipped_surrogate(ratio, advantages, clip.low, clip.high)
+def surrogate_loss(
+    ratio: Tensor, bounded: Tensor, advantages: Tensor, cap: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each token, [N], and its metrics. ``bounded``: the ratio within its clip; ``cap``: eps_clip_c
+    of the dual clip.
+    """
+    loss, clipped = clipped_surrogate(ratio, bounded, advantages)
     metrics = {"clip_fraction": clipped, "ratio_mean": ratio, "ratio_max": ratio}
-    if clip.cap is not None:
-        loss, metrics["dual_clip_fraction"] = dual_clip(loss, advantages, clip.cap)
+    if cap is not None:
+        loss, metrics["dual_clip_fraction"] = dual_clip(loss, advantages, cap)
     return loss, metrics
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, whether the clip took the gradient away), each [N]."""
-    plain = ratio * advantages
-    bounded = ratio.clamp(low, high) * advantages
-    return -torch.minimum(plain, bounded), (bounded < plain).float()
+    plain, clipped = ratio * advantages, bounded * advantages
+    return -torch.minimum(plain, clipped), (clipped < plain).float()
 
 
 def dual_clip(loss: Tensor, advantages: Tensor, cap: float) -> tuple[Tensor, Tensor]:

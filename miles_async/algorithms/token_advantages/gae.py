@@ -6,6 +6,10 @@ and 16, and PPO (arXiv 1707.06347), eq. 11 and 12. Over the tokens t = 1 .. T of
     δ_t = r_t + γ · V_{t+1} - V_t,    V_{T+1} = 0
     A_t = δ_t + γ λ · A_{t+1},        A_{T+1} = 0
 
+λ is ``--lambd``, or with ``--lambd-length-alpha`` α that of VAPO (Yue et al., arXiv 2504.05118), 1 - 1 / (α · T) but at
+least 0, which lets rewards reach back as far as sequences are long; α is 0.05 there and 1.5 in SAO (arXiv 2607.07508).
+Both let the critic learn from another λ, 1: ``--critic-lambd``.
+
 V_t is the critic's value of the prefix that token t was sampled after. r_T is the sample's advantage as
 ``--advantage-estimator`` gives it (with ``reinforce`` its reward), and the other rewards are 0. With ``--kl-coef`` each
 r_t is less by kl_coef · KL_t, an estimate (``--kl-reward-type``) from log π_old and log π_ref (arXiv 1909.08593,
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.registry import reward_kl_estimator
-from miles_async.algorithms.sequences import discounted_to_go, sequence_of_token
+from miles_async.algorithms.sequences import discounted_to_go, loss_tokens, sequence_of_token
 from miles_async.api import Need, TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 
@@ -31,7 +35,8 @@ class Gae:
     """``--token-advantages gae``."""
 
     def __init__(self, arguments: AlgorithmArguments) -> None:
-        self._gamma, self._lambd, self._kl_coef = arguments.gamma, arguments.lambd, arguments.kl_coef
+        self._gamma, self._kl_coef = arguments.gamma, arguments.kl_coef
+        self._lambd, self._alpha = arguments.lambd, arguments.lambd_length_alpha
         self._estimate = reward_kl_estimator(arguments)
 
     @property
@@ -49,5 +54,11 @@ class Gae:
         values = batch.values[tokens].double()
         following = values.roll(-1).masked_fill(last, 0.0)
         deltas = rewards + self._gamma * following - values
-        advantages = discounted_to_go(deltas, sequence, self._gamma * self._lambd)
+        advantages = discounted_to_go(deltas, sequence, self._gamma * self._lambdas(batch)[sequence])
         return torch.zeros_like(batch.advantages).index_put((tokens,), advantages.to(batch.advantages.dtype))
+
+    def _lambdas(self, batch: TokenBatch) -> Tensor:
+        """λ of each sequence, float64 [S]."""
+        if self._alpha is None:
+            return torch.full_like(batch.offsets[1:], self._lambd, dtype=torch.float64)
+        return (1.0 - 1.0 / (self._alpha * loss_tokens(batch).double())).clamp(min=0.0)

@@ -30,6 +30,7 @@ class Critic:
 
     learner: Learner
     loss: ValueLoss
+    updates: int  # optimizer steps per one of the policy
     rollouts_alone: int  # at the run's beginning: rollout steps in which the policy is not trained
 
     def gradient(self, packs: Sequence[PackedBatch]) -> tuple[dict[str, Tensor], float]:
@@ -65,5 +66,6 @@ def load_critic(
     return Critic(
         learner=Learner.of(loaded, rate, model, platform, device=device, total_steps=total_steps),
         loss=ValueLoss(aggregation=aggregation, clip=arguments.value_clip),
+        updates=arguments.critic_updates_per_step,
         rollouts_alone=arguments.num_critic_only_steps,
     )

@@ -89,13 +89,14 @@ class StepRunner:
             for packed in packs:
                 accumulate(totals, self._counts(packed))
             if self.critic is not None:
-                sums, norm = self.critic.gradient(packs)
-                accumulate(totals, sums)
-                if (breach := self.limits.breach_of_critic(norm)) is not None:
-                    breaches.append(breach)
-                elif norm > 0:
-                    self.critic.learner.optimizer.step()
-                    critic_norms.append(norm)
+                for _ in range(self.critic.updates):
+                    sums, norm = self.critic.gradient(packs)
+                    accumulate(totals, sums)
+                    if (breach := self.limits.breach_of_critic(norm)) is not None:
+                        breaches.append(breach)
+                    elif norm > 0:
+                        self.critic.learner.optimizer.step()
+                        critic_norms.append(norm)
                 if rollouts < self.critic.rollouts_alone:
                     continue
             sums, norm = self.policy.gradient(packs, partial(self._loss, index))
@@ -132,6 +133,8 @@ class StepRunner:
         if "ref_logprobs" in objective.needs:
             assert self.reference is not None, "the objective needs a reference model"
             steps = self._with_scores(steps, "ref_logprobs", self.reference, self.scorer.logprobs)
+        if "trainer_logprobs" in objective.needs:
+            steps = self._with_scores(steps, "trainer_logprobs", self.policy.model, self.scorer.logprobs)
         early = "old_logprobs" in objective.needs_for_advantages
         if "old_logprobs" not in objective.needs or (objective.old_policy == "interpolated" and not early):
             return steps

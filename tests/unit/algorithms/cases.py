@@ -94,6 +94,19 @@ def at_covariances(step: Step, seed: int) -> Flags:
     return {"clip_cov_lb": low * (1 + hair), "clip_cov_ub": high * (1 + hair)}
 
 
+def at_staleness(step: Step, seed: int) -> Flags:
+    """A quantile that is the staleness of a token whose loss depends on whether its clip is contracted."""
+    found = sorted(float((one.before - one.old).abs()[t]) for one in step for t in range(len(one.old)) if one.mask[t])
+    for one in step:
+        for t in range(len(one.old)):
+            d, advantage = float((one.logprobs.detach() - one.old)[t]), float(one.advantages[t])
+            binds = 0.12 < abs(math.exp(d) - 1) < 0.19 and advantage * d > 0
+            if one.mask[t] and binds and abs(float((one.before - one.logprobs.detach())[t])) < 2 * HAIR * abs(d):
+                place = found.index(float((one.before - one.old).abs()[t])) + 1
+                return {"sat_quantile": place * (1 - HAIR) / len(found)}
+    return {}
+
+
 CASES = (
     Case("ppo", CLIP, EDGES),
     Case(
@@ -123,6 +136,15 @@ CASES = (
         {"policy_loss": "dppo_kl", "eps_clip": 0.01, "eps_clip_high": 0.02, "eps_clip_c": None},
         divergences(binary_kl, below=0.01, above=0.02),
     ),
+    Case("sat", CLIP | {"policy_loss": "sat"}, EDGES),
+    Case("sat, much contracted", CLIP | {"policy_loss": "sat"}, ratios(0.84, 1.15), tune=at_staleness),
+    Case("sat, all contracted", {"policy_loss": "sat", "sat_quantile": 1e-3, "eps_clip_c": None}),
+    Case(
+        "sat_gspo",
+        {"policy_loss": "sat_gspo", "sat_quantile": 0.3, "loss_aggregation": "sequence_mean"},
+        adjust=mean_log_ratio(0.12),
+    ),
+    Case("dis", {"policy_loss": "dis", "eps_clip": 0.3, "eps_clip_high": 5.0}, ratios(0.7, 6.0)),
     Case("tis per token", {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5}, ratios(0.5, 1.5)),
     Case("tis per sequence", {"use_tis": True, "tis_level": "sequence", "tis_clip": 50.0}),
     Case(
@@ -181,6 +203,20 @@ CASES = (
     Case("kl_cov", {"policy_loss": "kl_cov", "ppo_kl_coef": 0.7}, tune=at_share("kl_cov_ratio", 0.3)),
     Case("sft", {"loss_type": "sft_loss"}),
     Case("PPO with a critic", CLIP | {"token_advantages": "gae", "gamma": 0.98, "lambd": 0.9}, EDGES),
+    Case(
+        "SAO",
+        {
+            "policy_loss": "dis",
+            "eps_clip": 0.8,
+            "eps_clip_high": 3.0,
+            "token_advantages": "gae",
+            "gamma": 0.98,
+            "lambd_length_alpha": 0.3,
+            "critic_lambd": 0.9,
+        },
+        ratios(0.2, 4.0),
+        value_clip=None,
+    ),
     Case(
         "PPO with a critic, whitened, KL in the reward, no value clip, mean of means",
         {

@@ -28,6 +28,7 @@ def defaults(flags: Flags) -> Flags:
     known |= {"rs_statistic": "ratio", "rs_level": "token", "rs_lower_bound": None, "rs_upper_bound": None}
     known |= {"rs_veto_threshold": None, "opsm_delta": 1e-4, "max_token_age": None, "token_age_decay": 1.0}
     known |= {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 2e-4, "ppo_kl_coef": 1.0}
+    known |= {"sat_quantile": 0.9, "lambd": 1.0, "gamma": 1.0, "lambd_length_alpha": None, "critic_lambd": None}
     known |= {"opd_kl_coef": 1.0, "opd_student": "trainer"}
     known |= {"prox_logp_method": "recompute", "kl_reward_type": "k1", "kl_loss_type": "k3"}
     found = known | flags
@@ -188,6 +189,55 @@ def chosen_tokens(step: Step, flags: Flags) -> dict[int, set[int]]:
     return {id(trajectory.old): {t for n, t in chosen if n == number} for number, trajectory in enumerate(step)}
 
 
+def staleness_scale(step: Step, flags: Flags) -> float:
+    """Eq. 3.3: inf{x: at least this share of all |d| is ≤ x}."""
+    found = []
+    for trajectory in step:
+        tokens = carrying(trajectory)
+        of_tokens = [log_ratio(trajectory.before[t], trajectory.old[t]).item() for t in tokens]
+        if flags["policy_loss"] == "sat_gspo" and tokens:
+            of_tokens = [sum(of_tokens) / len(tokens)] * len(tokens)
+        found += [abs(one) for one in of_tokens]
+    return min(x for x in found if sum(one <= x for one in found) >= flags["sat_quantile"] * len(found))
+
+
+def contracted(ratio: Tensor, advantage: Tensor, flags: Flags) -> Tensor:
+    """Eq. 3.2 and 3.4 to 3.6."""
+    d, scale, lower, upper = math.log(ratio.item()), flags["scale"], 1.0, 1.0
+    if scale > 0 and abs(d) > scale:
+        lower, upper = 1 / (1 + (max(-d, 0) / scale) ** 2), 1 / (1 + (max(d, 0) / scale) ** 2)
+    return clipped(ratio, advantage, flags | {"eps_clip": flags["eps_clip"] * lower, "above": flags["above"] * upper})
+
+
+def sat(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    losses = []
+    for t, advantage in enumerate(trajectory.advantages):
+        ratio = torch.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]))
+        losses.append(contracted(ratio, advantage, flags))
+    return losses
+
+
+def sat_gspo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    """GSPO's ratio, as in ``gspo``."""
+    tokens, losses = carrying(trajectory), []
+    mean = sum(log_ratio(trajectory.logprobs[t], trajectory.old[t]).item() for t in tokens) / max(1, len(tokens))
+    for t in range(len(trajectory.old)):
+        probability = trajectory.logprobs[t].exp()
+        ratio = math.exp(mean) * probability / probability.detach()
+        losses.append(contracted(ratio, trajectory.advantages[t], flags))
+    return losses
+
+
+def dis(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
+    """f(r) is r inside, else 0."""
+    losses = []
+    for t, advantage in enumerate(trajectory.advantages):
+        ratio = math.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]).item())
+        trusted = 1 - flags["eps_clip"] < ratio < 1 + flags["above"]
+        losses.append((-ratio if trusted else 0.0) * advantage * trajectory.logprobs[t])
+    return losses
+
+
 POLICY_LOSSES: dict[str, TokenLosses] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
@@ -198,6 +248,9 @@ POLICY_LOSSES: dict[str, TokenLosses] = {
     "dppo_kl": dppo_kl,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "sat": sat,
+    "sat_gspo": sat_gspo,
+    "dis": dis,
 }
 
 
@@ -329,7 +382,9 @@ def distilled(trajectory: Trajectory, flags: Flags) -> Trajectory:
 
 def with_gae(trajectory: Trajectory, flags: Flags) -> Trajectory:
     """Eq. 16 of the paper: the sum of (γλ)^k δ, over the tokens that carry loss."""
-    gamma, lambd, tokens = flags.get("gamma", 1.0), flags.get("lambd", 1.0), carrying(trajectory)
+    gamma, lambd, tokens = flags["gamma"], flags["lambd"], carrying(trajectory)
+    if flags["lambd_length_alpha"] is not None and tokens:  # VAPO
+        lambd = max(0.0, 1 - 1 / (flags["lambd_length_alpha"] * len(tokens)))
     deltas = []
     for place, t in enumerate(tokens):
         reward = trajectory.advantages[t].item() if place == len(tokens) - 1 else 0.0
@@ -372,6 +427,8 @@ def within_second_moment(step: Step, threshold: float) -> Step:
 def value_loss_of_step(step: Step, flags: Flags, clip: float | None) -> Tensor:
     """The critic's loss, differentiable in every sequence's ``values``."""
     flags = defaults(flags)
+    if flags["critic_lambd"] is not None:
+        flags |= {"lambd": flags["critic_lambd"], "lambd_length_alpha": None}
     losses = []
     for trajectory in step:
         advantages, of_tokens = with_gae(trajectory, flags).advantages, []
@@ -404,6 +461,8 @@ def loss_of_step(step: Step, flags: Flags) -> Tensor:
         step = within_second_moment(step, flags["m2_threshold"])
     if flags.get("policy_loss") in ("clip_cov", "kl_cov"):
         flags["chosen"] = chosen_tokens(step, flags)
+    if flags.get("policy_loss") in ("sat", "sat_gspo"):
+        flags["scale"] = staleness_scale(step, flags)
     if flags.get("use_opd"):
         step = [distilled(trajectory, flags) for trajectory in step]
     of_tokens = POLICY_LOSSES[flags.get("policy_loss", "ppo_clip")]

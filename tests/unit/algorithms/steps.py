@@ -35,6 +35,7 @@ class Trajectory:
     versions: Tensor  # int64
     values: Tensor  # by the critic that is trained; a leaf with gradient
     old_values: Tensor
+    before: Tensor  # log-probs by the trainer before its first optimizer step, whatever ``old`` is
 
     @property
     def carries_loss(self) -> bool:
@@ -135,6 +136,9 @@ def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: in
         advantages = advantages + draw.normal(size=length) * draw.integers(0, 2, length)
     [of_critic] = draw.spawn(1)
     values = of_critic.normal(size=length)
+    [of_trainer] = draw.spawn(1)
+    near = old + (now - old) * (1.0 + HAIR * of_trainer.choice([-1.0, 1.0], length))
+    before = _below_0(np.where(of_trainer.random(length) < 0.8, near, now + of_trainer.normal(size=length) * 0.1))
     mask = draw.random(length) < 0.8
     if number == 5:
         mask[:] = False
@@ -151,6 +155,7 @@ def _trajectory(draw: np.random.Generator, length: int, edges: Edges, number: in
         versions=torch.tensor(draw.integers(0, TARGET_VERSION + 1, length)),
         values=floats(values + of_critic.normal(size=length) * of_critic.choice([0.05, 1.0])).requires_grad_(),
         old_values=floats(values),
+        before=floats(before),
     )
 
 
@@ -200,6 +205,7 @@ def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
         target_version=TARGET_VERSION,
         computed={
             "old_logprobs": joined(step, "old", dtype),
+            "trainer_logprobs": joined(step, "before", dtype),
             "ref_logprobs": joined(step, "reference", dtype),
             "teacher_logprobs": joined(step, "teacher", dtype),
             "values": joined(step, "old_values", dtype),

@@ -29,12 +29,14 @@ MODULES = (
     "sequences",
     "losses.cispo",
     "losses.clip_cov",
+    "losses.dis",
     "losses.dppo",
     "losses.gmpo",
     "losses.gspo",
     "losses.kl_cov",
     "losses.ppo_clip",
     "losses.sapo",
+    "losses.sat",
     "losses.sft",
     "losses.surrogate",
     "token_advantages.gae",
@@ -54,6 +56,7 @@ HARMLESS = {
         "(bounded_exp(difference) < self._veto).to(difference.dtype)": "only whether it is 0 counts",
     },
     "losses.sapo": {"advantages": TYPE},
+    "losses.sat": {"of_batch": TYPE, "values": "only how many there are counts", "1e-9": "far below one token"},
     "token_advantages.gae": dict.fromkeys(("batch.loss_mask", "batch.advantages", "self._kl_coef"), TYPE),
     "value_loss": {
         **dict.fromkeys(("bounded", "loss", "(bounded > loss).to(loss.dtype)"), METRIC),
@@ -121,8 +124,8 @@ HARMLESS = {
         "EPSILON": "far below the variance",
     },
     "losses.surrogate": {
-        **dict.fromkeys(("bounded", "plain", "loss", "most"), METRIC),
-        **dict.fromkeys(("(bounded < plain).float()", "(loss > most).float()"), METRIC),
+        **dict.fromkeys(("clipped", "plain", "loss", "most"), METRIC),
+        **dict.fromkeys(("(clipped < plain).float()", "(loss > most).float()"), METRIC),
     },
 }
 """Module → expressions that may be wrong by a thousandth somewhere without a consequence → the reason."""

@@ -66,7 +66,7 @@ def test_gae_of_nothing_and_of_values_that_are_right() -> None:
 def test_gae_of_a_long_sequence_is_the_recursion_s() -> None:
     draw = torch.Generator().manual_seed(0)
     values = torch.randn(5000, generator=draw, dtype=torch.float64)
-    found = discounted_to_go(values, torch.zeros(5000, dtype=torch.int64), 0.999)
+    found = discounted_to_go(values, torch.zeros(5000, dtype=torch.int64), torch.full_like(values, 0.999))
     later = 0.0
     for place in reversed(range(5000)):
         later = float(values[place]) + 0.999 * later

@@ -142,6 +142,7 @@ def aged(step: Step, seed: int) -> Step:
             versions=torch.full((length,), TARGET_VERSION),
             values=values[1],
             old_values=values[1],
+            before=values[1],
         ),
     ]
 

@@ -18,8 +18,8 @@ from tests.unit.algorithms.steps import Step, micro_batch
 
 
 def seen(batch: TokenBatch) -> Tensor:
-    """The advantages, or the tokens that the loss chose."""
-    return batch.computed.get("chosen", batch.advantages)
+    """The advantages, or what the loss found in the whole batch."""
+    return batch.computed.get("surveyed", batch.advantages)
 
 
 def on_ranks(step: Step, objective: Objective, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, Tensor]:
@@ -47,7 +47,7 @@ def on_ranks(step: Step, objective: Objective, ranks: Sequence[Sequence[Sequence
     return found
 
 
-@pytest.mark.parametrize("name", ["REINFORCE++", "m2po", "clip_cov, drawn", "kl_cov"])
+@pytest.mark.parametrize("name", ["REINFORCE++", "m2po", "clip_cov, drawn", "kl_cov", "sat", "sat_gspo"])
 @pytest.mark.parametrize(
     "ranks", [[[[0, 1, 2, 3]], [[4, 5], [6, 7]]], [[[7], [5]], [[0, 6], [1]], [[2, 3, 4]]]], ids=["two", "three"]
 )

@@ -17,7 +17,8 @@ PRESETS = sorted((Path(__file__).parents[3] / "arguments/presets/algorithms").gl
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_contradicts_nothing(preset: Path) -> None:
-    arguments = parse_arguments([f"@{preset}", "--on-policy", "--n-samples-per-prompt", "8"]).arguments
+    flags = [f"@{preset}", "--on-policy", "--n-samples-per-prompt", "8", "--num-rollout", "50"]
+    arguments = parse_arguments(flags).arguments
     checks = (range_problems, check_algorithm, check_critic, check_off_policy_correction)
     assert [problem for check in checks for problem in check(arguments)] == []
 
@@ -30,6 +31,8 @@ def test_a_preset_contradicts_nothing(preset: Path) -> None:
         ("a-3po", ["use-tis = true", 'prox-logp-method = "loglinear"']),
         ("icepop", ['tis-mode = "mask"', "tis-clip-low = 0.5"]),
         ("ppo", ['token-advantages = "gae"', "lambd = 0.95", 'advantage-estimator = "reinforce"']),
+        ("sat", ['policy-loss = "sat"', "sat-quantile = 0.9", "use-rollout-logprobs = true"]),
+        ("sao", ['policy-loss = "dis"', "lambd-length-alpha = 1.5", "critic-lambd = 1.0", "n-samples-per-prompt = 1"]),
         ("reinforce-plus-plus", ["normalize-advantages = true", 'advantage-estimator = "reinforce"']),
     ],
 )
@@ -42,5 +45,5 @@ def test_print_config_expands_a_preset(name: str, shown: list[str], capsys: pyte
 
 def test_every_recipe_has_a_preset() -> None:
     wanted = {"grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce-plus-plus", "decoupled-ppo", "icepop", "m2po"}
-    wanted |= {"clip-cov", "kl-cov", "sft", "on-policy-distillation", "ppo"}
+    wanted |= {"clip-cov", "kl-cov", "sft", "on-policy-distillation", "ppo", "sat", "sao"}
     assert wanted <= {path.stem for path in PRESETS}

@@ -252,6 +252,16 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"policy_loss": "clip_cov", "clip_cov_lb": 5.0},
             "--clip-cov-lb 5.0 is not less than --clip-cov-ub 5.0",
         ),
+        case(
+            "staleness against one's own policy",
+            {"policy_loss": "sat", "use_rollout_logprobs": False, "use_tis": True},
+            "--policy-loss sat compares with the policy that sampled",
+            "add --use-rollout-logprobs, and leave --use-tis out",
+        ),
+        case(
+            "a tail of nothing", {"sat_quantile": 0.5}, "--sat-quantile 0.5 has no effect with --policy-loss ppo_clip"
+        ),
+        case("dual clip beside a mask", {"policy_loss": "dis", "eps_clip_c": 4.0}, "--eps-clip-c 4.0 has no effect"),
         case("more than all tokens", {"policy_loss": "kl_cov", "kl_cov_ratio": 2.0}, "--kl-cov-ratio: expected"),
         case(
             "tokens chosen before they are known",
@@ -319,6 +329,14 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "--kl-coef 0.1 has no effect without --token-advantages kl_in_reward",
         ),
         case("a discount of nothing", {"gamma": 0.9}, "--gamma 0.9 has no effect without --token-advantages gae"),
+        case("length of nothing", {"lambd_length_alpha": 1.5}, "--lambd-length-alpha 1.5 has no effect without"),
+        case("returns of no critic", {"critic_lambd": 1.0}, "--critic-lambd 1.0 has no effect without"),
+        case("steps of no critic", {"critic_updates_per_step": 2}, "--critic-updates-per-step 2 has no effect without"),
+        case(
+            "two lambdas",
+            PPO | {"lambd": 0.95, "lambd_length_alpha": 1.5},
+            "--lambd 0.95 with --lambd-length-alpha 1.5, which takes its place",
+        ),
         case(
             "rate of no critic", {"critic_lr": 1e-5}, "--critic-lr 1e-05 has no effect without --token-advantages gae"
         ),
