@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from setup_env import LOCK, read_pins
+from setup_env import LOCKS, read_pins
 
 PACKAGES = (
     "megatron-core",
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, help="folder for the wheels")
     parser.add_argument("--python", default="3.12", help="Python of the GPU machine (default: %(default)s)")
     parsed = parser.parse_args(arguments)
-    command = download_command(read_pins(LOCK), parsed.directory, parsed.python)
+    command = download_command(read_pins(LOCKS["gpu"]), parsed.directory, parsed.python)
     if code := subprocess.run(command).returncode:
         return code
     size = megabytes(parsed.directory)

@@ -1,7 +1,8 @@
-"""Resolves requirements/*.in into requirements/requirements.lock. Run by `make lock`.
+"""Resolve requirements/*.in into requirements.lock, for CPU, and gpu.lock. Run by `make lock`.
 
-Pins that are in the lock stay where they are unless ``--upgrade`` names them (or says ``all``), so that
-adding one package moves nothing else.
+Pins that are in a lock stay where they are unless ``--upgrade`` names them (or says ``all``), so that adding one
+package moves nothing else. gpu.lock has the pins of requirements.lock except where gpu.in replaces them. ``--check``
+writes nothing, and fails when the indexes no longer have what is locked, or a lock is not what its sources ask for.
 """
 
 from __future__ import annotations
@@ -12,55 +13,115 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from setup_env import LOCK, canonical, read_pins
+from setup_env import LOCKS, canonical, platform_version, read_pins
 
-REQUIREMENTS = LOCK.parent
-RESOLVED = ("base.in", "cpu.in", "dev.in")
-WITHOUT_DEPENDENCIES = "nodeps.in"
+REQUIREMENTS = LOCKS[""].parent
+WITHOUT_DEPENDENCIES = REQUIREMENTS / "nodeps.in"
+GPU = REQUIREMENTS / "gpu.in"
 HEADER = """\
-# Complete and exact, for Python 3.11 on CPU. Made by `make lock` from base.in, cpu.in, dev.in and nodeps.in:
-# edit those. `make setup` installs it; by hand: pip install --no-deps -r requirements/requirements.lock
+# Complete and exact, for Python {python} on {platform}. Made by `make lock` from {sources}:
+# edit those. `make setup{extras}` installs it with `--no-deps`.
 """
 # Next to a CPU torch these break the imports of transformers and sglang, or are gigabytes of no use.
-REFUSED = re.compile(r"torchvision|torchaudio|triton|nvidia-.*|cuda-.*")
+REFUSED_ON_CPU = re.compile(r"torchvision|torchaudio|triton|nvidia-.*|cuda-.*")
+
+Pins = Mapping[str, str]  # canonical name → "name==version"
 
 
-def resolve(constraints: list[str]) -> list[str]:
-    """The pins that pip would install for RESOLVED into an empty environment."""
-    with tempfile.TemporaryDirectory() as folder:
-        constraint_file = Path(folder) / "constraints.txt"
-        constraint_file.write_text("\n".join(constraints))
-        report = Path(folder) / "report.json"
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a lock is made from."""
+
+    extras: str  # as in `make setup EXTRAS=`
+    platform: str
+    files: tuple[str, ...]  # resolved; nodeps.in is added to each
+
+    @property
+    def paths(self) -> list[str]:
+        return [str(REQUIREMENTS / name) for name in self.files]
+
+    def text(self, pins: Pins) -> str:
+        sources = ", ".join(self.files) + " and nodeps.in"
+        extras = f" EXTRAS={self.extras}" if self.extras else ""
+        python = platform_version("PYTHON_VERSION")
+        header = HEADER.format(python=python, platform=self.platform, sources=sources, extras=extras)
+        return header + "".join(f"{pin}\n" for pin in sorted(pins.values(), key=str.lower))
+
+
+CPU_SOURCES = Sources(extras="", platform="CPU", files=("base.in", "cpu.in", "dev.in"))
+GPU_SOURCES = Sources(extras="gpu", platform="x86-64 Linux with CUDA", files=("base.in", "gpu.in", "dev.in"))
+
+
+def by_name(pins: Iterable[str]) -> dict[str, str]:
+    return {canonical(pin.partition("==")[0]): pin for pin in pins}
+
+
+def resolve_for_cpu(constraints: Path) -> list[str]:
+    """Ask pip, whose settings on this machine say where CPU builds of torch are."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        command += ["--report", str(report), "--constraint", str(constraint_file)]
-        for name in RESOLVED:
-            command += ["--requirement", str(REQUIREMENTS / name)]
+        command += ["--report", report.name, "--constraint", str(constraints)]
+        command += [word for path in CPU_SOURCES.paths for word in ("--requirement", path)]
         if subprocess.run(command).returncode:
             sys.exit("error: pip found no solution (see above): `make lock UPGRADE=name,name` lets pins move.")
-        packages = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+        packages = [item["metadata"] for item in json.load(report)["install"]]
     # "+cpu" is where the file came from, not which version it is: other indexes serve it without.
-    return [f"{package['name']}=={package['version'].partition('+')[0]}" for package in packages]
+    pins = [f"{package['name']}=={package['version'].partition('+')[0]}" for package in packages]
+    if refused := [pin for name, pin in by_name(pins).items() if REFUSED_ON_CPU.fullmatch(name)]:
+        sys.exit(f"error: {', '.join(refused)} must stay out of a CPU environment: find out what wants it.")
+    return pins
+
+
+def resolve_for_gpus(constraints: Path) -> list[str]:
+    """Ask uv, which needs metadata only (requirements/uv.toml), and not pip's settings: those may be for CPU builds."""
+    glibc = platform_version("GLIBC_VERSION").replace(".", "_")
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += ["--config-file", str(REQUIREMENTS / "uv.toml"), "--python-version", platform_version("PYTHON_VERSION")]
+    command += ["--python-platform", f"x86_64-manylinux_{glibc}", "--constraints", str(constraints)]
+    done = subprocess.run([*command, *GPU_SOURCES.paths], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit("error: uv found no solution (see above): `make lock UPGRADE=name,name` lets pins move.")
+    return [line for line in done.stdout.splitlines() if "==" in line]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--upgrade", default="", metavar="all|NAME,NAME", help="pins that may move")
-    upgrade = {canonical(name) for name in parser.parse_args().upgrade.split(",") if name}
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a lock would change")
+    parsed = parser.parse_args()
+    upgrade = {canonical(name) for name in parsed.upgrade.split(",") if name}
 
-    before = read_pins(LOCK) if LOCK.exists() else {}
-    kept = [] if "all" in upgrade else [pin for name, pin in before.items() if name not in upgrade]
-    pins = resolve(kept) + list(read_pins(REQUIREMENTS / WITHOUT_DEPENDENCIES).values())
-    if refused := [pin for pin in pins if REFUSED.fullmatch(canonical(pin.partition("==")[0]))]:
-        sys.exit(f"error: {', '.join(refused)} must stay out of a CPU environment: find out what wants it.")
+    def kept(pins: Pins) -> dict[str, str]:
+        return {} if "all" in upgrade else {name: pin for name, pin in pins.items() if name not in upgrade}
 
-    LOCK.write_text(HEADER + "".join(f"{pin}\n" for pin in sorted(pins, key=str.lower)))
-    after = read_pins(LOCK)
-    for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name):
-            print(f"{name}: {before.get(name, 'absent')} → {after.get(name, 'absent')}")
-    print(f"{LOCK.name}: {len(after)} pins")
+    without_dependencies = read_pins(WITHOUT_DEPENDENCIES)
+    before = {extras: read_pins(lock) if lock.exists() else {} for extras, lock in LOCKS.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder) / "constraints.txt"
+        constraints.write_text("\n".join(kept(before[""]).values()))
+        cpu = by_name(resolve_for_cpu(constraints)) | without_dependencies
+        replaced = {canonical(re.split(r"[^\w.-]", line)[0]) for line in GPU.read_text().splitlines()}
+        shared = {name: pin for name, pin in cpu.items() if name not in replaced}
+        constraints.write_text("\n".join((kept(before["gpu"]) | shared).values()))
+        gpu = without_dependencies | by_name(resolve_for_gpus(constraints))
+
+    changed = False
+    for sources, pins in ((CPU_SOURCES, cpu), (GPU_SOURCES, gpu)):
+        lock = LOCKS[sources.extras]
+        was = before[sources.extras]
+        for name in sorted(was.keys() | pins.keys()):
+            if was.get(name) != pins.get(name):
+                changed = True
+                print(f"{lock.name}: {was.get(name, 'absent')} → {pins.get(name, 'absent')}")
+        if not parsed.check:
+            lock.write_text(sources.text(pins))
+        print(f"{lock.name}: {len(pins)} pins")
+    if parsed.check and changed:
+        sys.exit("error: expected the locks to stay as they are, found the changes above: run `make lock`.")
 
 
 if __name__ == "__main__":

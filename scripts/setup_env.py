@@ -1,4 +1,4 @@
-"""Builds .venv from requirements/requirements.lock, or brings it up to date; does nothing when it is current.
+"""Builds .venv from a lock of requirements/, or brings it up to date; does nothing when it is current.
 
 Run by `make setup` with the Python that the machine has, before anything is installed: standard library only,
 and in the syntax of Python 3.6, so that an interpreter that is too old can say so.
@@ -21,8 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup-stamp"
-LOCK = ROOT / "requirements" / "requirements.lock"
+# Per choice of EXTRAS: all packages, exact, installed without asking what they declare.
+LOCKS = {"": ROOT / "requirements" / "requirements.lock", "gpu": ROOT / "requirements" / "gpu.lock"}
 PLATFORM = ROOT / "requirements" / "platform.json"
+COMPILED = {"transformer-engine-torch"}  # against the torch of the lock, which is therefore installed before
+COSTS = {"": "2-3 minutes, 2 GB", "gpu": "11 GB"}
 NEEDED_GIB = {"": 4, "gpu": 40}  # half of it installed, the rest for downloads and objects of the compiler on their way
 # What Transformer Engine's extension for torch includes: CUDA's own headers, and by torch's ATen/cudnn those of cuDNN.
 CUDA_HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cusparse.h", "cusolverDn.h")
@@ -217,31 +220,19 @@ def pip(arguments: list, total: int = 0) -> None:
 
 
 def install_lock(extras: str) -> None:
-    """Exactly the packages of the lock; with extras, the lock constrains what those do not replace."""
-    pins = read_pins(LOCK)
-    extra_pins = {}
-    if extras:
-        lines = extra_file(extras).read_text().splitlines()
-        replaced = {canonical(re.split(r"[^\w.-]", line)[0]) for line in lines}
-        pins = {name: pin for name, pin in pins.items() if name not in replaced}
-        extra_pins = read_pins(extra_file(extras))
+    """Exactly the packages of the lock, and the project."""
+    pins = read_pins(LOCKS[extras])
+    ready = {name: pin for name, pin in pins.items() if name not in COMPILED}
     chosen = VENV / "pins.txt"
-    chosen.write_text("".join(pin + "\n" for pin in pins.values()))
-    say("installing {} packages of requirements.lock (2-3 minutes, 2 GB)".format(len(pins)))
-    pip(["install", "--no-deps", "--requirement", str(chosen)], total=len(pins))
-    if extras:
-        say("installing the extras '{}' (10 GB; compiles Transformer Engine)".format(extras))
-        constrained = ["install", "--no-build-isolation", "--constraint", str(chosen)]
-        pip([*constrained, *extra_pins.values()])  # first: Transformer Engine is built against that torch
-        pip([*constrained, "--editable", ".[{}]".format(extras)])
-    else:
-        remove_unlocked(set(pins))
-        say("installing miles_async (editable)")
-        pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."])
-
-
-def extra_file(extras: str) -> Path:
-    return ROOT / "requirements" / (extras + ".in")
+    chosen.write_text("".join(pin + "\n" for pin in ready.values()))
+    say("installing {} packages of {} ({})".format(len(ready), LOCKS[extras].name, COSTS[extras]))
+    pip(["install", "--no-deps", "--requirement", str(chosen)], total=len(ready))
+    for name in sorted(set(pins) - set(ready)):
+        say("compiling {}".format(pins[name]))
+        pip(["install", "--no-deps", "--no-build-isolation", pins[name]])
+    remove_unlocked(set(pins))
+    say("installing miles_async (editable)")
+    pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."])
 
 
 def remove_unlocked(locked: set) -> None:
@@ -275,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--extras", default="", help="'gpu' on a GPU machine; kept until .venv is removed")
     asked = parser.parse_args().extras
-    if asked not in ("", "gpu"):
+    if asked not in LOCKS:
         fail("there are no extras named '{}': EXTRAS can be gpu.".format(asked))
 
     had_extras, had_fingerprint = read_stamp()

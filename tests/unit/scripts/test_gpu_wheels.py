@@ -22,7 +22,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_wheels_are_of_the_locks_versions_for_the_other_python(script: Any, tmp_path: Path) -> None:
-    pins = script.read_pins(script.LOCK)
+    pins = script.read_pins(script.LOCKS["gpu"])
     command = script.download_command(pins, tmp_path, "3.12")
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections import namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +23,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements"
+CPU_LOCK, GPU_LOCK = "requirements.lock", "gpu.lock"
 
 
 @pytest.fixture
@@ -49,8 +53,14 @@ def read_requirements(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
-def locked_versions() -> dict[str, Version]:
-    pins = read_requirements("requirements.lock")
+def installed_lock() -> str:
+    """Which lock .venv was made from."""
+    stamp = ROOT / ".venv" / "setup-stamp"
+    return GPU_LOCK if stamp.exists() and stamp.read_text().startswith("gpu") else CPU_LOCK
+
+
+def locked_versions(lock: str) -> dict[str, Version]:
+    pins = read_requirements(lock)
     return {canonicalize_name(pin.name): Version(next(iter(pin.specifier)).version) for pin in pins}
 
 
@@ -62,43 +72,79 @@ def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 # ------------------------------------------------------------------------------------------------ the lock
 
 
-@pytest.mark.skipif(
-    (ROOT / ".venv" / "setup-stamp").exists() and (ROOT / ".venv" / "setup-stamp").read_text().startswith("gpu"),
-    reason="the lock is for CPU; the gpu extras replace a part of it",
-)
-class TestInstalledEnvironment:
-    def test_is_what_is_locked(self) -> None:
-        installed = {
-            canonicalize_name(distribution.metadata["Name"]): Version(Version(distribution.version).public)
-            for distribution in importlib.metadata.distributions(path=[str(path) for path in site_packages()])
-        }
-        for name in ("pip", "miles-async"):
-            installed.pop(name, None)
-        assert installed == locked_versions(), "run `make setup`"
+def test_installed_environment_is_what_is_locked() -> None:
+    installed = {
+        canonicalize_name(distribution.metadata["Name"]): Version(Version(distribution.version).public)
+        for distribution in importlib.metadata.distributions(path=[str(path) for path in site_packages()])
+    }
+    for name in ("pip", "miles-async"):
+        installed.pop(name, None)
+    assert installed == locked_versions(installed_lock()), "run `make setup`"
 
-    def test_pip_check_has_only_the_known_complaints(self) -> None:
-        complaints = sorted(pip("check").stdout.replace("+cpu", "").splitlines())
-        known = (REQUIREMENTS / "known_pip_check.txt").read_text().splitlines()
-        assert complaints == known, "if intended: store the sorted output of `.venv/bin/pip check`, without '+cpu'"
+
+@pytest.mark.skipif(installed_lock() != CPU_LOCK, reason="known_pip_check.txt is about requirements.lock")
+def test_pip_check_has_only_the_known_complaints() -> None:
+    complaints = sorted(pip("check").stdout.replace("+cpu", "").splitlines())
+    known = (REQUIREMENTS / "known_pip_check.txt").read_text().splitlines()
+    assert complaints == known, "if intended: store the sorted output of `.venv/bin/pip check`, without '+cpu'"
 
 
 def site_packages() -> list[Path]:
     return [Path(path) for path in sys.path if path.endswith("site-packages")]
 
 
-def test_lock_satisfies_every_source() -> None:
-    locked = locked_versions()
-    for source in ("base.in", "cpu.in", "dev.in", "nodeps.in"):
+@pytest.mark.parametrize(
+    ("lock", "sources"),
+    [
+        (CPU_LOCK, ("base.in", "cpu.in", "dev.in", "nodeps.in")),
+        (GPU_LOCK, ("base.in", "gpu.in", "dev.in", "nodeps.in")),
+    ],
+)
+def test_lock_satisfies_every_source(lock: str, sources: Sequence[str]) -> None:
+    locked = locked_versions(lock)
+    for source in sources:
         for requirement in read_requirements(source):
             version = locked.get(canonicalize_name(requirement.name))
-            assert version is not None, f"{source}: {requirement} is not in the lock: run `make lock`"
+            assert version is not None, f"{source}: {requirement} is not in {lock}: run `make lock`"
             assert version in requirement.specifier, f"{source}: {requirement}, locked {version}: run `make lock`"
 
 
 def test_lock_holds_no_cuda_package() -> None:
     """Next to a CPU torch, torchvision and torchaudio break the imports of transformers."""
     refused = re.compile(r"torchvision|torchaudio|triton|nvidia-.*|cuda-.*")
-    assert [name for name in locked_versions() if refused.fullmatch(name)] == []
+    assert [name for name in locked_versions(CPU_LOCK) if refused.fullmatch(name)] == []
+
+
+def test_locks_differ_only_in_what_gpu_in_replaces() -> None:
+    """What is tested on CPU is what runs on GPUs."""
+    cpu, gpu = locked_versions(CPU_LOCK), locked_versions(GPU_LOCK)
+    replaced = {canonicalize_name(requirement.name) for requirement in read_requirements("gpu.in")}
+    assert {name: version for name, version in gpu.items() if name in cpu and name not in replaced} == {
+        name: version for name, version in cpu.items() if name not in replaced
+    }, "run `make lock`"
+
+
+def test_gpu_lock_has_one_cuda_and_one_transformer_engine() -> None:
+    locked = locked_versions(GPU_LOCK)
+    cuda = json.loads((REQUIREMENTS / "platform.json").read_text())["variable"]["CUDA_VERSION"]["default"]
+    major, minor = cuda.split(".")
+    runtime = locked["nvidia-cuda-runtime"]  # of torch; Transformer Engine is compiled against it
+    assert (str(runtime.major), str(runtime.minor)) == (major, minor)
+    parts = {name: version for name, version in locked.items() if name.startswith("transformer-engine")}
+    assert set(parts) == {"transformer-engine", f"transformer-engine-cu{major}", "transformer-engine-torch"}
+    assert len(set(parts.values())) == 1
+
+
+def test_what_is_compiled_is_told_to_the_resolver(setup_env: ModuleType) -> None:
+    """uv would have to compile it to learn what it needs, and pip builds it apart from the others."""
+    settings = tomllib.loads((REQUIREMENTS / "uv.toml").read_text())
+    described = {entry["name"] for entry in settings["dependency-metadata"]}
+    assert described == setup_env.COMPILED
+    assert described <= set(settings["pip"]["no-binary"])
+    locked = locked_versions(GPU_LOCK)
+    for entry in settings["dependency-metadata"]:
+        for requirement in map(Requirement, entry["requires-dist"]):
+            assert locked[canonicalize_name(requirement.name)] in requirement.specifier
 
 
 def test_gpu_extras_have_the_engine_of_the_lock() -> None:
@@ -107,6 +153,47 @@ def test_gpu_extras_have_the_engine_of_the_lock() -> None:
         for source in ("gpu.in", "nodeps.in")
     )
     assert gpu.specifier == without_dependencies.specifier
+
+
+@pytest.fixture
+def make_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/make_lock.py with two small locks; its resolvers answer with the constraints that they are given."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.delitem(sys.modules, "make_lock", raising=False)
+    import make_lock as module
+
+    locks = {"": tmp_path / CPU_LOCK, "gpu": tmp_path / GPU_LOCK}
+    locks[""].write_text("numpy==2.4.6\nrich==15.0.0\n")
+    locks["gpu"].write_text("numpy==2.3.5\nrich==14.0.0\ntriton==3.8.0\n")
+    (tmp_path / "none.in").touch()
+    monkeypatch.setattr(module, "LOCKS", locks)
+    monkeypatch.setattr(module, "WITHOUT_DEPENDENCIES", tmp_path / "none.in")
+    for resolver in ("resolve_for_cpu", "resolve_for_gpus"):
+        monkeypatch.setattr(module, resolver, lambda constraints: constraints.read_text().split())
+    return module
+
+
+def test_pins_for_gpus_follow_those_for_cpu_and_the_others_stay(
+    make_lock: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_lock.py"])
+    make_lock.main()
+    pins = [line for line in make_lock.LOCKS["gpu"].read_text().splitlines() if not line.startswith("#")]
+    assert pins == ["numpy==2.3.5", "rich==15.0.0", "triton==3.8.0"]
+
+
+def test_a_check_of_locks_writes_nothing_and_fails_when_they_are_not_current(
+    make_lock: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [lock.read_text() for lock in make_lock.LOCKS.values()]
+    monkeypatch.setattr(sys, "argv", ["make_lock.py", "--check"])
+    with pytest.raises(SystemExit, match="found the changes above: run `make lock`"):
+        make_lock.main()
+    assert "gpu.lock: rich==14.0.0 → rich==15.0.0" in capsys.readouterr().out
+    assert [lock.read_text() for lock in make_lock.LOCKS.values()] == before
+
+    make_lock.LOCKS["gpu"].write_text(before[1].replace("14", "15"))
+    make_lock.main()
 
 
 # ---------------------------------------------------------------------------------------------- the set-up
@@ -310,6 +397,27 @@ def test_a_failed_compilation_shows_the_compilers_error(setup_env: ModuleType, t
     assert "CUDAStream.h:3:10: fatal error: cuda_runtime_api.h: No such file" in message
     assert "network" not in message
     assert "subprocess-exited" not in message
+
+
+def test_gpu_packages_are_those_of_their_lock_and_transformer_engine_is_compiled_after_torch(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup_env.VENV.mkdir()
+    calls: list[list[str]] = []
+    monkeypatch.setattr(setup_env, "pip", lambda arguments, total=0: calls.append(arguments))
+    monkeypatch.setattr(setup_env, "remove_unlocked", lambda locked: None)
+    setup_env.install_lock("gpu")
+    pins = (setup_env.VENV / "pins.txt").read_text().split()
+    locked = locked_versions(GPU_LOCK)
+    assert f"torch=={locked['torch']}" in pins
+    assert len(pins) == len(locked) - 1
+    assert [call[-1] for call in calls] == [
+        str(setup_env.VENV / "pins.txt"),
+        f"transformer-engine-torch=={locked['transformer-engine-torch']}",
+        ".",
+    ]
+    assert all("--no-deps" in call for call in calls)
+    assert ["--no-build-isolation" in call for call in calls] == [False, True, True]
 
 
 def test_unknown_extras_are_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
