@@ -71,6 +71,11 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         )
     if not algorithm.use_kl_loss and algorithm.kl_loss_coef > 0:
         yield f"--kl-loss-coef {algorithm.kl_loss_coef} has no effect without --use-kl-loss"
+    if algorithm.advantage_estimator == "token_rewards" and algorithm.token_advantages != "gae":
+        yield (
+            "--advantage-estimator token_rewards gives each token what it earned itself, and no credit for what came "
+            "after it: add --token-advantages gae, or use --advantage-estimator reinforce"
+        )
     if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
         yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
     if algorithm.token_advantages is None and algorithm.kl_coef > 0:

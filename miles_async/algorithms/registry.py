@@ -31,6 +31,7 @@ ADVANTAGE_ESTIMATORS = {
     "grpo": f"{HERE}.advantages.grpo:Grpo",
     "rloo": f"{HERE}.advantages.rloo:Rloo",
     "reinforce": f"{HERE}.advantages.reinforce:Reinforce",
+    "token_rewards": f"{HERE}.advantages.token_rewards:RewardPerToken",
     "on_policy_distillation": f"{HERE}.advantages.on_policy_distillation:OnPolicyDistillation",
 }
 TOKEN_ADVANTAGES = {

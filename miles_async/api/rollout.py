@@ -15,6 +15,7 @@ from miles_async.types import (
     Observation,
     Prompt,
     Sample,
+    TokenRewards,
 )
 
 
@@ -147,7 +148,9 @@ class Reward(Protocol):
     0.5
     """
 
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float: ...
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
+        """Return a number, or with rewards of single tokens for ``--advantage-estimator token_rewards``."""
+        ...
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from miles_async.evaluation.totals import Outcome, Totals
 from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import run_user_code
 from miles_async.staleness.versions import loss_versions
-from miles_async.types import Attempt, Prompt, Sample
+from miles_async.types import Attempt, Prompt, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +83,8 @@ class Evaluator:
         outcome = None
         try:
             sample = await self._service.call(lambda: run_user_code(self._generate(self._client, attempt, index)))
-            outcome = _outcome(sample, await run_user_code(self._reward(attempt.prompt, sample)))
+            given = await run_user_code(self._reward(attempt.prompt, sample))
+            outcome = _outcome(sample, given.reward if isinstance(given, TokenRewards) else given)
         except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
         finally:

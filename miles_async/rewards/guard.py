@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import structlog
 
-from miles_async.algorithms.advantages.rewards import check_reward
+from miles_async.algorithms.advantages.rewards import check_reward, with_reward
 from miles_async.api import Reward
 from miles_async.errors import OverdueError, RewardError, ServiceOutageError, ServiceUnavailableError
 from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import raised, run_user_code
-from miles_async.types import Prompt, Sample
+from miles_async.types import Prompt, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)
 
@@ -27,7 +27,7 @@ class GuardedReward:
         self._timeout = timeout
         self._circuit = circuit
 
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
         """Return a reward that can be trained on.
 
         Raises:
@@ -36,7 +36,11 @@ class GuardedReward:
             ServiceOutageError: which ends the run.
         """
         try:
-            return check_reward(float(await self._asked(prompt, sample)))
+            given = await self._asked(prompt, sample)
+            if not isinstance(given, TokenRewards):
+                return check_reward(float(given))
+            with_reward(sample, given)
+            return given
         except (RewardError, OverdueError, ServiceOutageError):
             raise
         except ServiceUnavailableError as error:  # although its service answers others
@@ -44,8 +48,8 @@ class GuardedReward:
         except Exception as error:  # supervision point: the user's own code runs here
             raise RewardError(f"reward {raised(error)}") from error
 
-    async def _asked(self, prompt: Prompt, sample: Sample) -> float:
-        async def ask() -> float:
+    async def _asked(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
+        async def ask() -> float | TokenRewards:
             overdue = f"reward took longer than --reward-timeout {self._timeout or 0:g} s"
             return await run_user_code(self._reward(prompt, sample), seconds=self._timeout, overdue=overdue)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from miles_async.api import Reward
@@ -48,7 +49,7 @@ class RewardHub:
             arguments.reward_timeout,
             arguments.judge_scale,
         )
-        self.rewards: dict[str, Reward] = {
+        self.rewards: dict[str, Callable[[Prompt, Sample], Awaitable[float]]] = {
             "exact_match": exact_match,
             "math": MathReward(workers),
             "f1": f1,

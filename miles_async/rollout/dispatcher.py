@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from miles_async.algorithms.advantages.rewards import with_reward
 from miles_async.api import EngineClient, Generate, GroupFilter, Reward
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.errors import (
@@ -172,8 +173,7 @@ class Dispatcher:
             try:
                 sample = await self._hooks.service.call(partial(self._generate, attempt, index, key, running))
                 self._beginnings.note(key, check_sample(sample))
-                reward = await self._hooks.reward(attempt.prompt, sample)
-                sample = msgspec.structs.replace(sample, reward=reward)
+                sample = with_reward(sample, await self._hooks.reward(attempt.prompt, sample))
                 return sample if self._hooks.teach is None else await self._hooks.teach(sample)
             except (TransientEngineError, VersionUnknownError) as error:
                 self._beginnings.forget(key)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_async.errors import DataError
-from miles_async.types import Attempt, Branch, FinishReason, Group, Int32, Prompt, RoutedExperts, Sample
+from miles_async.types import Attempt, Branch, FinishReason, Float32, Group, Int32, Prompt, RoutedExperts, Sample
 
 if TYPE_CHECKING:
     import pyarrow
@@ -35,8 +35,8 @@ EXPERTS = "routed_experts"
 """Column of ``Branch.routed_experts``, flat; absent where no engine reported them."""
 
 
-TEACHER = "teacher_logprobs"
-"""Column of ``Branch.teacher_logprobs``; absent without a teacher."""
+TEACHER, REWARDS = "teacher_logprobs", "token_rewards"
+"""Columns of ``Branch`` by the same names: absent without a teacher, and where no token has a reward of its own."""
 
 
 class RolloutDump(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +88,8 @@ def write_dump(path: Path, dump: RolloutDump) -> None:
         taught = [branch.teacher_logprobs for branch in branches if branch.teacher_logprobs is not None]
         if len(taught) == len(branches):
             table = table.append_column(TEACHER, _to_lists(taught))
+        if any(branch.token_rewards is not None for branch in branches):
+            table = table.append_column(REWARDS, _to_lists([_token_rewards(branch) for branch in branches]))
         path.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, partial, compression="zstd")
         partial.replace(path)
@@ -107,7 +109,7 @@ def read_dump(path: Path) -> RolloutDump:
         rows = msgspec.convert(table.select(Row.__struct_fields__).to_pylist(), list[Row])
         if not rows:
             raise ValueError("there is no sample in it")
-        columns = {**PER_TOKEN, **({TEACHER: np.float32} if TEACHER in table.column_names else {})}
+        columns = {**PER_TOKEN, **{name: np.float32 for name in (TEACHER, REWARDS) if name in table.column_names}}
         arrays = {name: _from_lists(table.column(name), dtype) for name, dtype in columns.items()}
         for name, array in arrays.items():
             if list(map(len, array)) != list(map(len, arrays["tokens"])):
@@ -132,6 +134,10 @@ def read_dump(path: Path) -> RolloutDump:
 
 
 Pair = tuple[Row, Branch]
+
+
+def _token_rewards(branch: Branch) -> Float32:
+    return np.zeros(len(branch.tokens), np.float32) if branch.token_rewards is None else branch.token_rewards
 
 
 def _rows(dump: RolloutDump) -> Iterator[Pair]:

@@ -22,7 +22,7 @@ from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import run_user_code
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Trajectory, Turn
-from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample
+from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)
 
@@ -54,19 +54,19 @@ class MultiTurnGenerate:
         )
         environment = self.make_environment(attempt.prompt)
         try:
-            end, metrics = await self._episode(taker, environment, attempt.prompt)
+            end, metrics, rewards = await self._episode(taker, environment, attempt.prompt)
         finally:
             await self._close(environment)
-        sample = await asyncio.to_thread(taker.trajectory.sample, None if end.done else "length")
+        sample = await asyncio.to_thread(taker.trajectory.sample, None if end.done else "length", rewards)
         assert sample is not None, "an episode without a turn raises NoRoomError"
         return msgspec.structs.replace(sample, reward=end.reward, metadata={**sample.metadata, "metrics": metrics})
 
     async def _episode(
         self, taker: TurnTaker, environment: Environment, prompt: Prompt
-    ) -> tuple[Observation, dict[str, float]]:
-        """The last observation, which is not ``done`` if the episode was cut, and the metrics of all."""
+    ) -> tuple[Observation, dict[str, float], dict[Turn, float]]:
+        """The last observation, which is not ``done`` if the episode was cut, the metrics of all, and turn rewards."""
         messages, tools = list(conversation(prompt)), environment.tools()
-        end, metrics = Observation(), dict[str, float]()
+        end, metrics, rewards = Observation(), dict[str, float](), dict[Turn, float]()
         for index in range(self.max_turns):
             try:
                 turn = await taker.take(messages, tools)
@@ -76,10 +76,12 @@ class MultiTurnGenerate:
                 break
             end = await self._step(environment, index, turn)
             metrics |= {name: metrics.get(name, 0) + value for name, value in end.metrics.items()}
+            if end.turn_reward:
+                rewards[turn] = check_reward(end.turn_reward)
             if end.done:
                 break
             messages += [turn.reply, *end.messages]
-        return end, metrics
+        return end, metrics, rewards
 
     async def _step(self, environment: Environment, index: int, turn: Turn) -> Observation:
         said = AssistantTurn(index=index, message=turn.reply, text=turn.text, finish_reason=turn.sampled.finish_reason)
@@ -111,7 +113,7 @@ class GivenReward:
         """``otherwise``: for a sample that came without."""
         self._otherwise = otherwise
 
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
         """Raises RewardError if nobody gives one, or one that cannot be trained on."""
         if sample.reward is None and self._otherwise is not None:
             return await self._otherwise(prompt, sample)

@@ -15,7 +15,7 @@ there instead: the turn continues the conversation as the template writes it, as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -228,11 +228,14 @@ class Trajectory:
         return kept - stopped, closing + rest
 
     # -------------------------------------------------------------------------------------------- sample
-    def sample(self, finish_reason: FinishReason | None = None) -> Sample | None:
+    def sample(
+        self, finish_reason: FinishReason | None = None, rewards: Mapping[Turn, float] | None = None
+    ) -> Sample | None:
         """Build the sample: one branch per leaf, the one with most sampled tokens first; None before the first turn.
 
         Turns that several leaves share carry loss in the first of them. ``text`` is the last turn's, so that the
-        reward is that of the end of the episode. ``finish_reason``: None: the last turn's.
+        reward is that of the end of the episode. ``finish_reason``: None: the last turn's. ``rewards``: of single
+        turns, at the last token of each that carries loss.
         """
         if not self.turns:
             return None
@@ -241,7 +244,7 @@ class Trajectory:
         counted: set[Turn] = set()
         branches = []
         for leaf in leaves:
-            branches.append(_branch(leaf, counted))
+            branches.append(_branch(leaf, counted, rewards or {}))
             counted.update(_path(leaf))
         first, *more = branches
         last, sampled = self.turns[-1], [turn.sampled for turn in self.turns]
@@ -262,14 +265,14 @@ class Trajectory:
         )
 
 
-def _branch(leaf: Turn, counted: set[Turn]) -> Branch:
+def _branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -> Branch:
     """Build a branch. ``counted``: turns that carry loss in other branches."""
     path = [*_path(leaf)]
     arrays = _Arrays()
     for turn, following in zip(path, [*path[1:], None], strict=True):
         arrays.append(turn.context.appended)
         kept = len(turn.sampled.output_ids) if following is None else following.context.kept
-        arrays.append_sampled(turn.sampled, kept, carries_loss=turn not in counted)
+        arrays.append_sampled(turn.sampled, kept, carries_loss=turn not in counted, reward=rewards.get(turn, 0.0))
     return Branch(
         tokens=np.concatenate(arrays.tokens),
         prompt_length=leaf.context.prompt_length,
@@ -277,6 +280,7 @@ def _branch(leaf: Turn, counted: set[Turn]) -> Branch:
         rollout_logprobs=np.concatenate(arrays.logprobs),
         weight_versions=np.concatenate(arrays.versions),
         routed_experts=with_last_token(_experts(path)),
+        token_rewards=np.concatenate(arrays.rewards) if rewards else None,
     )
 
 
@@ -298,6 +302,7 @@ class _Arrays:
         self.loss_mask: list[UInt8] = []
         self.logprobs: list[Float32] = []
         self.versions: list[Int32] = []
+        self.rewards: list[Float32] = []
 
     def append(self, tokens: Int32) -> None:
         """Append tokens that no engine sampled."""
@@ -305,8 +310,8 @@ class _Arrays:
         no_versions = np.full(count, NO_VERSION, np.int32)
         self._append(tokens, np.zeros(count, np.uint8), np.zeros(count, np.float32), no_versions)
 
-    def append_sampled(self, sampled: SampledTurn, count: int, *, carries_loss: bool) -> None:
-        """Append the first ``count`` tokens of a turn."""
+    def append_sampled(self, sampled: SampledTurn, count: int, *, carries_loss: bool, reward: float) -> None:
+        """Append the first ``count`` tokens of a turn. ``reward``: at the last of them that carries loss."""
         tokens, logprobs = sampled.output_ids[:count], sampled.logprobs[:count]
         if not carries_loss:  # they do in another branch
             self.append(tokens)
@@ -317,12 +322,15 @@ class _Arrays:
             self._append(tokens, chosen.astype(np.uint8), logprobs, versions)
         else:
             self._append(tokens, np.ones(count, np.uint8), logprobs, sampled.weight_versions[:count])
+        if carried := np.flatnonzero(self.loss_mask[-1]).tolist():
+            self.rewards[-1][carried[-1]] = reward
 
     def _append(self, tokens: Int32, mask: UInt8, logprobs: Float32, versions: Int32) -> None:
         self.tokens.append(tokens)
         self.loss_mask.append(mask)
         self.logprobs.append(logprobs)
         self.versions.append(versions)
+        self.rewards.append(np.zeros(len(tokens), np.float32))
 
 
 def _path(turn: Turn | None) -> Sequence[Turn]:

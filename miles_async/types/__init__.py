@@ -37,6 +37,7 @@ from miles_async.types.samples import (
     RoutedExperts,
     Sample,
     ServerAnswer,
+    TokenRewards,
     UInt8,
     VersionSpan,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "StagedWeights",
     "TensorMeta",
     "TensorShare",
+    "TokenRewards",
     "TrainBatch",
     "TrainShard",
     "UInt8",

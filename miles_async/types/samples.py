@@ -101,6 +101,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: Int32  # [T] NO_VERSION where no engine generated the token
     routed_experts: RoutedExperts | None = None  # [T, ...] 0 for the last token, which no engine has read
     teacher_logprobs: Float32 | None = None  # [T] by the teacher of --use-opd, 0 where loss_mask is 0
+    token_rewards: Float32 | None = None  # [T] on top of the sample's reward, 0 where loss_mask is 0; None: all 0
 
     @property
     def response_length(self) -> int:
@@ -128,6 +129,13 @@ class Sample(Branch, frozen=True, kw_only=True):
         return (self, *self.more_branches)
 
 
+class TokenRewards(msgspec.Struct, frozen=True, kw_only=True):
+    """A reward of a sample and, on top of it, of single tokens (process rewards)."""
+
+    reward: float  # of the sample
+    tokens: tuple[Float32, ...]  # per branch [T], aligned with its tokens, 0 where no loss is carried
+
+
 class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the model, as an environment sees it."""
 
@@ -143,6 +151,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[JsonObject, ...] = ()  # to append before the next turn: of the user, tools or the system
     done: bool = False  # the episode is over; messages are not looked at
     reward: float | None = None  # of the episode; None: the run's reward decides
+    turn_reward: float = 0.0  # of this turn, on top of that; for --advantage-estimator token_rewards
     metrics: Mapping[str, float] = {}  # added up over the episode, logged as rollout/NAME/mean: {"tool_errors": 1}
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from miles_async.errors import RewardError
-from miles_async.types import Float32, Group
+from miles_async.types import Float32, Group, Sample, TokenRewards, UInt8
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -26,6 +27,46 @@ def check_reward(reward: float) -> float:
             f"reward {reward:g}: expected a finite number of at most {LARGEST_REWARD:g} in size; advantages are float32"
         )
     return reward
+
+
+def with_reward(sample: Sample, given: float | TokenRewards) -> Sample:
+    """Return the sample with the reward that it was given; rewards of tokens add to those that it has.
+
+    Raises RewardError for what cannot be trained on.
+    """
+    if not isinstance(given, TokenRewards):
+        return msgspec.structs.replace(sample, reward=check_reward(given))
+    if len(given.tokens) != len(sample.branches):
+        raise RewardError(
+            f"token rewards: expected an array for each of {len(sample.branches)} branches, found {len(given.tokens)}"
+        )
+    first, *more = (
+        _summed(branch.token_rewards, of_branch, branch.loss_mask)
+        for branch, of_branch in zip(sample.branches, given.tokens, strict=True)
+    )
+    return msgspec.structs.replace(
+        sample,
+        reward=check_reward(given.reward),
+        token_rewards=first,
+        more_branches=tuple(
+            msgspec.structs.replace(branch, token_rewards=of_branch)
+            for branch, of_branch in zip(sample.more_branches, more, strict=True)
+        ),
+    )
+
+
+def _summed(rewards: Float32 | None, more: npt.ArrayLike, loss_mask: UInt8) -> Float32:
+    found = np.asarray(more, np.float32)
+    if found.shape != loss_mask.shape:
+        raise RewardError(f"token rewards: expected one per token, shape {loss_mask.shape}, found {found.shape}")
+    if found[loss_mask == 0].any():
+        raise RewardError(
+            "token rewards: expected 0 at tokens that carry no loss (prompt, tools, turns of an earlier branch), found "
+            f"another at token {int(np.flatnonzero((found != 0) & (loss_mask == 0))[0])}"
+        )
+    total = found if rewards is None else rewards + found
+    check_reward(float(np.abs(total).max(initial=0.0)))
+    return total
 
 
 def rewards_of(groups: Sequence[Group]) -> Float32:

@@ -11,9 +11,9 @@ least 0, which lets rewards reach back as far as sequences are long; α is 0.05 
 Both let the critic learn from another λ, 1: ``--critic-lambd``.
 
 V_t is the critic's value of the prefix that token t was sampled after. r_T is the sample's advantage as
-``--advantage-estimator`` gives it (with ``reinforce`` its reward), and the other rewards are 0. With ``--kl-coef`` each
-r_t is less by kl_coef · KL_t, an estimate (``--kl-reward-type``) from log π_old and log π_ref (arXiv 1909.08593,
-eq. 2).
+``--advantage-estimator`` gives it (with ``reinforce`` its reward), and the other rewards are 0; with ``token_rewards``
+r_t is the token's own. With ``--kl-coef`` each r_t is less by kl_coef · KL_t, an estimate (``--kl-reward-type``) from
+log π_old and log π_ref (arXiv 1909.08593, eq. 2).
 
 The papers know no tokens that others wrote. Here t counts the tokens that carry loss, so that a tool's answer between
 two turns takes no step of γ or λ, as in verl; in slime it takes one per token. A sequence that was cut at its limit
@@ -38,6 +38,7 @@ class Gae:
         self._gamma, self._kl_coef = arguments.gamma, arguments.kl_coef
         self._lambd, self._alpha = arguments.lambd, arguments.lambd_length_alpha
         self._estimate = reward_kl_estimator(arguments)
+        self._of_tokens = arguments.advantage_estimator == "token_rewards"
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -48,7 +49,9 @@ class Gae:
         sequence = sequence_of_token(batch.offsets)[tokens]
         last = torch.ones_like(sequence, dtype=torch.bool)
         last[:-1] = sequence[1:] != sequence[:-1]
-        rewards = batch.advantages[tokens].double() * last
+        rewards = batch.advantages[tokens].double()
+        if not self._of_tokens:
+            rewards = rewards * last
         if self._kl_coef:
             rewards = rewards - self._kl_coef * self._estimate(batch.old_logprobs, batch.ref_logprobs)[tokens]
         values = batch.values[tokens].double()

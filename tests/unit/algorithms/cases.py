@@ -229,6 +229,11 @@ CASES = (
         },
         value_clip=None,
     ),
+    Case(
+        "PPO with a critic and rewards of tokens",
+        CLIP | {"advantage_estimator": "token_rewards", "token_advantages": "gae", "gamma": 0.98, "lambd": 0.9},
+        EDGES,
+    ),
     Case("weights by age", {"max_token_age": 5, "token_age_decay": 0.7, "use_tis": True}),
 )
 

@@ -232,6 +232,12 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             },
             "--debug-publication-lag 2",
         ),
+        case(
+            "rewards of tokens without a critic",
+            {"advantage_estimator": "token_rewards"},
+            "--advantage-estimator token_rewards",
+            "add --token-advantages gae",
+        ),
         case("corrected twice", {"use_tis": True}, "--use-tis with --use-rollout-logprobs corrects twice"),
         case(
             "clip of a loss without one",

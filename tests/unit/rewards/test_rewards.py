@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -31,7 +31,7 @@ from miles_async.rewards.hub import RewardHub, resolve_reward
 from miles_async.runtime.hooks import load_object
 from miles_async.runtime.services import Services
 from miles_async.seams import PromptSource
-from miles_async.types import Prompt, Sample
+from miles_async.types import Prompt, Sample, TokenRewards
 
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
 
@@ -72,7 +72,7 @@ class TestExactMatch:
 def hub_with(rm_type: str | None, **rewards: Any) -> RewardHub:
     """A hub where some rewards are constants, or errors."""
 
-    def constant(value: Any) -> Reward:
+    def constant(value: Any) -> Callable[[Prompt, Sample], Awaitable[float]]:
         async def reward(prompt: Prompt, sample: Sample) -> float:
             if isinstance(value, Exception):
                 raise value
@@ -127,7 +127,7 @@ class TestHub:
     async def test_a_part_whose_service_is_down_is_asked_again_and_the_others_are_not(self):
         hub, asked = hub_with("format:0.1+remote_rm"), []
 
-        def part(name: str) -> Reward:
+        def part(name: str) -> Callable[[Prompt, Sample], Awaitable[float]]:
             async def reward(prompt: Prompt, sample: Sample) -> float:
                 asked.append(name)
                 if name == "remote_rm" and len(asked) < 3:
@@ -175,6 +175,19 @@ class TestHub:
 
 
 class TestGuardedReward:
+    async def test_rewards_of_tokens_pass_if_they_can_be_trained_on(self):
+        given = TokenRewards(reward=1.0, tokens=(sample("21").loss_mask.astype(np.float32),))
+
+        async def graded(prompt: Prompt, sample: Sample) -> TokenRewards:
+            return given
+
+        async def short(prompt: Prompt, sample: Sample) -> TokenRewards:
+            return structs.replace(given, tokens=(np.ones(1, np.float32),))
+
+        assert await GuardedReward(graded, timeout=1.0)(PROMPT, sample("21")) is given
+        with pytest.raises(RewardError, match="token rewards: expected one per token"):
+            await GuardedReward(short, timeout=1.0)(PROMPT, sample("21"))
+
     """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, -1e39, 1e13, "no number", None])

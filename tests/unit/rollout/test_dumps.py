@@ -98,6 +98,18 @@ def test_a_teacher_s_log_probs_are_read_as_they_were(tmp_path: Path) -> None:
     assert encode(read_dump(path)) == encode(dump)
 
 
+def test_rewards_of_tokens_are_read_as_they_were(tmp_path: Path) -> None:
+    """A sample without is one whose tokens earned nothing."""
+    (plain,) = DUMP.groups[2].samples
+    rewards = np.array([0.0, 0.0, 0.0, 0.25], np.float32)
+    for given in (rewards, None):
+        samples = tuple(msgspec.structs.replace(plain, token_rewards=array) for array in (rewards, given))
+        dump = msgspec.structs.replace(DUMP, groups=(msgspec.structs.replace(DUMP.groups[2], samples=samples),))
+        write_dump(path := tmp_path / "17.parquet", dump)
+        found = [sample.token_rewards.tolist() for sample in read_dump(path).groups[0].samples]
+        assert found == [rewards.tolist(), [0.0] * 4 if given is None else rewards.tolist()]
+
+
 def test_a_row_is_a_branch_with_its_tokens(tmp_path: Path) -> None:
     write_dump(path := tmp_path / "17.parquet", DUMP)
     rows = parquet.read_table(path).to_pylist()

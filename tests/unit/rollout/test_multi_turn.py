@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -148,6 +149,31 @@ async def test_a_turn_that_a_publication_aborts_goes_on_under_the_new_version() 
 async def test_counts_of_an_environment_are_added_up() -> None:
     sample = await generate_with()(ScriptedModel(says(CALL, CALL, "68")), ATTEMPT, 0)
     assert sample.metadata["metrics"] == {"lookups": 2, "tool_errors": 1.0}
+
+
+async def test_a_turn_is_rewarded_at_its_last_token() -> None:
+    # covers: R3
+    class Grades(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            return msgspec.structs.replace(await super().step(turn), turn_reward=[0.5, 0.0, -2.0][turn.index])
+
+    sample = await generate_with(Grades)(ScriptedModel(says(CALL, CALL, "68")), ATTEMPT, 0)
+    assert sample.reward == 1.0
+    assert sample.token_rewards is not None
+    rewarded = np.flatnonzero(sample.token_rewards)
+    ends = np.flatnonzero(np.diff(sample.loss_mask.astype(int), append=0) == -1)
+    assert rewarded.tolist() == [ends[0], ends[2]]
+    assert sample.token_rewards[rewarded].tolist() == [0.5, -2.0]
+
+    plain = await generate_with()(ScriptedModel(says(CALL, "68")), ATTEMPT, 0)
+    assert plain.token_rewards is None
+
+    class Broken(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            return Observation(done=True, reward=1.0, turn_reward=float("nan"))
+
+    with pytest.raises(RewardError, match="expected a finite number"):
+        await generate_with(Broken)(ScriptedModel(says("68")), ATTEMPT, 0)
 
 
 async def test_an_episode_without_end_is_cut_after_so_many_turns() -> None:
