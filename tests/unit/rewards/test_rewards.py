@@ -249,7 +249,7 @@ class TestGuardedReward:
                 raise AssertionError
 
         monkeypatch.setattr(guard, "CLOSE_SECONDS", 0.02)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(50):
             await GuardedReward(Reluctant(), timeout=1.0).close()
 
     async def test_it_takes_bounded_time(self):

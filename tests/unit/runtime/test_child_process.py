@@ -110,6 +110,6 @@ async def _number_in(child: ChildProcess) -> int:
 
 
 async def _until_gone(pid: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(50):
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
