@@ -54,7 +54,7 @@ lock: setup ## resolve requirements/*.in again (UPGRADE=all or UPGRADE=name,name
 bench: setup ## what asynchrony buys and what the control plane costs, 20 minutes (PARTS="loop_lag cpu": only those)
 	$(BIN)/python -m tests.benchmarks $(PARTS)
 
-study: setup ## the staleness study on the sort task: 70 steps per cell
+study: setup ## the staleness study: ages × corrections × seeds, hours; goes on where it was interrupted
 	$(BIN)/python -m examples.staleness_study.study
 
 clean: ## remove caches and build outputs, not .venv and not runs/

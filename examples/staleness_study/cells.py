@@ -1,27 +1,29 @@
-"""The cells of the study: how old the data is × how the loss corrects for it, and how one is run."""
+"""The cells of the study: how old the data is × how the loss corrects for it × seed, and their flags."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from miles_async.observability.metrics_file import FILE_NAME, read_metrics
+from examples.staleness_study.corrections import BY_NAME, CORRECTIONS, UNCORRECTED
+from miles_async.arguments.argument_files import expand_argument_files
 
-STEPS = 70
-LAST_STEPS = 10  # reward is averaged over so many steps at the end
-AGES = (0, 2, 8)
-CORRECTIONS = {
-    "uncorrected": ("--no-use-rollout-logprobs", "--allow-uncorrected-off-policy"),
-    "tis": ("--no-use-rollout-logprobs", "--use-tis"),
-    "ppo-ratio": ("--use-rollout-logprobs",),
-}
-SHUTDOWN_SECONDS = 90  # what an interrupted run may take to stop its engines
+AGES = (0, 2, 4, 8, 16)
+AGES_AS_RUN = (0, 8, 2, 16, 4)  # an unfinished round has whole rows, the most telling ones first
+SEEDS = 3
+STEPS = 60
+COMMON = (
+    "@examples/quickstart/sort.args",
+    *("--num-rollout", str(STEPS), "--rollout-batch-size", "8"),
+    # Strictly in turn, with engines that have the weights of `age` versions ago: ages are exact.
+    *("--max-rollout-lead", "1"),
+    # What costs processor time and changes nothing: the exported weights are evaluated instead of the engines', which
+    # are old at the end, and the trainer's log-probs of age 0 tell whether a publication arrived.
+    *("--eval-prompt-data", "--eval-interval", "none"),
+    *("--verify-weights", "off", "--no-record", "--no-progress"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,78 +38,35 @@ class Cell:
     def name(self) -> str:
         return f"age{self.age}-{self.correction}-seed{self.seed}"
 
-    def flags(self, run_dir: Path) -> list[str]:
-        """Strictly in turn (lead 1) and engines with the weights of ``age`` versions ago: ages are exact."""
-        return [
-            "@examples/quickstart/sort.args",
-            *("--num-rollout", str(STEPS), "--rollout-batch-size", "16"),
-            *("--max-weight-staleness", str(self.age), "--max-rollout-lead", "1"),
-            *("--debug-publication-lag", str(self.age)),
-            *CORRECTIONS[self.correction],
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All flags but those that name directories."""
+        return (
+            *COMMON,
+            *("--max-weight-staleness", str(self.age), "--debug-publication-lag", str(self.age)),
+            *BY_NAME[self.correction].flags,
             *("--seed", str(1234 + self.seed), "--rollout-seed", str(42 + self.seed)),
-            *("--eval-interval", "none", "--run-dir", str(run_dir), "--no-progress"),
-        ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CellResult:
-    """What a finished cell learned."""
-
-    cell: Cell
-    rewards: tuple[float, ...]  # per step
-    greedy: float  # accuracy on the test prompts at the end
-    age_histogram: dict[str, int]
+        )
 
     @property
-    def last_reward(self) -> float:
-        """Mean sampled reward of the last ten steps."""
-        last = self.rewards[-LAST_STEPS:]
-        return sum(last) / len(last)
+    def fingerprint(self) -> str:
+        """Changes with any of the flags, also of those in argument files. Needs the repository's root as directory."""
+        words = expand_argument_files(self.flags)
+        return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+def run_flags(cell: Cell, run_dir: Path) -> list[str]:
+    """All flags of a run of ``cell``, which exports its weights to :func:`exported`."""
+    return [*cell.flags, "--run-dir", str(run_dir), "--save-hf", str(exported(run_dir))]
+
+
+def exported(run_dir: Path) -> Path:
+    return run_dir / "hf"
 
 
 def study_cells(seeds: int) -> Iterator[Cell]:
-    """All cells. At age 0 both corrections weigh every token by 1, so that is one cell and not three."""
+    """All cells in rounds of one seed, so that an unfinished study has every cell before it has any twice."""
     for seed in range(seeds):
-        for age in AGES:
-            for correction in CORRECTIONS if age else ("uncorrected",):
-                yield Cell(age=age, correction=correction, seed=seed)
-
-
-def read_result(cell: Cell, run_dir: Path) -> CellResult | None:
-    """The result of a finished cell, or None if there is none yet."""
-    try:
-        summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    except FileNotFoundError:
-        return None
-    if summary["steps"] != STEPS or summary["eval_accuracy_last"] is None:
-        return None
-    rows = [row for row in read_metrics(run_dir / FILE_NAME) if row.get("reward/mean") is not None]
-    return CellResult(
-        cell=cell,
-        rewards=tuple(row["reward/mean"] for row in rows),
-        greedy=summary["eval_accuracy_last"],
-        age_histogram=summary["age_histogram"],
-    )
-
-
-def console_log(run_dir: Path) -> Path:
-    """Beside the run directory, which starts empty."""
-    return run_dir.with_name(f"{run_dir.name}.log")
-
-
-def run_cell(cell: Cell, run_dir: Path) -> int:
-    """Runs the cell from its beginning and returns its exit code; its output goes to :func:`console_log`."""
-    shutil.rmtree(run_dir, ignore_errors=True)  # half a run: metrics.jsonl would get two beginnings
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    with console_log(run_dir).open("w") as console:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "miles_async", "train", *cell.flags(run_dir)],
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # it got the signal too: let it stop its engines, then stop as well
-            process.wait(SHUTDOWN_SECONDS)
-            raise
+        for age in AGES_AS_RUN:
+            for correction in CORRECTIONS if age else (UNCORRECTED,):
+                yield Cell(age=age, correction=correction.name, seed=seed)

@@ -1,126 +1,189 @@
-"""Table, figure and verdict of the study, from the results of its cells."""
+"""The page of the study, from the results of its cells: tables, what they say, and what they don't."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from textwrap import fill
 
-from examples.staleness_study.cells import AGES, CORRECTIONS, LAST_STEPS, STEPS, CellResult
-from miles_async.observability.plots import moving_average
+from examples.staleness_study.cells import AGES, STEPS
+from examples.staleness_study.corrections import CORRECTIONS, UNCORRECTED, Correction
+from examples.staleness_study.figure import draw
+from examples.staleness_study.results import LAST_STEPS, SPIKE, CellResult
 
-Results = Sequence[CellResult]
-TITLES = {
-    "uncorrected": "uncorrected",
-    "tis": "token TIS, cap 2",
-    "ppo-ratio": "PPO ratio against the engines' log-probs",
-}
-COLORS = {"uncorrected": "#d62728", "tis": "#ff7f0e", "ppo-ratio": "#1f77b4"}
-EXPECTED_ORDER = (  # (learns better, learns worse), as (age, correction)
-    *(((age, "tis"), (age, "uncorrected")) for age in AGES[1:]),
-    *(((age, "ppo-ratio"), (age, "tis")) for age in AGES[1:]),
-    ((0, "uncorrected"), (2, "uncorrected")),
-    ((2, "uncorrected"), (8, "uncorrected")),
-    ((2, "tis"), (8, "tis")),
-    ((2, "ppo-ratio"), (8, "ppo-ratio")),
-)
+SEEDS_TO_JUDGE = 2  # of each of two combinations: with one there is no spread to compare with
+LINE = 120
+PAGE_NAME, FIGURE_NAME = "staleness_study.md", "staleness_study.png"
 
 PAGE = """\
 # What staleness does to learning
 
-Task `sort`, 16 prompts × 8 samples, {steps} steps, {seeds} run(s) per cell, real Megatron and SGLang on CPU.
-The engines get the weights of 0, 2 or 8 versions ago (`--debug-publication-lag`), so everything trained on has
-exactly that age once so many versions exist. Made by `make study`; see examples/staleness_study/.
+Real Megatron and SGLang on CPU teach a model of 78 K parameters to sort four digits: {steps} steps of 8 prompts × 8
+samples, learning rate 5e-4, one optimizer step per batch. Engines get the weights of 0, 2, 4, 8 or 16 versions ago
+(`--debug-publication-lag`), so that everything trained on has exactly that age once so many versions exist; until then
+ages grow from 0. Each row is one [correction](../examples/staleness_study/README.md#corrections), with its published
+settings where there are any. On data of age 0 all of them leave the gradient as it is, so there one run stands for all.
 
-Mean sampled reward of the last {last} steps; in brackets greedy accuracy on the 256 test prompts, of the
-weights that the engines have at the end.
+{finished}
 
-{table}
+Made by `make study` from [staleness_study.json](staleness_study.json), which has every step of every run.
 
-![Reward over steps, by age and correction](staleness_study.png)
+![Accuracy, spikes and effective sample size by correction and age](staleness_study.png)
 
-Orderings that simulation had led us to expect, checked on this data:
+## Accuracy
+
+Share of right answers to 256 held-out prompts, by the final weights and taking the likeliest tokens: mean over seeds,
+lowest and highest in brackets. Before training it is 0.14.
+
+{accuracy}
 
 {verdict}
 
-That is why asynchronous training with neither `--use-rollout-logprobs` (the PPO ratio) nor `--use-tis` is
-refused, unless `--allow-uncorrected-off-policy` says that it is intended.
+## Spikes of the gradient norm
+
+Share of steps, in percent, whose gradient norm (before clipping to 1) is more than {spike:g} times the median of the
+run: mean over seeds.
+
+{spikes}
+
+## Effective sample size
+
+(Σw)² / (n Σw²) over the n sequences of a step with w = π / π_rollout of a sequence: the share of them that an
+importance-weighted mean would count. Mean over the last {last} steps and over seeds. It says how far the policy is from
+the one that sampled, whether or not the correction uses w; a policy that has stopped moving has 1.
+
+{ess}
+
+## What this does not show
+
+- One task, one model of 78 K parameters, answers of five tokens. Products of ratios over thousands of tokens vary far
+  more, so corrections by sequence have it easier here than anywhere else.
+- One learning rate, one batch size, one optimizer step per batch. What an age costs depends on how far the policy moves
+  in that many steps; a smaller learning rate makes every age milder.
+- Settings were not tuned, neither per correction nor per age. A correction that does badly may do well with another
+  bound.
+- Age is constant. Real runs mix ages within a batch, and only there a weight by age such as 0.9^age can tell tokens
+  apart: under a constant age it scales every gradient alike, which Adam undoes.
+- Engine and trainer compute the same log-probs here (fp32, dense, difference 2e-7). Corrections that are meant for
+  numerical mismatch, such as IcePop, are judged by staleness alone.
+- Accuracy after a fixed number of steps, not after convergence, and not per second: what old data buys in speed is in
+  [benchmarks.md](benchmarks.md).
+- Three seeds tell large differences from none; they don't rank corrections that are close.
 """
 
 
-def write_report(results: Results, docs: Path) -> None:
-    """Writes ``docs``/staleness_study.md and .png."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """A number of a finished cell, as tables and figure show it."""
+
+    title: str
+    of: Callable[[CellResult], float]
+    decimals: int
+    spread: bool = False  # also show the lowest and highest seed
+
+
+ACCURACY = Quantity(title="accuracy", of=lambda result: result.greedy, decimals=2, spread=True)
+SPIKES = Quantity(title="spikes, % of steps", of=lambda result: 100 * result.spikes, decimals=0)
+ESS = Quantity(title="effective sample size", of=lambda result: result.last_ess, decimals=2)
+
+
+def write_report(results: Sequence[CellResult], seeds: int, docs: Path) -> None:
+    """Write the page and the figure into ``docs``. ``seeds``: runs per cell that are wanted."""
     docs.mkdir(parents=True, exist_ok=True)
     page = PAGE.format(
         steps=STEPS,
+        spike=SPIKE,
         last=LAST_STEPS,
-        seeds=len({result.cell.seed for result in results}),
-        table=table(results),
-        verdict="\n".join(f"- {line}" for line in verdict(results)),
+        finished=_wrapped(finished(results, seeds)),
+        accuracy=table(results, ACCURACY, seeds),
+        verdict="\n".join(_wrapped(f"- {line}", indent="  ") for line in verdict(results)),
+        spikes=table(results, SPIKES, seeds),
+        ess=table(results, ESS, seeds),
     )
-    (docs / "staleness_study.md").write_text(page)
-    draw(results, docs / "staleness_study.png")
+    (docs / PAGE_NAME).write_text(page)
+    panels = {
+        quantity.title: [[_mean(runs_of(results, one, age), quantity) for age in AGES] for one in CORRECTIONS]
+        for quantity in (ACCURACY, SPIKES, ESS)
+    }
+    draw(panels, [one.title for one in CORRECTIONS], AGES, docs / FIGURE_NAME)
 
 
-def table(results: Results) -> str:
-    """The results as a Markdown table; cells that were not run are dashes."""
-    lines = [f"| versions old | {' | '.join(TITLES.values())} |", "|---|" + "---|" * len(TITLES)]
-    for age in AGES:
-        entries = []
-        for correction in CORRECTIONS:
-            runs = _runs(results, age, correction)
-            reward, greedy = (
-                (mean(run.last_reward for run in runs), mean(run.greedy for run in runs)) if runs else (0, 0)
-            )
-            entries.append(f"{reward:.2f} ({greedy:.2f})" if runs else "–")
-        lines.append(f"| {age} | {' | '.join(entries)} |")
+def runs_of(results: Sequence[CellResult], correction: Correction, age: int) -> list[CellResult]:
+    return [result for result in results if (result.correction, result.age) == (correction.name, age)]
+
+
+def finished(results: Sequence[CellResult], seeds: int) -> str:
+    """How many of the wanted runs there are, as a sentence."""
+    wanted = [(one, age) for age in AGES for one in (CORRECTIONS if age else (UNCORRECTED,))]
+    counts = Counter(len(runs_of(results, one, age)) for one, age in wanted)
+    if counts[seeds] == len(wanted):
+        return f"Each of the {len(wanted)} combinations of age and correction ran with {seeds} seeds."
+    parts = [f"{counts[count]} with {count} of {seeds} seeds" for count in range(seeds, -1, -1) if counts[count]]
+    return (
+        f"**Not finished yet.** Of the {len(wanted)} combinations of age and correction there are {', '.join(parts)}. "
+        "Entries with fewer seeds say so; a dash is a combination that has not run."
+    )
+
+
+def table(results: Sequence[CellResult], quantity: Quantity, seeds: int) -> str:
+    """A row per correction and a column per age, as Markdown."""
+    lines = [f"| age | {' | '.join(map(str, AGES))} |", "|---" * (len(AGES) + 1) + "|"]
+    for correction in CORRECTIONS:
+        entries = [
+            _entry([quantity.of(run) for run in runs_of(results, correction, age)], quantity, seeds)
+            if age or correction == UNCORRECTED
+            else ""
+            for age in AGES
+        ]
+        lines.append(f"| {correction.title} | {' | '.join(entries)} |")
     return "\n".join(lines)
 
 
-def verdict(results: Results) -> Iterator[str]:
-    """One line per expected ordering that can be judged: does it hold here?"""
-    for better, worse in EXPECTED_ORDER:
-        high, low = _runs(results, *better), _runs(results, *worse)
-        if high and low:
-            above, below = mean(run.last_reward for run in high), mean(run.last_reward for run in low)
-            holds = "holds" if above > below else "DOES NOT HOLD"
-            yield f"{_label(better)} {above:.2f} > {_label(worse)} {below:.2f}: {holds}"
+def _entry(values: Sequence[float], quantity: Quantity, seeds: int) -> str:
+    if not values:
+        return "–"
+    notes = []
+    if quantity.spread and len(values) > 1:
+        notes.append(f"{min(values):.{quantity.decimals}f}–{max(values):.{quantity.decimals}f}")
+    if len(values) < seeds:
+        notes.append(f"{len(values)} of {seeds}")
+    return f"{mean(values):.{quantity.decimals}f}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def draw(results: Results, path: Path) -> None:
-    """One panel per age above 0, on-policy in grey in each."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, age in zip(figure.subplots(1, len(AGES) - 1, sharey=True), AGES[1:], strict=True):
-        for run in _runs(results, 0, "uncorrected"):
-            axes.plot(moving_average(run.rewards), color="#999999", linewidth=1.5, label="on-policy (age 0)")
-        for correction, color in COLORS.items():
-            for run in _runs(results, age, correction):
-                axes.plot(moving_average(run.rewards), color=color, linewidth=1.8, label=TITLES[correction])
-        axes.set_title(f"{age} versions old", fontsize="medium")
-        axes.set_xlabel("step")
-        axes.set_ylim(0, 1)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("reward, mean of 5 steps")
-    labelled = dict(zip(*reversed(figure.axes[-1].get_legend_handles_labels()), strict=True))  # one per label
-    figure.legend(
-        labelled.values(),
-        labelled.keys(),
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        fontsize="small",
-    )
-    figure.savefig(path, dpi=150)
+def _mean(runs: Sequence[CellResult], quantity: Quantity) -> float | None:
+    return mean(map(quantity.of, runs)) if runs else None
 
 
-def _runs(results: Results, age: int, correction: str) -> list[CellResult]:
-    return [result for result in results if (result.cell.age, result.cell.correction) == (age, correction)]
+def verdict(results: Sequence[CellResult]) -> Iterator[str]:
+    """A line per age: which corrections are better or worse than none, judged by ranges over seeds."""
+    for age in AGES[1:]:
+        plain = [run.greedy for run in runs_of(results, UNCORRECTED, age)]
+        if len(plain) < SEEDS_TO_JUDGE:
+            yield f"Age {age}: too few seeds to tell corrections apart."
+            continue
+        better, worse, alike = list[str](), list[str](), 0
+        for correction in CORRECTIONS[1:]:
+            values = [run.greedy for run in runs_of(results, correction, age)]
+            if len(values) < SEEDS_TO_JUDGE:
+                continue
+            if min(values) > max(plain):
+                better.append(correction.title)
+            elif max(values) < min(plain):
+                worse.append(correction.title)
+            else:
+                alike += 1
+        yield (
+            f"Age {age}: no correction gives {mean(plain):.2f}. In every seed better than in any of its seeds: "
+            f"{_listed(better)}. In every seed worse: {_listed(worse)}. Not told apart from it: {alike}."
+        )
 
 
-def _label(cell: tuple[int, str]) -> str:
-    return f"{cell[1]} at age {cell[0]}" if cell[0] else "on-policy"
+def _wrapped(text: str, indent: str = "") -> str:
+    return fill(text, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _listed(titles: Sequence[str]) -> str:
+    return "; ".join(titles) or "none"

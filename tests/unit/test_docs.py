@@ -66,7 +66,7 @@ MADE_LATER = {
         "logs/sessions-0.0.log",
         "logs/agents.log",
     ),
-    *("docs/staleness_study.md", "docs/staleness_study.png"),  # by `make study`
+    *("docs/staleness_study.md", "docs/staleness_study.png", "docs/staleness_study.json"),  # by `make study`
     "examples/smollm2/data",  # by its prepare.py
     "my_hooks.py",  # by the reader
 }
