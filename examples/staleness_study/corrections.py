@@ -66,5 +66,15 @@ CORRECTIONS = (
     Correction(name="gspo", title="GSPO", flags=(*ENGINE_RATIO, "@preset:gspo", *TOKEN_MEAN)),
     Correction(name="cispo", title="CISPO", flags=(*ENGINE_RATIO, "@preset:cispo")),
     Correction(name="dppo", title="DPPO, total variation", flags=(*ENGINE_RATIO, "@preset:dppo")),
+    Correction(
+        name="sat",
+        title="SAT",
+        flags=(*ENGINE_RATIO, "@preset:sat", "--eps-clip-high", "0.2", "--no-use-kl-loss", "--kl-loss-coef", "0"),
+    ),
+    Correction(
+        name="sao-clip",
+        title="SAO's clip",  # with advantages of groups: SAO itself has a critic and one sample per prompt
+        flags=(*ENGINE_RATIO, "--policy-loss", "dis", "--eps-clip", "0.3", "--eps-clip-high", "5"),
+    ),
 )
 BY_NAME = {correction.name: correction for correction in CORRECTIONS}

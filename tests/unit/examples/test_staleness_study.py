@@ -55,8 +55,10 @@ def result(age: int, correction: str, greedy: float = 0.5, seed: int = 0) -> Cel
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_each_cell_is_a_valid_run_that_forces_its_age(cell: Cell) -> None:
-    parsed = parse_arguments(run_flags(cell, Path("runs/study/x")))
+def test_each_cell_is_a_valid_run_that_forces_its_age(cell: Cell, tmp_path: Path) -> None:
+    prompts = tmp_path / "train.jsonl"  # that of the example is made when the study begins
+    prompts.touch()
+    parsed = parse_arguments([*run_flags(cell, Path("runs/study/x")), "--prompt-data", str(prompts)])
     validate(parsed.arguments, parsed.checks)
     arguments = parsed.arguments
     assert arguments.weights.debug_publication_lag == cell.age == arguments.staleness.bound
