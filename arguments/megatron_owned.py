@@ -8,7 +8,6 @@ from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.arguments.specification import flag_specifications
 
 _SHAPE = "the model is built by config.json of --hf-checkpoint: remove it"
-_MTP = "layers for multi-token prediction are not trained, they stay as they are in --hf-checkpoint: remove it"
 _ABSENT = "it is not implemented: remove it"
 _PRECISION = "--bf16 chooses the dtypes: use that, or none for fp32"
 _EIGHT_BITS = "training in 8 or 4 bits is not implemented: use --bf16"
@@ -78,7 +77,7 @@ FIELDS: Mapping[str, str] = {
         ("variable_seq_lengths", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"), _PACKED
     ),
     **dict.fromkeys(("align_param_gather",), _PUBLICATION),
-    **dict.fromkeys(("mtp_num_layers", "mtp_enabled", "mtp_standalone", "mtp_loss_scaling_factor"), _MTP),
+    **dict.fromkeys(("mtp_enabled", "mtp_standalone"), "use --enable-mtp-training"),
     **dict.fromkeys(("moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_token_dropping"),
                     "it would route other than the engines: remove it"),
     **dict.fromkeys(("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"),

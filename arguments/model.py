@@ -86,6 +86,14 @@ class ModelArguments:
         None,
         "start from this adapter, a directory of the peft library's files (default: from adapters that add nothing)",
     )
+    enable_mtp_training: bool = flag(
+        False,
+        "train the model's layers for multi-token prediction to predict what the policy samples; the policy gets no "
+        "gradient from them",
+    )
+    mtp_loss_scaling_factor: float = flag(
+        0.2, "with --enable-mtp-training: factor of their loss, the cross entropy of the tokens that carry loss"
+    )
     seed: int = flag(1234, "seed of the trainer's random generators")
     megatron_extra: tuple[str, ...] = ()  # collected from --megatron-*, as fields of Megatron's configs
 

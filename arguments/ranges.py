@@ -125,6 +125,7 @@ ABOVE_ZERO = {
     "ref_update_alpha",
     "critic_lr",
     "value_clip",
+    "mtp_loss_scaling_factor",
     "lr",
     "adam_eps",
     "ess_lr_full_share",

@@ -120,6 +120,18 @@ def check_shared_prompts(arguments: Arguments) -> Iterator[str]:
         yield f"--share-prompts with --context-parallel-size {ranks}, which splits every sample: leave one of them out"
 
 
+def check_ahead_layers(arguments: Arguments) -> Iterator[str]:
+    """--enable-mtp-training stands with nothing that its layers cannot do."""
+    model = arguments.model
+    given = {
+        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
+        f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
+        "--share-prompts": model.share_prompts,
+    }
+    for flag in (flag for flag, used in given.items() if used and model.enable_mtp_training):
+        yield f"--enable-mtp-training with {flag} is not implemented: leave one of them out"
+
+
 def check_network(arguments: Arguments) -> Iterator[str]:
     """Ports and labels are written as expected; nodes of a cluster are labelled and share what they have to."""
     cluster = arguments.cluster
@@ -323,6 +335,7 @@ CHECKS: tuple[Check, ...] = (
     check_recomputation,
     check_adapters,
     check_shared_prompts,
+    check_ahead_layers,
     check_prompt_files,
     check_algorithm,
     check_critic,

@@ -128,6 +128,7 @@ def _layer_kinds(config: JsonObject) -> Said:
 
 SHAPES: tuple[ForeignFlag, ...] = (
     _named("--num-layers", "num_hidden_layers"),
+    _named("--mtp-num-layers", "num_nextn_predict_layers", default=0),
     _named("--hidden-size", "hidden_size"),
     _named("--ffn-hidden-size", "intermediate_size"),
     _named("--num-attention-heads", "num_attention_heads"),

@@ -125,11 +125,6 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
     _flag("--custom-loss-function-path", "refused", "use --policy-loss module:attr"),
     _flag("--custom-pg-loss-reducer-function-path", "refused", "use --loss-aggregation module:attr"),
     _flag("--custom-tis-function-path", "refused", "use --use-tis and --tis-mode module:attr"),
-    _switch(
-        "--enable-mtp-training",
-        "refused",
-        "layers for multi-token prediction are not trained, they stay as they are in --hf-checkpoint: remove it",
-    ),
     # Adapters.
     _flag(
         "--lora-dropout", "noted", "engines have no dropout, and the trainer's log-probs are to be theirs", only=("0",)

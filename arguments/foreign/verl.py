@@ -108,7 +108,7 @@ KEYS: tuple[VerlKey, ...] = (
       ("use_remove_padding", "use_fused_kernels", "fused_kernel_options.*", "use_liger", "use_shm", "trust_remote_code",
        "external_lib")),
     _noted(f"{_MODEL}.override_config.*", "config.json of --hf-checkpoint describes the model"),
-    _noted(f"{_MODEL}.mtp.*", "layers for multi-token prediction stay as they are in --hf-checkpoint"),
+    _noted(f"{_MODEL}.mtp.*", "--enable-mtp-training trains layers for multi-token prediction"),
     # The trainer's ranks.
     _is(f"{_MEGATRON}.tensor_model_parallel_size", "--tensor-model-parallel-size"),
     _is(f"{_MEGATRON}.pipeline_model_parallel_size", "--pipeline-model-parallel-size"),

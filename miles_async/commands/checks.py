@@ -268,10 +268,17 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
         )
     model = arguments.model
     if model.hf_checkpoint is not None and (extra := read_config(model.hf_checkpoint).get("num_nextn_predict_layers")):
+        trained = model.enable_mtp_training
         yield (
-            f"num_nextn_predict_layers {extra} of config.json: layers for multi-token prediction are neither trained "
-            "nor published, and --save-hf copies them from --hf-checkpoint. Engines that speculate with them "
-            "(--sglang-speculative-algorithm) sample the same, and accept fewer proposals the longer training goes on"
+            f"num_nextn_predict_layers {extra} of config.json: layers for multi-token prediction are "
+            + (
+                "trained, and --save-hf writes them, but they are not published"
+                if trained
+                else "neither trained (--enable-mtp-training) nor published, and --save-hf copies them from "
+                "--hf-checkpoint"
+            )
+            + ". Engines that speculate with them (--sglang-speculative-algorithm) sample the same, and accept fewer "
+            "proposals the longer training goes on"
         )
     settings = megatron_settings(arguments.model.megatron_extra)
     ignored = ignored_on_cpu({**settings.provider, **settings.optimizer, **settings.ddp})

@@ -105,7 +105,7 @@ ATTEMPTS = {
         family="qwen3-tied",
         extra=(
             "lm_head.weight",  # tied
-            "model.layers.2.embed_tokens.weight",  # multi-token prediction
+            "model.layers.2.enorm.weight",  # multi-token prediction
             "model.layers.0.self_attn.rotary_emb.inv_freq",
         ),
     ),

@@ -153,6 +153,35 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
     return directory
 
 
+def save_with_ahead_layers(family: str, directory: Path, *, count: int = 1) -> tuple[Path, Path]:
+    """A model of ``FAMILIES`` with ``count`` layers for multi-token prediction after its two, in files like those of
+    DeepSeek-V3 and GLM-4.5, and the same as a deeper model: its further layers are those, of the same numbers.
+
+    Copies of the embedding and the output layer stand beside each, as they were before the model's changed.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    deep = save_tiny(family, directory / "deep", num_hidden_layers=2 + count)
+    own = directory / "with-ahead-layers"
+    own.mkdir()
+    config = json.loads((deep / "config.json").read_text())
+    (own / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 2, "num_nextn_predict_layers": count, "mlp_layer_types": None})
+    )
+    tensors = load_file(deep / "model.safetensors")
+    size = config["hidden_size"]
+    draw = torch.Generator().manual_seed(1)
+    for layer in range(2, 2 + count):
+        for name, shape in (("enorm", (size,)), ("hnorm", (size,)), ("shared_head.norm", (size,))):
+            tensors[f"model.layers.{layer}.{name}.weight"] = 1 + 0.1 * torch.randn(shape, generator=draw)
+        tensors[f"model.layers.{layer}.eh_proj.weight"] = 0.1 * torch.randn(size, 2 * size, generator=draw)
+        tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
+        tensors[f"model.layers.{layer}.shared_head.head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors, own / "model.safetensors")
+    return own, deep
+
+
 def save_tiny_qwen3(directory: Path, *, tied: bool, seed: int = 0, **config: Any) -> Path:
     return save_tiny("qwen3-tied" if tied else "qwen3", directory, seed=seed, **({"rope_theta": 1e4} | config))
 

@@ -137,6 +137,7 @@ class MegatronBackend:
             scale=StepScale.of(optimizer),
             epochs=optimizer.ppo_epochs,
             total_steps=total_steps,
+            mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
             scorer=Scorer(temperature=temperature, chunk=optimizer.logprob_chunk),
             layout=self._model.pack_layout,
             device=self.device,
@@ -274,6 +275,7 @@ class MegatronBackend:
                 learner.scheduler,
                 self._per_rollout if name == POLICY else None,
                 seed=self._model_arguments.seed,
+                ahead=self._model.ahead and name == POLICY,
             )
         self._stepped_from = None
 

@@ -11,6 +11,8 @@
   general reading takes what is there; ``provider_fields`` has the rest.
 - Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.
 - OLMoE's norm of all heads expects them all on every tensor-parallel rank.
+- Layers for multi-token prediction are unknown in DeepSeek-V3, and in GLM-4 for some of the bridge's own calls. They
+  get the names of further layers of the model, which they are in the files, and of their own four parts.
 - Kimi K2's model_type is unknown to transformers, without code from the checkpoint. Its architecture is DeepSeek-V3's.
 
 ``tests/integration/test_megatron_compat.py`` fails when upstream no longer needs one of them.
@@ -46,6 +48,7 @@ def apply() -> bool:
         _see_that_transformer_engine_is_absent()
         _normalize_heads_over_ranks()
         _know_kimi_k2()
+        _name_layers_for_multi_token_prediction()
     return True
 
 
@@ -154,3 +157,29 @@ def _know_kimi_k2() -> None:
         model_type = "kimi_k2"
 
     AutoConfig.register(KimiK2Config.model_type, KimiK2Config, exist_ok=True)
+
+
+def _name_layers_for_multi_token_prediction() -> None:
+    from megatron.bridge.models.conversion import model_bridge
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
+    from megatron.bridge.models.glm.glm45_bridge import GLM45Bridge
+
+    number = model_bridge._megatron_local_name_to_global
+    parts = {name: name for name in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": "shared_head.norm"}
+    own = [AutoMapping(f"decoder.layers.*.{a}.weight", f"model.layers.*.{b}.weight") for a, b in parts.items()]
+
+    def _megatron_local_name_to_global(models: Any, config: Any, param_name: str, vp_stage: int | None = None) -> str:
+        name = number(models, config, param_name, vp_stage)
+        if found := re.match(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.)?", name):
+            return f"decoder.layers.{config.num_layers + int(found[1])}.{name[found.end() :]}"
+        return name
+
+    model_bridge._megatron_local_name_to_global = _megatron_local_name_to_global
+    for bridge in (DeepSeekV3Bridge, GLM45Bridge):
+
+        def mapping_registry(self: Any, plain: Any = bridge.mapping_registry) -> Any:
+            return MegatronMappingRegistry(*plain(self).mappings, *own)
+
+        bridge.mapping_registry = mapping_registry

@@ -127,12 +127,13 @@ def load(
     per_rollout: PerRollout | None,
     *,
     seed: int,
+    ahead: bool = False,
 ) -> None:
     """Restore what :func:`save` wrote, on this layout of ranks or another. Collective.
 
     The random generators are restored where the numbers of pipeline, tensor, data- and context-parallel ranks are
-    those of the save; otherwise they are seeded with ``seed`` and the number of steps. Raises CheckpointError if the
-    directory is no such checkpoint.
+    those of the save; otherwise they are seeded with ``seed`` and the number of steps. ``ahead``: the model has layers
+    for multi-token prediction. Raises CheckpointError if the directory is no such checkpoint.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
@@ -140,6 +141,7 @@ def load(
     with _as_checkpoint_error(f"cannot read {directory}"):
         wanted, found = _parameters(modules, optimizer, loading=True), load_sharded_metadata(str(directory))
         _check_adapters(adapted=any(map(_is_adapted, wanted["model"].values())), found=_is_adapted(found))
+        _check_ahead_layers(trained=ahead, found=any("mtp.layers." in name for name in found))
         rng = _sharded_rng()
         if rng.unique_key in found:
             wanted["rng"] = rng
@@ -214,6 +216,16 @@ def _check_adapters(*, adapted: bool, found: bool) -> None:
             if adapted
             else "it holds adapters, and without --lora-rank the whole model is trained: give the --lora-rank, "
             "--lora-type and --target-modules of that run"
+        )
+
+
+def _check_ahead_layers(*, trained: bool, found: bool) -> None:
+    if trained is not found:
+        raise CheckpointError(
+            "it holds no layers for multi-token prediction: leave --enable-mtp-training out, or start from the weights "
+            "of --save-hf"
+            if trained
+            else "it holds trained layers for multi-token prediction: give --enable-mtp-training, as its run did"
         )
 
 

@@ -35,9 +35,9 @@ def check(bridge: AutoBridge, modules: list[Module]) -> None:
     left_out = {name for name in in_files - in_model if not name.endswith(DERIVED)}
     if modules[0].share_embeddings_and_output_weights:
         left_out.discard("lm_head.weight")
-    extra_layers = {name for name in left_out if _layer(name) >= config.num_hidden_layers}
+    extra_layers = {name for name in left_out if layer_number(name) >= config.num_hidden_layers}
     if extra_layers:  # transformers ignores them too
-        logger.warning("layers for multi-token prediction stay as they are: %s", _some(extra_layers))
+        logger.info("layers for multi-token prediction, not trained: %s", _some(extra_layers))
     problems = {
         "tensors of the checkpoint that the model has no place for": left_out - extra_layers,
         "tensors of the model that the checkpoint lacks": in_model - in_files,
@@ -65,7 +65,8 @@ def _local_names(model_bridge: MegatronModelBridge, modules: list[Module]) -> tu
     return names, unknown
 
 
-def _layer(name: str) -> int:
+def layer_number(name: str) -> int:
+    """Number of the layer that a tensor belongs to, by Megatron's name or that in the files; -1 if to none."""
     found = re.search(r"\.layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
 

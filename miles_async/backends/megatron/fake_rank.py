@@ -31,10 +31,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from miles_async.backends.megatron import dtypes
 from miles_async.backends.megatron.adapters import ADAPTER, add_adapters
+from miles_async.backends.megatron.hf_config import ahead_layers
 from miles_async.backends.megatron.live_bytes import LiveBytes
 from miles_async.backends.megatron.memory import StageMemory, StageRequest
 from miles_async.backends.megatron.model import make_provider
 from miles_async.backends.megatron.model_output import output_of, return_hidden_states
+from miles_async.backends.megatron.mtp import add_ahead_layers
 from miles_async.backends.megatron.packing import PackLayout, pack_sequences
 from miles_async.backends.megatron.platform import Platform
 from miles_async.backends.megatron.scores import Scorer
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from megatron.bridge.models import GPTModelProvider
     from torch.nn import Module
 
+AHEAD_LAYERS = "mtp."
 OUTPUT_LAYER = "output_layer."  # of a GPT model; it has no parameters where the embedding's are on the same stage
 
 
@@ -111,7 +114,9 @@ def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig
             expert_tensor_parallel_size=model.expert_tensor_size,
             create_gloo_process_groups=False,  # the fake backend has no gloo side
         )
-        parts = [_measure_part(provider, request, stages, part if virtual > 1 else None) for part in range(virtual)]
+        parts = [
+            _measure_part(provider, request, config, stages, part if virtual > 1 else None) for part in range(virtual)
+        ]
         # Forward passes before the first backward pass, by Megatron's schedules: 1F1B, or interleaved.
         later = count - 1 - stages.start
         return StageMemory(
@@ -120,6 +125,8 @@ def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig
             expert_parameters=sum(part.expert_parameters for part in parts),
             adapters=sum(part.adapters for part in parts),
             expert_adapters=sum(part.expert_adapters for part in parts),
+            ahead=sum(part.ahead for part in parts),
+            expert_ahead=sum(part.expert_ahead for part in parts),
             output_layer=sum(part.output_layer for part in parts),
             value_head=sum(part.value_head for part in parts),
             kept=max(part.kept for part in parts),
@@ -138,18 +145,28 @@ class _Part(NamedTuple):
     expert_parameters: int
     adapters: int
     expert_adapters: int
+    ahead: int
+    expert_ahead: int
     output_layer: int
     value_head: int
     kept: int
     peak: int
 
 
-def _measure_part(provider: GPTModelProvider, request: StageRequest, stages: range, virtual_stage: int | None) -> _Part:
+def _measure_part(
+    provider: GPTModelProvider,
+    request: StageRequest,
+    config: PretrainedConfig,
+    stages: range,
+    virtual_stage: int | None,
+) -> _Part:
     count, virtual = request.model.pipeline_model_parallel_size, request.model.virtual_stages(provider.num_layers)
     first = stages.start == 0 and virtual_stage in (None, 0)
     last = stages.stop == count and virtual_stage in (None, virtual - 1)
     with _without_values(), FakeTensorMode(allow_non_fake_inputs=True):
         module = provider.provide(pre_process=first, post_process=last, vp_stage=virtual_stage)
+        if last and request.model.enable_mtp_training:
+            add_ahead_layers(module, provider, ahead_layers(config.to_dict()), Platform.cpu())
         dtypes.enforce(module, provider.params_dtype)
         if last:
             return_hidden_states(module)
@@ -157,13 +174,18 @@ def _measure_part(provider: GPTModelProvider, request: StageRequest, stages: ran
             add_adapters([module], request.model)
         kept, peak = _forward_backward(module, provider, request, last=last)
         sizes: Counter[tuple[bool, bool]] = Counter()
+        ahead: Counter[bool] = Counter()
         for name, parameter in module.named_parameters():
             sizes[".experts." in name, ADAPTER in name] += parameter.numel()
+            if name.startswith(AHEAD_LAYERS):
+                ahead[".experts." in name] += parameter.numel()
     return _Part(
         parameters=sizes[False, False],
         expert_parameters=sizes[True, False],
         adapters=sizes[False, True],
         expert_adapters=sizes[True, True],
+        ahead=ahead[False],
+        expert_ahead=ahead[True],
         output_layer=sum(one.numel() for name, one in module.named_parameters() if name.startswith(OUTPUT_LAYER)),
         value_head=provider.hidden_size if last else 0,
         kept=kept,
@@ -200,7 +222,8 @@ def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.
     output = output_of(module, hidden)
     packed = pack_sequences([[0] * len(output.hidden)], PackLayout(), torch.device("cpu"))
     scorer = Scorer(temperature=request.temperature, chunk=request.logprob_chunk)
-    return scorer(output, packed, entropy=request.entropy).logprobs.sum()
+    loss = scorer(output, packed, entropy=request.entropy).logprobs.sum()
+    return loss + scorer.ahead(output, packed).sum() if output.ahead else loss
 
 
 @contextlib.contextmanager

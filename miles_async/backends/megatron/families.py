@@ -25,6 +25,7 @@ class Family:
     every_head_with_keys: bool = False  # queries must not share heads of keys and values
     whole_experts: bool = False  # no tensor parallelism inside of an expert
     adapters: bool = True  # trained with --lora-rank
+    ahead: bool = False  # its layers for multi-token prediction are trained with --enable-mtp-training
     host_layers: bool = False  # on every device: Transformer Engine's would compute something else, or nothing
 
 
@@ -39,7 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(tied_only=True, gelu=True, windows=True, rope_per_layer_type=True, host_layers=True),
     "glm4": Family(attention_bias=True, partial_rotation=True),
     "qwen3_moe": Family(untied_only=True),
-    "glm4_moe": Family(attention_bias=True, partial_rotation=True, untied_only=True),
+    "glm4_moe": Family(attention_bias=True, partial_rotation=True, untied_only=True, ahead=True),
     "olmoe": Family(unscaled_router=True, every_head_with_keys=True, untied_only=True),
     # Of packed sequences no kernel of Transformer Engine (2.10, 2.11) takes the sinks of its softmax
     # (pytorch/attention/dot_product_attention/utils.py: softmax_type with qkv_format thd).
@@ -52,8 +53,8 @@ FAMILIES: Mapping[str, Family] = {
         host_layers=True,
         untied_only=True,
     ),
-    "deepseek_v3": Family(yarn=True),
-    "kimi_k2": Family(yarn=True),  # DeepSeek-V3's architecture
+    "deepseek_v3": Family(yarn=True, ahead=True),
+    "kimi_k2": Family(yarn=True, ahead=True),  # DeepSeek-V3's architecture
 }
 """``model_type`` of config.json → family."""
 

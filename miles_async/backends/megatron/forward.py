@@ -57,6 +57,7 @@ class Pipeline:
     filler: PackedSequences  # a micro-batch without tokens, with experts where they are replayed
     routers: Mapping[Module, Routers] = field(default_factory=dict)
     inside: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to score
+    before_training: Callable[[], None] = lambda: None  # before gradients of an optimizer step; collective
 
     def score(self, packs: Sequence[PackedSequences], scoring: Scoring, *, record: bool = False) -> Scored:
         """Numbers of tokens, and the experts of each micro-batch if ``record``. Collective."""
@@ -82,6 +83,7 @@ class Pipeline:
             count = sums.count if parallel_state.get_context_parallel_rank() == 0 else torch.zeros_like(sums.count)
             return sums.loss, count.int(), sums.metrics
 
+        self.before_training()
         return self._run([Pass(packed.sequences, partial(of_output, packed)) for packed in packs], forward_only=False)
 
     def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> list[Any]:

@@ -75,11 +75,29 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
             f"--lora-rank: adapters of model_type {config['model_type']!r} were not compared with plain ones; leave it "
             "out, or use a model of another family"
         )
+    if model.enable_mtp_training:
+        _check_ahead_layers(config, model)
     layers = config.get("num_hidden_layers")
     if layers is not None:
         model.stage_layers(layers)
         model.virtual_stages(layers)
     _check_expert_layout(config, model, world_size)
+
+
+def _check_ahead_layers(config: JsonObject, model: ModelArguments) -> None:
+    if not ahead_layers(config):
+        raise ConfigurationError(
+            "--enable-mtp-training: expected a model with layers for multi-token prediction, found no "
+            "num_nextn_predict_layers in config.json; leave it out"
+        )
+    if not family_of(config).ahead:
+        trained = ", ".join(name for name, family in FAMILIES.items() if family.ahead)
+        raise ConfigurationError(
+            f"--enable-mtp-training: layers for multi-token prediction of model_type {config['model_type']!r} were not "
+            f"compared with plain ones; leave it out, or use a model of {trained}"
+        )
+    if config.get("tie_word_embeddings"):
+        raise ConfigurationError("--enable-mtp-training with tie_word_embeddings true: not verified; leave it out")
 
 
 def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
@@ -126,6 +144,11 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
             "megatron trains experts under tensor parallelism only with --sequence-parallel: "
             "remove --no-sequence-parallel or --tensor-model-parallel-size"
         )
+
+
+def ahead_layers(config: JsonObject) -> int:
+    """Number of layers for multi-token prediction in the checkpoint."""
+    return config.get("num_nextn_predict_layers") or 0
 
 
 def num_experts(config: JsonObject) -> int:

@@ -50,6 +50,8 @@ class StageMemory:
     expert_parameters: int
     adapters: int = 0  # with --lora-rank: parameters that are trained, beside the others, which are not
     expert_adapters: int = 0
+    ahead: int = 0  # of parameters: those of trained layers for multi-token prediction, which no other model has
+    expert_ahead: int = 0
     output_layer: int = 0  # of parameters: those that a critic has a value head instead of
     value_head: int = 0
     kept: int  # bytes from a micro-batch's forward pass that its backward pass needs
@@ -104,8 +106,8 @@ def rank_bytes(
     """Sum up one rank. ``reference``, ``critic``: it holds another model, frozen or trained. ``bucket``: bytes of
     ``--update-weight-buffer-size``. ``copies_saves``: it writes checkpoints from a copy of its state.
 
-    The critic counts as large as the policy. Its activations are not there at the same time as the policy's, which are
-    more.
+    The critic is as large as the policy, but for a value head in place of the output layer. Its activations are not
+    there at the same time as the policy's, which are more.
 
     Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
     bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).
@@ -128,15 +130,16 @@ def rank_bytes(
 
     critic_parameters = of_critic = 0
     if critic:
-        shared = stage.parameters - stage.output_layer + stage.value_head
-        critic_parameters = shared + stage.expert_parameters
-        of_critic = (per_weight + 4) * critic_parameters + optimizer_bytes(shared, stage.expert_parameters)
+        shared = stage.parameters - stage.ahead - stage.output_layer + stage.value_head
+        experts = stage.expert_parameters - stage.expert_ahead
+        critic_parameters = shared + experts
+        of_critic = (per_weight + 4) * critic_parameters + optimizer_bytes(shared, experts)
     return RankBytes(
         stages=stage.stages,
         weights=per_weight * (parameters + adapters),
         gradients=4 * (trained + expert_trained),
         optimizer=optimizer_bytes(trained, expert_trained),
-        reference=per_weight * parameters if reference else 0,
+        reference=per_weight * (parameters - stage.ahead - stage.expert_ahead) if reference else 0,
         critic=of_critic,
         activations=stage.peak + (stage.under_way - 1) * stage.kept,
         staging=bucket,

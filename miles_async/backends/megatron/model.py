@@ -32,8 +32,11 @@ from miles_async.backends.megatron import (
 )
 from miles_async.backends.megatron.adapter_files import read_adapter
 from miles_async.backends.megatron.adapters import add_adapters, merged, switched_off
+from miles_async.backends.megatron.coverage import layer_number
 from miles_async.backends.megatron.forward import Pipeline
+from miles_async.backends.megatron.hf_config import ahead_layers
 from miles_async.backends.megatron.model_output import return_hidden_states
+from miles_async.backends.megatron.mtp import add_ahead_layers, share_embedding
 from miles_async.backends.megatron.packing import PackLayout, pack_filler
 from miles_async.backends.megatron.platform import Platform
 from miles_async.backends.megatron.provider_fields import provider_fields
@@ -46,6 +49,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+COPIES = {"model.embed_tokens.weight": ".embed_tokens.weight", "lm_head.weight": ".shared_head.head.weight"}
+"""Tensor of the model → ending of its copies in layers for multi-token prediction."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A megatron model, one module or one per virtual pipeline stage, and the bridge that built it."""
@@ -54,6 +61,7 @@ class LoadedModel:
     bridge: AutoBridge
     adapted: bool = False  # only adapters are trained
     share_prompts: bool = False
+    ahead: bool = False  # layers for multi-token prediction are trained
 
     @property
     def pack_layout(self) -> PackLayout:
@@ -85,15 +93,22 @@ class LoadedModel:
 
     def pipeline(self, device: torch.device) -> Pipeline:
         """The part of the model on this rank, as it is run."""
-        return Pipeline(self.modules, pack_filler(self.pack_layout, device), self.routers)
+        pipeline = Pipeline(self.modules, pack_filler(self.pack_layout, device), self.routers)
+        return replace(pipeline, before_training=partial(share_embedding, self.modules)) if self.ahead else pipeline
 
     def without_adapters(self, device: torch.device) -> Pipeline:
         """The same part of the model, as it was loaded; its routers always choose."""
         return replace(self.pipeline(device), routers={}, inside=partial(switched_off, self.modules))
 
-    def exported(self, *, cpu: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors, in a fixed order; adapters are merged into them. Collective."""
+    def exported(self, *, cpu: bool = False, ahead: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, in a fixed order; adapters are merged into them. Collective.
+
+        ``ahead``: also those of trained layers for multi-token prediction, which engines don't hold.
+        """
         tasks = self.bridge.get_conversion_tasks(self.modules)
+        if self.ahead and not ahead:
+            layers = get_model_config(self.modules[0]).num_layers
+            tasks = [task for task in tasks if layer_number(task.global_param_name) < layers]
         return self.bridge.export_hf_weights(
             self.modules,
             cpu=cpu,
@@ -104,14 +119,18 @@ class LoadedModel:
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is exported, then the tensors of the checkpoint that the model has no place for, as they were
-        loaded: layers for multi-token prediction. Collective; every rank gets all of them.
+        loaded: layers for multi-token prediction, if they are not trained. The copies of embedding and output layer
+        that come with such layers are always those of the model. Collective; every rank gets all of them.
         """
-        names = set()
-        for name, tensor in self.exported(cpu=True):
-            names.add(name)
-            yield name, tensor
         source = self.bridge.hf_pretrained.state.source
-        for name in sorted(set(source.get_all_keys()) - names):
+        left = set(source.get_all_keys())
+        for name, tensor in self.exported(cpu=True, ahead=True):
+            left.discard(name)
+            yield name, tensor
+            for copy in sorted(each for each in left if name in COPIES and each.endswith(COPIES[name])):
+                left.discard(copy)
+                yield copy, tensor.clone()
+        for name in sorted(left):
             yield from source.load_tensors([name]).items()
 
     @property
@@ -144,9 +163,12 @@ def load_model(
         provider.moe_enable_routing_replay, provider.moe_router_fusion = True, False  # a fused router asks nobody
 
     adapted = trainable and model.lora_rank > 0
+    ahead = ahead_layers(config) if trainable and not value_head and model.enable_mtp_training else 0
 
     def prepare(modules: list[Module]) -> list[Module]:
         for module in modules:
+            if ahead and module.post_process:
+                add_ahead_layers(module, provider, ahead, platform)
             dtypes.enforce(module, provider.params_dtype)
             if module.post_process:
                 return_hidden_states(module)
@@ -190,7 +212,7 @@ def load_model(
             module.requires_grad_(False)
         if model.share_prompts:
             shared_prompts.check_module(module)
-    return LoadedModel(modules, bridge, adapted, model.share_prompts)
+    return LoadedModel(modules, bridge, adapted, model.share_prompts, ahead > 0)
 
 
 def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from miles_async.backends.megatron.mtp import split_output
 from miles_async.backends.megatron.value_head import ValueHead
 from miles_async.errors import ConfigurationError
 
@@ -29,6 +30,7 @@ class ModelOutput:
     hidden: Tensor  # [T, H]; its gradients on tensor-parallel ranks are summed, except under a value head
     weight: Tensor  # [V / TP, H], this rank's rows of the output layer; [1, H] of a value head, on every rank the same
     softcap: float | None  # bound of logits (Gemma 2): softcap · tanh(logits / softcap) are what counts
+    ahead: tuple[Tensor, ...] = ()  # hidden states of the layers for multi-token prediction, in training
     awaits_gradient: bool  # autograd has to give the weight a gradient, at which its reduction over ranks begins
 
 
@@ -45,7 +47,7 @@ def return_hidden_states(module: Module) -> None:
 
 def output_of(module: Module, hidden: Tensor) -> ModelOutput:
     """Wrap what a module returned that went through :func:`return_hidden_states`: [1, T, H], or [1, T / TP, H] under
-    sequence parallelism.
+    sequence parallelism, and as much again for every layer for multi-token prediction.
     """
     model: Any = unwrap_model(module)
     tied = model.share_embeddings_and_output_weights
@@ -55,8 +57,10 @@ def output_of(module: Module, hidden: Tensor) -> ModelOutput:
     else:  # what ColumnParallelLinear does with its input
         spread = gather_from_sequence_parallel_region if model.config.sequence_parallel else _copy
     overlapped = isinstance(module, DistributedDataParallel) and module.ddp_config.overlap_grad_reduce
+    policy, *ahead = (spread(part[0]).to(weight.dtype) for part in split_output(model, hidden))
     return ModelOutput(
-        hidden=spread(hidden[0]).to(weight.dtype),
+        hidden=policy,
+        ahead=tuple(ahead),
         weight=weight,
         softcap=getattr(model.config, "final_logit_softcapping", None),
         awaits_gradient=overlapped,

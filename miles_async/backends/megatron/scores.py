@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
@@ -33,7 +34,34 @@ class Scorer:
 
         Every context-parallel rank gets all values; the gradient of each goes to the rank that it came from.
         """
-        settings = VocabSettings(
+        settings = self._settings(output, entropy=entropy)
+        logprobs, entropies = vocab_logprobs(output.hidden[packed.rows], output.weight, packed.labels, settings)
+        return Scores(
+            logprobs=_of_tokens(logprobs, packed, packed.scored),
+            entropy=None if entropies is None else _of_tokens(entropies, packed, packed.scored),
+        )
+
+    def logprobs(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
+        """The log-probs alone."""
+        return self(output, packed).logprobs
+
+    def ahead(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
+        """Log-probs of the same tokens by each layer for multi-token prediction, fp32 [layers, N]: layer ``k``, from 1,
+        predicted them k tokens earlier than the policy; 0 where there was no such token. The output layer gets no
+        gradient.
+        """
+        settings = self._settings(output)
+        position, found = packed.position_ids[0, packed.rows], []
+        for k, hidden in enumerate(output.ahead, start=1):
+            known = position >= k
+            logprobs, _ = vocab_logprobs(
+                hidden[packed.rows[known] - k], output.weight.detach(), packed.labels[known], settings
+            )
+            found.append(_of_tokens(logprobs, packed, packed.scored[known]))
+        return torch.stack(found)
+
+    def _settings(self, output: ModelOutput, *, entropy: bool = False) -> VocabSettings:
+        return VocabSettings(
             temperature=self.temperature,
             chunk=self.chunk,
             softcap=output.softcap,
@@ -41,15 +69,6 @@ class Scorer:
             group=parallel_state.get_tensor_model_parallel_group(),
             zero_gradient=output.awaits_gradient,
         )
-        logprobs, entropies = vocab_logprobs(output.hidden[packed.rows], output.weight, packed.labels, settings)
-        return Scores(
-            logprobs=_of_tokens(logprobs, packed),
-            entropy=None if entropies is None else _of_tokens(entropies, packed),
-        )
-
-    def logprobs(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
-        """The log-probs alone."""
-        return self(output, packed).logprobs
 
 
 def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
@@ -57,11 +76,12 @@ def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
 
     On the last pipeline stage. Collective over context-parallel ranks, as :class:`Scorer` is.
     """
-    return _of_tokens(output.hidden[packed.rows].float() @ output.weight[0].float(), packed)
+    values = output.hidden[packed.rows].float() @ output.weight[0].float()
+    return _of_tokens(values, packed, packed.scored)
 
 
-def _of_tokens(values: Tensor, packed: PackedSequences) -> Tensor:
-    """Put values of the scored tokens, [n], where these stand among all, [N], with those of context-parallel ranks."""
-    own = values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)
+def _of_tokens(values: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
+    """Put values of ``tokens``, [n], where these stand among all, [N], with those of context-parallel ranks."""
+    own = values.new_zeros(packed.num_tokens).index_put((tokens,), values)
     # Adds up over the group; the gradient goes through as it is.
     return reduce_from_tensor_model_parallel_region(own, group=parallel_state.get_context_parallel_group())

@@ -56,6 +56,7 @@ class StepRunner:
     scale: StepScale | None  # of the learning rate; None: 1
     epochs: int
     total_steps: int  # optimizer steps of the whole run
+    mtp_loss_scaling_factor: float  # of the loss of layers for multi-token prediction, where they are trained
     scorer: Scorer
     layout: PackLayout
     device: torch.device
@@ -207,15 +208,21 @@ class StepRunner:
             batch = batch.with_computed("old_logprobs", before)
         progress = (self.policy.scheduler.num_steps - 1) / self.total_steps  # which counts this step already
         sums = objective(logprobs, batch, entropy=scores.entropy, progress=progress)
+        loss, of_ahead = sums.loss, {}
+        if output.ahead:
+            misses = -self.scorer.ahead(output, packed.sequences).mean(0)
+            loss = loss + self.mtp_loss_scaling_factor * objective.aggregation(misses, packed.batch)[0]
+            of_ahead = {"mtp_loss": (misses.detach() * packed.batch.loss_mask).sum()}
         metrics = {
             **sums.metrics,
+            **of_ahead,
             **({} if before is None else mismatch_sums(before, batch)),
             **(spread_sums(logprobs, sums.batch) if objective.sampled else {}),
             **({} if self.scale is None else self.scale.sums(logprobs, batch)),
             "loss": sums.loss.detach(),
             "loss_count": sums.count,
         }
-        return dataclasses.replace(sums, metrics=metrics)
+        return dataclasses.replace(sums, loss=loss, metrics=metrics)
 
     def _counts(self, packed: PackedBatch) -> dict[str, Tensor]:
         counts = {"tokens": packed.sequences.num_tokens, "loss_tokens": packed.loss_tokens}

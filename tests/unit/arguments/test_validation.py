@@ -548,6 +548,26 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"share_prompts": True, "device": "cpu", "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
             "--share-prompts with --context-parallel-size 2, which splits every sample",
         ),
+        case(
+            "layers for multi-token prediction beside adapters",
+            {"enable_mtp_training": True, "lora_rank": 8},
+            "--enable-mtp-training with --lora-rank 8 is not implemented",
+        ),
+        case(
+            "layers for multi-token prediction and shared prompts",
+            {"enable_mtp_training": True, "share_prompts": True, "device": "cpu"},
+            "--enable-mtp-training with --share-prompts is not implemented",
+        ),
+        case(
+            "layers for multi-token prediction over split samples",
+            {"enable_mtp_training": True, "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "--enable-mtp-training with --context-parallel-size 2 is not implemented",
+        ),
+        case(
+            "no loss of what is trained",
+            {"mtp_loss_scaling_factor": 0.0},
+            "--mtp-loss-scaling-factor: expected more than 0",
+        ),
         case("learning rates", {"min_lr": 1.0}, "--min-lr 1.0 is larger than --lr"),
         case(
             "choice",

@@ -163,6 +163,19 @@ def test_impossible_layouts_of_experts_are_refused(
         hf_config.check_layout(config, ModelArguments(**layout), world_size)
 
 
+def test_layers_for_multi_token_prediction_are_trained_where_they_are_known() -> None:
+    asked, one = ModelArguments(enable_mtp_training=True), {"num_nextn_predict_layers": 1}
+    deepseek = MIXTURE | one | {"model_type": "deepseek_v3"}
+    hf_config.check_layout(deepseek, asked, 1)
+    for config, message in (
+        (MIXTURE | {"model_type": "deepseek_v3"}, "found no num_nextn_predict_layers in config.json"),
+        (MIXTURE | one, "of model_type 'qwen3_moe' were not compared .* use a model of glm4_moe, deepseek_v3, kimi_k2"),
+        (deepseek | {"tie_word_embeddings": True}, "tie_word_embeddings true"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            hf_config.check_layout(config, asked, 1)
+
+
 @pytest.mark.parametrize(("heads", "tensor", "possible"), [(2, 4, True), (4, 2, True), (3, 2, False), (2, 3, False)])
 def test_ranks_and_heads_of_keys_divide_one_way_or_the_other(heads: int, tensor: int, possible: bool) -> None:
     config = QWEN3 | {"num_attention_heads": 12, "num_key_value_heads": heads, "intermediate_size": 12}

@@ -54,6 +54,14 @@ def test_state_that_leaves_the_gpu_or_is_smaller(settings: str, bf16: bool, byte
     )
 
 
+def test_no_other_model_has_layers_for_multi_token_prediction() -> None:
+    stage = dataclasses.replace(STAGE, ahead=100, expert_ahead=2000)
+    found = rank_bytes(stage, ModelArguments(), 1, reference=True, critic=True, bucket=0, copies_saves=False)
+    assert (found.weights, found.gradients, found.optimizer) == (4 * 9000, 4 * 9000, 8 * 9000)
+    assert found.reference == 4 * 6900
+    assert found.critic == (4 + 4 + 8) * 6900
+
+
 def test_gradients_and_optimizer_are_those_of_adapters() -> None:
     stage = dataclasses.replace(STAGE, adapters=80, expert_adapters=40)
     found = rank_bytes(
