@@ -1,8 +1,8 @@
 """Evaluation on held-out prompts, by the same engines and the same Generate as training rollouts.
 
 The controller publishes no weights while an evaluation runs (R4), so all its samples come from one version, which
-the metrics name. Prompts are read as they are needed and only sums are kept,
-so memory doesn't grow with the data sets (R6).
+the metrics name. One that gets stuck is given up, since training would wait for it. Prompts are read as they are needed
+and only sums are kept, so memory doesn't grow with the data sets (R6).
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
 
 import structlog
 
 from miles_async.api import EngineClient, Generate, Reward
+from miles_async.errors import StalledError
 from miles_async.evaluation.totals import Outcome, Totals
-from miles_async.runtime.services import Circuit
+from miles_async.runtime.clock import now
+from miles_async.runtime.services import Circuit, Services
+from miles_async.runtime.tasks import first_of
 from miles_async.runtime.user_code import run_user_code
 from miles_async.staleness.versions import loss_versions
 from miles_async.types import Attempt, Prompt, Sample, TokenRewards
@@ -36,9 +40,12 @@ class Evaluator:
         n_samples: int,
         concurrency: int,
         service: Circuit,
+        services: Services,
+        stall_timeout: float,
     ) -> None:
         """``data_sets``: name → every prompt once. ``concurrency``: most samples in flight. ``service``: the circuit of
-        services that ``generate`` needs besides engines.
+        services that ``generate`` needs besides engines. ``services``: whose outages are waited for.
+        ``stall_timeout``: seconds that may pass without the end of a sample.
         """
         self._data_sets = data_sets
         self._client = client
@@ -47,12 +54,20 @@ class Evaluator:
         self._n_samples = n_samples
         self._concurrency = concurrency
         self._service = service
+        self._services = services
+        self._stall_timeout = stall_timeout
+        self._last_end = 0.0  # of a sample
 
     async def run(self) -> dict[str, float]:
         """Run one pass; return ``eval/NAME/...`` and ``eval/accuracy``, the mean reward averaged over data sets.
 
-        A sample that fails is counted and left out of the means; it ends nothing (A9).
+        A sample that fails is counted and left out of the means; it ends nothing (A9). Raises StalledError when none
+        ends for ``--stall-timeout``.
         """
+        self._last_end = now()
+        return await first_of(self._evaluate(), self._until_stalled())
+
+    async def _evaluate(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         async with asyncio.TaskGroup() as scope:
             totals = await self._generate_all(scope)
@@ -77,6 +92,18 @@ class Evaluator:
                     scope.create_task(self._one_sample(attempt, index, done, slots))
         return totals
 
+    async def _until_stalled(self) -> NoReturn:
+        while (idle := self._idle_seconds()) < self._stall_timeout:  # noqa: ASYNC110  (it waits for time to pass)
+            await asyncio.sleep(self._stall_timeout - idle)
+        raise StalledError(
+            f"training waits for an evaluation, and none of its samples ended for {self._stall_timeout:g} s "
+            "(--stall-timeout)"
+        )
+
+    def _idle_seconds(self) -> float:
+        """Seconds since a sample ended, outages left out."""
+        return now() - max(self._last_end, self._services.paused_until())
+
     async def _one_sample(
         self, attempt: Attempt, index: int, done: Callable[[Outcome | None], None], slots: asyncio.Semaphore
     ) -> None:
@@ -88,6 +115,7 @@ class Evaluator:
         except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
         finally:
+            self._last_end = now()
             slots.release()
         done(outcome)
 

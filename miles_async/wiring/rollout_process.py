@@ -113,7 +113,7 @@ async def build_rollout(
         batches=make_batches(
             arguments, quadratic_work=_quadratic_work(arguments), record=schedule.batch if schedule else None
         ),
-        evaluator=_evaluator(arguments, engines.evaluation or engines.train, template, episodes, reward),
+        evaluator=_evaluator(arguments, engines.evaluation or engines.train, template, episodes, reward, services),
         close_reward=reward.close,
         put=ray.put,
         writers=(ledger, schedule) if schedule else (ledger,),
@@ -197,7 +197,12 @@ def _dispatcher(
 
 
 def _evaluator(
-    arguments: Arguments, engines: EngineStack, template: ChatTemplate, episodes: Episodes, reward: Reward
+    arguments: Arguments,
+    engines: EngineStack,
+    template: ChatTemplate,
+    episodes: Episodes,
+    reward: Reward,
+    services: Services,
 ) -> Evaluator | None:
     evaluation = arguments.evaluation
     if evaluation.eval_prompt_data is None:
@@ -223,4 +228,6 @@ def _evaluator(
         n_samples=evaluation.n_samples_per_eval_prompt,
         concurrency=evaluation.eval_concurrency,
         service=episodes.circuit,
+        services=services,
+        stall_timeout=arguments.observability.stall_timeout,
     )

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from miles_async.errors import RewardError
+from miles_async.errors import RewardError, StalledError
 from miles_async.evaluation.evaluator import Evaluator
 from miles_async.evaluation.totals import Outcome, Totals, pass_at_k
-from miles_async.runtime.services import Circuit
+from miles_async.runtime.services import Circuit, Services
+from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.types import Attempt, Prompt, Sample
 from tests.property.builders import make_sample
 
@@ -33,7 +34,7 @@ class Bench:
         concurrency: int = 8,
         seconds: float = 0.0,
     ) -> None:
-        self.rewards, self.seconds = rewards, seconds
+        self.rewards, self.seconds, self.services = rewards, seconds, Services()
         self.taken = self.in_flight = self.most_in_flight = self.finished = self.most_ahead = 0
         self.attempt_ids: set[int] = set()
         self.evaluator = Evaluator(
@@ -44,6 +45,8 @@ class Bench:
             n_samples=n_samples,
             concurrency=concurrency,
             service=Circuit("generation"),
+            services=self.services,
+            stall_timeout=60.0,
         )
 
     def prompts(self, count: int) -> Iterator[Prompt]:
@@ -134,6 +137,26 @@ async def test_an_outage_of_a_service_that_generation_needs_is_waited_for():
     bench.evaluator._generate = down_at_first
     metrics = await bench.evaluator.run()
     assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (0, 3)
+
+
+@pytest.mark.parametrize("outage", [0.0, 130.0])
+def test_an_evaluation_that_gets_stuck_is_given_up_and_an_outage_is_waited_for(outage: float):
+    # covers: C10
+    bench = Bench(sets={"aime": 3}, concurrency=1, seconds=50.0)
+    generate = bench.generate
+
+    async def never(client: Any, attempt: Attempt, sample_index: int) -> Sample:
+        await asyncio.sleep(1e6 if bench.finished == 2 else 0.0)
+        return await generate(client, attempt, sample_index)
+
+    async def story() -> float:
+        bench.evaluator._generate = never
+        bench.services.paused_until = lambda: outage
+        with pytest.raises(StalledError, match=r"none of its samples ended for 60 s \(--stall-timeout\)"):
+            await bench.evaluator.run()
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(story()) == pytest.approx(100.0 + max(0.0, outage - 100.0) + 60.0)
 
 
 async def test_when_all_fail_there_is_no_accuracy_rather_than_zero():
