@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test test-long test-gpu lint typecheck mutate lock bench study clean
+.PHONY: help setup quickstart smollm test test-long test-gpu test-image lint typecheck mutate lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -36,6 +36,9 @@ test-long: setup ## variants, campaigns and examples to their end, which `test` 
 
 test-gpu: setup ## what needs one CUDA device: log-prob chunks, one rank, export, IPC; figures in runs/gpu/
 	$(BIN)/pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
+
+test-image: ## docker/Dockerfile for CPU executed in a Debian root, and the quick start in it: needs root and debootstrap
+	$(PYTHON) scripts/try_image.py
 
 lint: setup ## style (ruff) and layers (import-linter)
 	$(BIN)/ruff check .

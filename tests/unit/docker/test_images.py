@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from miles_async.backends.megatron.families import FAMILIES
+from scripts import dockerfile
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE, FAMILY = ROOT / "docker" / "Dockerfile", ROOT / "docker" / "family.Dockerfile"
@@ -22,14 +22,10 @@ BAKE: dict[str, Any] = json.loads((ROOT / "docker" / "docker-bake.json").read_te
 PLATFORM: dict[str, Any] = json.loads((ROOT / "requirements" / "platform.json").read_text())["variable"]
 PREDEFINED = {"family.name", "family.types"}  # of the bake file's matrix
 
-Instruction = tuple[str, str]
 
-
-def instructions(path: Path) -> list[Instruction]:
-    """Name and rest of each instruction; continued lines joined, comments left out."""
-    lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Name and rest of each instruction."""
+    return [(each.name, each.rest) for each in dockerfile.read(path).instructions]
 
 
 def of_kind(path: Path, kind: str) -> list[str]:
@@ -49,10 +45,9 @@ def arguments_of(target: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", [DOCKERFILE, FAMILY], ids=lambda path: path.name)
 def test_every_source_exists_and_is_sent_to_the_builder(path: Path) -> None:
-    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    context = dockerfile.Context(ROOT)
     for source in copied(path):
-        assert (ROOT / source).exists(), source
-        assert any(source == each or fnmatch(source, f"{each}/*") for each in sent), source
+        assert context.files(source), source
 
 
 @pytest.mark.parametrize(("path", "targets"), [(DOCKERFILE, ("cpu", "gpu")), (FAMILY, ("family",))])
@@ -61,15 +56,20 @@ def test_every_argument_has_a_value(path: Path, targets: tuple[str, ...]) -> Non
     for target in targets:
         assert declared == set(arguments_of(target)), target
         assert ROOT / BAKE["target"][target].get("dockerfile", "docker/Dockerfile") == path
-    # A stage sees its own ARGs only, and what an instruction uses is declared before.
-    seen: set[str] = set()
-    for name, rest in instructions(path):
-        seen = set() if name == "FROM" and seen and "AS" in rest and "system" not in rest else seen
-        if name == "ARG":
-            seen.add(rest.partition("=")[0])
-        elif name == "RUN":
-            used = set(re.findall(r"\$\{(\w+)", rest)) & declared
-            assert used <= seen, (rest, seen)
+
+
+@pytest.mark.parametrize("path", [DOCKERFILE, FAMILY], ids=lambda path: path.name)
+def test_a_stage_declares_the_arguments_that_it_uses(path: Path) -> None:
+    """It sees no others."""
+    file = dockerfile.read(path)
+    declared = {each.rest.partition("=")[0] for each in file.instructions if each.name == "ARG"}
+    for stage in file.stages:
+        seen: set[str] = set()
+        for step in stage.steps:
+            if step.name == "ARG":
+                seen.add(step.rest.partition("=")[0])
+            used = set(re.findall(r"\$\{(\w+)", step.rest)) & declared
+            assert used <= seen, (stage.name, step)
 
 
 def test_variables_of_the_bake_file_have_values_and_versions_are_not_repeated() -> None:
@@ -92,9 +92,9 @@ def test_versions_of_the_platform_are_those_of_the_packages() -> None:
 
 def test_nobody_is_root_the_command_is_ours_and_health_is_looked_at() -> None:
     for path in (DOCKERFILE, FAMILY):
-        assert of_kind(path, "USER")[-1] not in ("root", "0")
+        assert of_kind(path, "USER")[-1] == "1000"
     last_stage = instructions(DOCKERFILE)[[name for name, _ in instructions(DOCKERFILE)].index("USER") :]
-    assert last_stage[0] == ("USER", "miles")
+    assert last_stage[0] == ("USER", "1000")
     assert json.loads(of_kind(DOCKERFILE, "ENTRYPOINT")[0]) == ["tini", "--", "miles-async"]
     (health,) = of_kind(DOCKERFILE, "HEALTHCHECK")
     (script,) = json.loads(health.partition("CMD ")[2])
@@ -116,7 +116,7 @@ def test_every_family_has_one_image() -> None:
     types = [name for entry in entries for name in entry["types"].split()]
     assert sorted(types) == sorted(FAMILIES)
     assert BAKE["target"]["family"]["contexts"] == {"base": "target:gpu"}
-    assert instructions(FAMILY)[0] == ("FROM", "base")
+    assert [stage.base for stage in dockerfile.read(FAMILY).stages] == ["base"]
 
 
 def test_families_are_checked_against_the_trainer_and_the_installed_engine() -> None:
@@ -133,15 +133,14 @@ def test_families_are_checked_against_the_trainer_and_the_installed_engine() -> 
 
 def test_the_package_is_set_up_from_what_was_copied_by_then(tmp_path: Path) -> None:
     """Before the sources: pyproject.toml reads no other file."""
-    for name, rest in instructions(DOCKERFILE):
-        if name == "RUN" and "setup_env.py" in rest:
+    context = dockerfile.Context(ROOT)
+    for step in dockerfile.read(DOCKERFILE).stages[-1].steps:
+        if step.name == "RUN" and "setup_env.py" in step.rest:
             break
-        if name == "COPY":
-            *sources, target = [word for word in rest.split() if not word.startswith("--")]
-            for source in sources:
-                place = tmp_path / target / (Path(source).name if (ROOT / source).is_file() else "")
-                place.parent.mkdir(parents=True, exist_ok=True)
-                (shutil.copy if (ROOT / source).is_file() else shutil.copytree)(ROOT / source, place)
+        if step.name == "COPY":
+            for name in (name for source in step.words.split()[:-1] for name in context.files(source)):
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, tmp_path / name)
     code = "import setuptools.build_meta as b; print(b.prepare_metadata_for_build_editable('.'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -455,19 +456,46 @@ def test_make_help_lists_every_target() -> None:
     assert re.findall(r"^ *make (\S+)", shown.stdout, re.MULTILINE) == targets
 
 
-def test_wheel_holds_one_package_with_arguments_and_presets_inside(tmp_path: Path) -> None:  # covers: A10
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools writes into the folder that it builds from."""
+    tree = tmp_path_factory.mktemp("wheel")
     for name in ("arguments", "miles_async", "requirements"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
     for name in ("LICENSE", "README.md", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    built = pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path / "dist"), str(tmp_path))
+        shutil.copy(ROOT / name, tree)
+    built = pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tree / "dist"), str(tree))
     assert built.returncode == 0, built.stderr
+    (path,) = (tree / "dist").glob("miles_async-*.whl")
+    return path
 
-    (wheel,) = (tmp_path / "dist").glob("miles_async-*.whl")
+
+def test_wheel_holds_one_package_with_arguments_and_presets_inside(wheel: Path) -> None:  # covers: A10
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = [*ROOT.glob("arguments/**/*.py"), *ROOT.glob("arguments/**/*.args")]
     expected = {f"miles_async/{path.relative_to(ROOT)}" for path in sources}
     tested = [*ROOT.glob("requirements/*.in"), ROOT / "requirements/platform.json"]
     expected |= {f"miles_async/machine/{path.relative_to(ROOT)}" for path in tested}
     assert packed == expected | {str(path.relative_to(ROOT)) for path in ROOT.glob("miles_async/**/*.py")}
+
+
+def test_an_installed_wheel_has_the_command_and_the_presets(wheel: Path, tmp_path: Path) -> None:
+    """Away from the sources; release.yml does the same in an environment with nothing else in it."""
+    installed = pip("install", "--no-deps", "--no-index", "--quiet", "--target", str(tmp_path / "clean"), str(wheel))
+    assert installed.returncode == 0, installed.stderr
+
+    def miles_async(*words: str) -> str:
+        command = [sys.executable, str(tmp_path / "clean" / "bin" / "miles-async"), *words]
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path / "clean")}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "--max-weight-staleness" in miles_async("train", "--help")
+    model = ("--hf-checkpoint", "/models/Qwen3-4B", "--prompt-data", "/data/prompts.jsonl", "--rm-type", "math")
+    assert "rollout-num-gpus = 4" in miles_async("train", "@preset:1x8", "@preset:qwen3-4b", *model, "--print-config")
+    code = "import miles_async; print(miles_async.__file__)"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": "clean"}, capture_output=True, text=True
+    )
+    assert shown.stdout.startswith(str(tmp_path)), "these were the sources, not the wheel"
