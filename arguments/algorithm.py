@@ -18,7 +18,7 @@ LossAggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
 TisMode = Literal["truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 RejectionStatistic = Literal["ratio", "k1", "k2", "k3"]
-ProxLogpMethod = Literal["recompute", "loglinear"]
+ProxLogpMethod = Literal["recompute", "loglinear", "snapshots"]
 KlLossType = Literal["k1", "k2", "k3", "low_var_kl", "abs"]
 OpdStudent = Literal["trainer", "rollout"]
 RoutingReplay = Literal["rollout", "old_policy"]
@@ -133,7 +133,9 @@ class AlgorithmArguments:
         "recompute",
         "the trainer's policy that ratios compare with, without --use-rollout-logprobs. recompute: a forward pass "
         "before the first of several optimizer steps; loglinear: none, interpolated by the age of each token from the "
-        "policy that sampled it and the one that is trained (A-3PO), with --use-tis",
+        "policy that sampled it and the one that is trained (A-3PO); snapshots: the trainer's weights of the version "
+        "that sampled the token, kept in host memory for --max-weight-staleness versions, and a forward pass for each "
+        "version that a batch has. Both with --use-tis",
     )
     use_tis: bool = flag(False, "importance sampling: weight each token for having been sampled by other weights")
     tis_mode: TisMode | ModuleAttr = flag(

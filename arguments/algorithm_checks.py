@@ -97,7 +97,7 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
     ):
         yield (
             "--m2-threshold compares the trainer's log-probs with the engines', and needs the weight that corrects for "
-            "the rest: use --use-tis, with neither --use-rollout-logprobs nor --prox-logp-method loglinear"
+            "the rest: use --use-tis, with neither --use-rollout-logprobs nor another --prox-logp-method"
         )
     yield from _check_corrections(algorithm)
     if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
@@ -153,13 +153,14 @@ def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
         yield "--use-rs rejects nothing: give --rs-lower-bound, --rs-upper-bound or --rs-veto-threshold"
     if low is not None and high is not None and low > high:
         yield f"--rs-lower-bound {low} is more than --rs-upper-bound {high}"
-    if algorithm.prox_logp_method == "loglinear" and algorithm.use_rollout_logprobs:
+    method = algorithm.prox_logp_method
+    if method != "recompute" and algorithm.use_rollout_logprobs:
         yield (
-            "--prox-logp-method loglinear with --use-rollout-logprobs: ratios compare with the engines' policy, "
+            f"--prox-logp-method {method} with --use-rollout-logprobs: ratios compare with the engines' policy, "
             "whatever the trainer's was; use --use-tis instead of the latter"
         )
-    elif algorithm.prox_logp_method == "loglinear" and not algorithm.use_tis:
-        yield "--prox-logp-method loglinear needs the weight of decoupled PPO: add --use-tis"
+    elif method != "recompute" and not algorithm.use_tis:
+        yield f"--prox-logp-method {method} needs the weight of decoupled PPO: add --use-tis"
 
 
 def _flag(name: str) -> str:
@@ -173,6 +174,11 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
         yield (
             "--use-tis with --use-rollout-logprobs corrects twice: the ratio against the engines' log-probs already "
             "weighs by π_trainer / π_rollout; use one of them"
+        )
+    if algorithm.prox_logp_method == "snapshots" and staleness.max_weight_staleness is None:
+        yield (
+            "--prox-logp-method snapshots keeps the weights of --max-weight-staleness versions, of which there is no "
+            "bound: give one"
         )
     reasons = {
         f"--max-rollout-lead {staleness.lead}": staleness.lead > 1,

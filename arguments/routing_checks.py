@@ -28,13 +28,13 @@ def check_routing_replay(arguments: Arguments) -> Iterator[str]:
         yield f"{flag}: {error}"
     unscored = {
         "--use-rollout-logprobs": algorithm.use_rollout_logprobs,
-        "--prox-logp-method loglinear": algorithm.prox_logp_method == "loglinear",
+        f"--prox-logp-method {algorithm.prox_logp_method}": algorithm.prox_logp_method != "recompute",
     }
     for other, given in unscored.items():
         if algorithm.routing_replay == "old_policy" and given:
             yield (
-                f"{flag} with {other} has no effect: no pass computes old log-probs, whose choices of experts could be "
-                "recorded; use --use-rollout-routing-replay, or leave one of them out"
+                f"{flag} with {other} has no effect: no pass of these weights computes old log-probs, whose choices of "
+                "experts could be recorded; use --use-rollout-routing-replay, or leave one of them out"
             )
     try:
         provider = megatron_settings(arguments.model.megatron_extra).provider

@@ -57,6 +57,11 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
         "is `--rollout-concurrency-per-engine`",
         ours=("--rollout-concurrency-per-engine",),
     ),
+    _switch(
+        "--keep-old-actor",
+        "refused",
+        "use --prox-logp-method snapshots with --use-tis: it keeps the weights of every version that may be trained",
+    ),
     # Model and checkpoints.
     _flag("--megatron-to-hf-mode", "noted", "Megatron-Bridge converts weights, both ways", only=("bridge",)),
     _flag("--custom-config-path", "refused", "hooks find their settings by themselves, in a file or the environment"),

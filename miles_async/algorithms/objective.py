@@ -36,11 +36,20 @@ from miles_async.api import (
     TokenAdvantages,
     TokenBatch,
 )
-from miles_async.arguments.algorithm import AlgorithmArguments, RoutingReplay
+from miles_async.arguments.algorithm import AlgorithmArguments, ProxLogpMethod, RoutingReplay
 from miles_async.errors import ContractViolation
 
-OldPolicy = Literal["trainer", "rollout", "interpolated"]
-"""trainer: as it is before its first optimizer step on the batch; rollout: the engine's; interpolated: between both."""
+OldPolicy = Literal["trainer", "rollout", "interpolated", "kept"]
+"""trainer: as it is before its first optimizer step on the batch; rollout: the engine's; interpolated: between both;
+kept: the trainer's with the weights of the version that sampled the token.
+"""
+
+
+OLD_POLICIES: dict[ProxLogpMethod, OldPolicy] = {
+    "recompute": "trainer",
+    "loglinear": "interpolated",
+    "snapshots": "kept",
+}
 
 
 @runtime_checkable
@@ -78,6 +87,7 @@ class Objective:
     m2_threshold: float | None = None
     distillation: Distillation | None = None
     old_policy: OldPolicy = "trainer"  # whose log-probs ``old_logprobs`` are
+    kept_versions: int = 1  # how many the trainer keeps for an old policy that is kept
     log_entropy: bool = False
     entropy_bonus: EntropyBonus | None = None
     sampled: bool = True  # engines generated the tokens, and gave their log-probs
@@ -190,8 +200,10 @@ class Objective:
         )
 
 
-def make_objective(arguments: AlgorithmArguments) -> Objective:
-    """Make the objective that the flags describe. Raises ConfigurationError."""
+def make_objective(arguments: AlgorithmArguments, *, kept_versions: int = 1) -> Objective:
+    """Make the objective that the flags describe. ``kept_versions``: how many sets of weights may have sampled tokens
+    that are trained. Raises ConfigurationError.
+    """
     return Objective(
         policy_loss=registry.policy_loss(arguments),
         aggregation=registry.aggregation(arguments),
@@ -207,6 +219,7 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
         m2_threshold=arguments.m2_threshold,
         distillation=Distillation(arguments) if arguments.use_opd else None,
         old_policy=_old_policy(arguments),
+        kept_versions=kept_versions,
         log_entropy=arguments.log_entropy,
         entropy_bonus=EntropyBonus.of(arguments),
         sampled=not arguments.supervised,
@@ -217,7 +230,7 @@ def make_objective(arguments: AlgorithmArguments) -> Objective:
 def _old_policy(arguments: AlgorithmArguments) -> OldPolicy:
     if arguments.use_rollout_logprobs:
         return "rollout"
-    return "interpolated" if arguments.prox_logp_method == "loglinear" else "trainer"
+    return OLD_POLICIES[arguments.prox_logp_method]
 
 
 def _of_tokens(estimator: TokenAdvantages | None, batch: TokenBatch) -> Tensor:

@@ -72,8 +72,8 @@ class TokenBatch:
     @property
     def old_logprobs(self) -> Tensor:
         """float32 [N], by the policy that ratios compare with: the trainer's before its first optimizer step on the
-        batch, the engine's that sampled the token with ``--use-rollout-logprobs``, or something between both with
-        ``--prox-logp-method loglinear``.
+        batch, the engine's that sampled the token with ``--use-rollout-logprobs``, something between both with
+        ``--prox-logp-method loglinear``, or the trainer's as it was when it sampled the token, with ``snapshots``.
         """
         return self._needed("old_logprobs")
 

@@ -119,7 +119,9 @@ def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironmen
         critic=arguments.critic,
         total_steps=arguments.rollout.num_rollout * arguments.optimizer_steps_per_rollout,
         temperature=arguments.rollout.rollout_temperature,
-        objective=partial(make_objective, arguments.algorithm),
+        objective=partial(
+            make_objective, arguments.algorithm, kept_versions=(arguments.staleness.max_weight_staleness or 0) + 1
+        ),
         device=device,
         ref_hf_checkpoint=arguments.algorithm.ref_hf_checkpoint,
         **rank,

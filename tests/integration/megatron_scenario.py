@@ -76,6 +76,7 @@ def make_backend(
     recompute: RecomputeGranularity | None = None,
     device: DeviceChoice = "cpu",
     critic: CriticArguments = NO_CRITIC,
+    kept_versions: int = 1,
     **optimizer: Any,
 ) -> MegatronBackend:
     return MegatronBackend(
@@ -101,7 +102,7 @@ def make_backend(
         critic=critic,
         total_steps=10,
         temperature=1.0,
-        objective=partial(make_objective, algorithm),
+        objective=partial(make_objective, algorithm, kept_versions=kept_versions),
         device=device,
     )
 

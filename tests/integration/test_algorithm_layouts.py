@@ -48,6 +48,7 @@ ALGORITHMS = {
     ),
     "kl-cov": AlgorithmArguments(policy_loss="kl_cov", kl_cov_ratio=0.2, **TIS),
     "distillation": AlgorithmArguments(use_opd=True, opd_kl_coef=0.5, use_rollout_logprobs=True),
+    "snapshots": AlgorithmArguments(prox_logp_method="snapshots", **TIS),
     "interpolated": AlgorithmArguments(
         prox_logp_method="loglinear", token_advantages="kl_in_reward", kl_coef=1.0, **TIS
     ),

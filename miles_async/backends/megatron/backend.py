@@ -81,6 +81,7 @@ class MegatronBackend:
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoint import seed_all
         from miles_async.backends.megatron.critic import load_critic
+        from miles_async.backends.megatron.kept_weights import KeptWeights
         from miles_async.backends.megatron.learner import Learner
         from miles_async.backends.megatron.model import load_model
         from miles_async.backends.megatron.per_rollout import PerRollout
@@ -128,8 +129,12 @@ class MegatronBackend:
                 if (updates := minimised.reference_updates) is not None:
                     following = FollowingReference(modules=frozen.modules, policy=self._model.modules, updates=updates)
         self._per_rollout = PerRollout(reference=following, objective=minimised)
+        kept = None
+        if minimised.old_policy == "kept":
+            kept = KeptWeights(modules=self._model.modules, most=minimised.kept_versions)
         self._runner = StepRunner(
             policy=policy,
+            kept=kept,
             critic=values,
             reference=reference,
             objective=minimised,

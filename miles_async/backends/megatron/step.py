@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +32,7 @@ from miles_async.api import Need
 from miles_async.backends.megatron.critic import Critic
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
 from miles_async.backends.megatron.forward import Pipeline, Scoring
+from miles_async.backends.megatron.kept_weights import KeptWeights
 from miles_async.backends.megatron.learner import Learner
 from miles_async.backends.megatron.metrics import accumulate, mean, step_metrics
 from miles_async.backends.megatron.model_output import ModelOutput
@@ -49,6 +51,7 @@ class StepRunner:
     """Parts that one rank trains with; built once by the backend, stateless."""
 
     policy: Learner
+    kept: KeptWeights | None  # there if ratios compare with the weights of the version that sampled a token
     critic: Critic | None  # there if the objective needs its values
     reference: Pipeline | None  # frozen model; there if the objective needs its log-probs
     objective: Objective
@@ -68,11 +71,14 @@ class StepRunner:
         when the ranks' loss tokens are not those that the shard promises.
         """
         started = time.perf_counter()
+        present = shard.target_version if same_weights else None  # the version that engines have these weights as
+        if self.kept is not None and present is not None:
+            self.kept.keep(present)
         steps = [
             [pack_batch(batch, shard.target_version, self.layout, self.device) for batch in step]
             for step in shard.optimizer_steps
         ]
-        steps = self._prepared(self._with_values(self._with_logprobs(steps))) * self.epochs
+        steps = self._prepared(self._with_values(self._with_logprobs(steps, present))) * self.epochs
         loss_tokens = shard.loss_tokens * self.epochs
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
@@ -128,8 +134,10 @@ class StepRunner:
             seconds=time.perf_counter() - started,
         )
 
-    def _with_logprobs(self, steps: list[Packs]) -> list[Packs]:
-        """Adds what the objective needs of models as they are now, before any optimizer step."""
+    def _with_logprobs(self, steps: list[Packs], present: int | None) -> list[Packs]:
+        """Adds what the objective needs of models before any optimizer step; ``present``: the version of the
+        weights that the policy has, if they are those of one.
+        """
         objective = self.objective
         if "ref_logprobs" in objective.needs:
             assert self.reference is not None, "the objective needs a reference model"
@@ -144,6 +152,8 @@ class StepRunner:
                 [_computed(packed, "old_logprobs", packed.batch.rollout_logprobs) for packed in packs]
                 for packs in steps
             ]
+        if self.kept is not None:
+            return self._with_kept_logprobs(self.kept, steps, present)
         # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet. That is lost
         # where the step comes again.
         first = 0 if early or self.epochs > 1 else 1
@@ -151,6 +161,22 @@ class StepRunner:
         return steps[:first] + self._with_scores(
             steps[first:], "old_logprobs", self.policy.model, self.scorer.logprobs, record=record
         )
+
+    def _with_kept_logprobs(self, kept: KeptWeights, steps: list[Packs], present: int | None) -> list[Packs]:
+        """Adds the log-probs of each token by the weights of the version that sampled it."""
+        batches = [packed.batch for packs in steps for packed in packs]
+        sampled = torch.cat([batch.weight_versions[batch.loss_mask != 0] for batch in batches])
+        for version in gather_from_replicas(kept.scoring(sampled)).unique().tolist():
+            with nullcontext() if version == present else kept.at(version):
+                scored = self._with_scores(steps, "old_logprobs", self.policy.model, self.scorer.logprobs)
+            steps = [
+                [
+                    _merged(packed, other, kept.scoring(packed.batch.weight_versions) == version)
+                    for packed, other in both
+                ]
+                for both in (zip(*packs, strict=True) for packs in zip(steps, scored, strict=True))
+            ]
+        return steps
 
     def _with_values(self, steps: list[Packs]) -> list[Packs]:
         """Adds values, and on the last pipeline stage the returns that the critic learns from."""
@@ -226,11 +252,22 @@ class StepRunner:
 
     def _counts(self, packed: PackedBatch) -> dict[str, Tensor]:
         counts = {"tokens": packed.sequences.num_tokens, "loss_tokens": packed.loss_tokens}
+        if self.kept is not None:
+            versions = packed.batch.weight_versions[packed.batch.loss_mask != 0]
+            counts["unkept_version_fraction"] = int((self.kept.scoring(versions) != versions).sum())
         return {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
 
 
 def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:
     return dataclasses.replace(packed, batch=packed.batch.with_computed(name, values))
+
+
+def _merged(packed: PackedBatch, scored: PackedBatch, by_this: Tensor) -> PackedBatch:
+    """The old log-probs of ``scored`` where ``by_this``, elsewhere those that there were."""
+    before, now = (each.batch.computed.get("old_logprobs") for each in (packed, scored))
+    if before is None or now is None:
+        return scored
+    return _computed(scored, "old_logprobs", torch.where(by_this, now, before))
 
 
 def _routed(packed: PackedBatch, experts: Experts) -> PackedBatch:

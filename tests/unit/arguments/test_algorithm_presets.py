@@ -18,6 +18,7 @@ PRESETS = sorted((Path(__file__).parents[3] / "arguments/presets/algorithms").gl
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_contradicts_nothing(preset: Path) -> None:
     flags = [f"@{preset}", "--on-policy", "--n-samples-per-prompt", "8", "--num-rollout", "50"]
+    flags += ["--max-weight-staleness", "0"]
     arguments = parse_arguments(flags).arguments
     checks = (range_problems, check_algorithm, check_critic, check_off_policy_correction)
     assert [problem for check in checks for problem in check(arguments)] == []
@@ -45,5 +46,5 @@ def test_print_config_expands_a_preset(name: str, shown: list[str], capsys: pyte
 
 def test_every_recipe_has_a_preset() -> None:
     wanted = {"grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce-plus-plus", "decoupled-ppo", "icepop", "m2po"}
-    wanted |= {"clip-cov", "kl-cov", "sft", "on-policy-distillation", "ppo", "sat", "sao"}
+    wanted |= {"clip-cov", "kl-cov", "sft", "on-policy-distillation", "ppo", "sat", "sao", "decoupled-ppo-snapshots"}
     assert wanted <= {path.stem for path in PRESETS}

@@ -259,6 +259,16 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "--clip-cov-lb 5.0 is not less than --clip-cov-ub 5.0",
         ),
         case(
+            "snapshots without an end",
+            {
+                "prox_logp_method": "snapshots",
+                "use_tis": True,
+                "use_rollout_logprobs": False,
+                "max_weight_staleness": None,
+            },
+            "--prox-logp-method snapshots keeps the weights of --max-weight-staleness versions",
+        ),
+        case(
             "staleness against one's own policy",
             {"policy_loss": "sat", "use_rollout_logprobs": False, "use_tis": True},
             "--policy-loss sat compares with the policy that sampled",

@@ -1,0 +1,65 @@
+"""Weights of earlier versions on the host, so that tokens can be scored by the weights that sampled them.
+
+Guan et al., "Missing Old Logits in Asynchronous Agentic RL" (arXiv 2605.12070): π / π_rollout is the product of
+π / π_old, which says how far the policy has moved, and π_old / π_rollout, by which the trainer and the engine differ
+about the same weights. Only with the trainer's log-probs under the very version that sampled a token does each factor
+mean that. This is their exact route by snapshots, for every token by its own version; the paper was read in
+descriptions by others.
+
+A token whose version is not kept (of a run before this one) is scored by the oldest version that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+@dataclass(kw_only=True, slots=True)
+class KeptWeights:
+    """The trained weights of this rank at the last versions, and the numbers that modules keep beside them."""
+
+    modules: Sequence[Module]
+    most: int  # versions
+    of_version: dict[int, list[Tensor]] = field(default_factory=dict)  # ascending
+
+    @torch.no_grad()
+    def keep(self, version: int) -> None:
+        """Copy the present weights, which are those of this version, and forget the oldest beyond ``most``."""
+        self.of_version[version] = [tensor.to("cpu", copy=True) for tensor in self._tensors()]
+        for oldest in sorted(self.of_version)[: -self.most]:
+            del self.of_version[oldest]
+
+    def scoring(self, versions: Tensor) -> Tensor:
+        """The kept version that scores tokens of each of these versions, int64 [n]: itself, or the next kept one."""
+        kept = torch.tensor(sorted(self.of_version), device=versions.device)
+        return kept[torch.bucketize(versions, kept).clamp(max=len(kept) - 1)]
+
+    @contextlib.contextmanager
+    def at(self, version: int) -> Iterator[None]:
+        """The model has the weights of a kept version inside, bitwise, and the present ones again afterwards."""
+        present = [tensor.to("cpu", copy=True) for tensor in self._tensors()]
+        try:
+            self._load(self.of_version[version])
+            yield
+        finally:
+            self._load(present)
+
+    @torch.no_grad()
+    def _load(self, values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self._tensors(), values, strict=True):
+            tensor.copy_(value)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for module in map(unwrap_model, self.modules):
+            yield from (parameter.detach() for parameter in module.parameters() if parameter.requires_grad)
+            yield from (buffer for buffer in module.buffers() if buffer.is_floating_point())
