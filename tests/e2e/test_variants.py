@@ -23,6 +23,8 @@ VARIANTS = {
     "two optimizer steps, TIS": ("--global-batch-size", "64", "--no-use-rollout-logprobs", "--use-tis"),
     "KL loss": ("--use-kl-loss", "--kl-loss-coef", "0.01"),
     "PPO with a critic": ("@preset:ppo", "--critic-lr", "1e-3", "--num-critic-only-steps", "2"),
+    "REINFORCE++": ("@preset:reinforce-plus-plus",),
+    "GSPO": ("@preset:gspo",),
     "unbounded": ("--max-weight-staleness", "none", "--max-rollout-lead", "none"),
     "rolling": ("--publish-order", "rolling"),
     "object store": ("--weight-transport", "object_store"),
