@@ -1,4 +1,6 @@
-"""The doors of a real run, tried from outside: what needs a key, where they listen, where secrets can be seen."""
+"""The doors of a real run, tried from outside: what needs a key, where they listen, where secrets can be seen; and that
+they speak TLS alone where the user gives certificates.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ import pytest
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
+from miles_async.runtime.addresses import LOOPBACK
 from miles_async.runtime.keys import KEY_VARIABLES, Secret
+from miles_async.runtime.tls import Tls
+from tests.fakes.certificates import Authority, needs_openssl
 from tests.fakes.keys import KEYS, OTHER_KEYS
 from tests.integration.real_run import RealRun, real_run
 
@@ -32,10 +37,15 @@ SECRETS = {
 
 
 # ------------------------------------------------------------------------------------------------------ the router
-async def answer(method: str, path: str, key: Secret | None, url: str) -> int:
+def client(tls: Tls | None) -> aiohttp.ClientSession:
+    """A client that trusts the authority of ``tls``."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls.client() if tls else True))
+
+
+async def answer(method: str, path: str, key: Secret | None, url: str, tls: Tls | None = None) -> int:
     """The status of a request to ``url``."""
     headers = key.headers() if key else {}
-    async with aiohttp.ClientSession() as http, http.request(method, url + path, json={}, headers=headers) as response:
+    async with client(tls) as http, http.request(method, url + path, json={}, headers=headers) as response:
         return response.status
 
 
@@ -61,14 +71,20 @@ async def test_the_router_opens_with_the_runs_keys_only(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------- a run
 @pytest.fixture(scope="module")
-def run() -> Iterator[RealRun]:
-    """A run with agents that has trained."""
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    return Authority.make(tmp_path_factory.mktemp("authority")).issue(LOOPBACK)
+
+
+@pytest.fixture(scope="module")
+def run(tls: Tls) -> Iterator[RealRun]:
+    """A run with agents and TLS that has trained."""
     agent = f"python {Path(__file__).with_name('one_turn_agent.py')}"
     flags = (
         *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--num-rollout", "2000"),
         # Few at a time: each sample is a process of its own.
         *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
-        *("--eval-prompt-data", "none", "--eval-interval", "none"),
+        *("--eval-prompt-data", "none", "--eval-interval", "none", "--session-server-workers", "2"),
+        *("--tls-certificate", tls.certificate, "--tls-key", tls.key, "--tls-ca", str(tls.ca)),
     )
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         directory = Path(name)  # Ray's sockets are in it, and have short paths
@@ -77,7 +93,7 @@ def run() -> Iterator[RealRun]:
         patch.setenv("RAY_TMPDIR", str(directory))
         forwarded = ("--forward-env", "SEARCH_TOKEN", "HF_*", "AWS_*", "WANDB_*", "PYTHONPATH")
         with real_run(directory / "run", *flags, *forwarded, "--agent-command", agent) as started:
-            started.wait_for_steps(1, 200)
+            started.wait_for_steps(2, 200)
             yield started
 
 
@@ -121,41 +137,68 @@ ENGINE_DOORS = (
 )
 
 
-async def test_an_engine_opens_with_the_runs_keys_only(run: RealRun) -> None:  # covers: C13
+@needs_openssl
+async def test_an_engine_opens_with_the_runs_keys_only(run: RealRun, tls: Tls) -> None:  # covers: C13
     found = secrets_of(run)
     api = Secret(found["MILES_ASYNC_API_KEY"])
     (port,) = http_ports(run, "engine")
-    url = f"http://127.0.0.1:{port}"
+    url = f"https://{LOOPBACK}:{port}"
     for stranger in (None, Secret("wrong"), KEYS.engines.api, KEYS.engines.admin):
-        assert [await answer(*door, stranger, url) for door in ENGINE_DOORS] == [401] * len(ENGINE_DOORS)
-    assert await answer("GET", "/model_info", api, url) == 200
+        assert [await answer(*door, stranger, url, tls) for door in ENGINE_DOORS] == [401] * len(ENGINE_DOORS)
+    assert await answer("GET", "/model_info", api, url, tls) == 200
     for path in ("/update_weights_from_tensor", "/pause_generation", "/flush_cache", "/abort_request"):
-        assert await answer("POST", path, api, url) == 401  # generating is not administering
-    assert await answer("GET", "/health", None, url) == 200
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/server_info", headers=api.headers()) as response:
+        assert await answer("POST", path, api, url, tls) == 401  # generating is not administering
+    assert await answer("GET", "/health", None, url, tls) == 200
+    async with client(tls) as http, http.get(f"{url}/server_info", headers=api.headers()) as response:
         told = await response.text()
     assert not [name for name, text in found.items() if text in told]
-    async with aiohttp.ClientSession() as http:
+    async with client(tls) as http:
         with pytest.raises(aiohttp.WSServerHandshakeError):
             await http.ws_connect(f"{url}/v1/realtime", headers=api.headers())
 
 
-async def test_router_and_sessions_of_a_run_are_locked(run: RealRun) -> None:  # covers: C13
+async def metrics_port(run: RealRun) -> int:
+    """The port of the router's metrics, which have neither TLS nor a key (docs/security.md)."""
+    found = []
+    for port in http_ports(run, "router"):
+        with suppress(aiohttp.ClientError):
+            if await answer("GET", "/metrics", None, f"http://{LOOPBACK}:{port}") == 200:
+                found.append(port)
+    (port,) = found
+    return port
+
+
+@needs_openssl
+async def test_router_and_sessions_of_a_run_are_locked(run: RealRun, tls: Tls) -> None:  # covers: C13
+    metrics = await metrics_port(run)
     for name, paths in {"router": ("/generate", "/workers"), "sessions": ("/sessions", "/health")}.items():
         ports = http_ports(run, name)
         assert ports
         for port in ports:
+            url = f"{'http' if port == metrics else 'https'}://{LOOPBACK}:{port}"
             for path in paths:
-                assert await answer("POST", path, None, f"http://127.0.0.1:{port}") in (401, 404, 405)
-                assert await answer("POST", path, KEYS.sessions.run, f"http://127.0.0.1:{port}") in (401, 404, 405)
+                for key in (None, KEYS.sessions.run):
+                    assert await answer("POST", path, key, url, tls) in (401, 404, 405)
 
 
+@needs_openssl
+async def test_doors_speak_tls_alone_and_show_a_certificate_of_the_authority(run: RealRun) -> None:  # covers: C13
+    found, metrics = doors(run), await metrics_port(run)
+    for port in {port for name in ("engine", "router", "sessions") for _, port in found[name]} - {metrics}:
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):  # a client that does not trust the authority
+            await answer("GET", "/health", None, f"https://{LOOPBACK}:{port}")
+        with pytest.raises(aiohttp.ClientError):
+            await answer("GET", "/health", None, f"http://{LOOPBACK}:{port}")
+
+
+@needs_openssl
 def test_a_run_on_one_machine_is_not_reached_from_others(run: RealRun) -> None:  # covers: C13
     listening = doors(run)
     for name in ("engine", "router", "sessions"):
-        assert {host for host, _ in listening[name]} == {"127.0.0.1"}
+        assert {host for host, _ in listening[name]} == {LOOPBACK}
 
 
+@needs_openssl
 def test_secrets_are_in_no_argument_log_or_dump(run: RealRun) -> None:  # covers: C13
     secrets = secrets_of(run)
     shown = {"arguments": "\n".join(of_processes(run, lambda process: None)), "output": run.output}

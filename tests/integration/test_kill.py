@@ -1,9 +1,6 @@
 """``kill -9`` at a random moment: nothing of the run is left, the error names who died, and the run goes on exactly, by
 ``--load`` or by itself.
 
-One run in four lives, which costs the fewest starts: its driver is killed, then the rollout manager's process, then a
-trainer's rank; the fourth comes to the end.
-
 # covers: C9, C10, R11
 """
 
@@ -29,8 +26,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 START_SECONDS = 240.0
 ENDING_SECONDS = 60.0  # from the kill to the exit
-NUM_STEPS, BATCH_SIZE, SEED = 20, 16, 7
-FLAGS = ("--num-rollout", str(NUM_STEPS), "--save-interval", "2", "--eval-prompt-data", "none")
+BATCH_SIZE, SEED = 16, 7
+FLAGS = ("--save-interval", "2", "--eval-prompt-data", "none", "--eval-interval", "none")
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,60 @@ class Kept:
     groups: tuple[Group, ...]  # finished and not trained
 
 
-def test_kill_9_of_driver_rollout_manager_trainer_rank_and_engines(tmp_path: Path) -> None:
-    chance = random.Random(SEED)
+def test_a_killed_driver_engine_and_rank_cost_nothing_but_time(tmp_path: Path) -> None:
+    """The first life ends with its driver. The second resumes it, loses both engines, then a rank, and restarts."""
+    chance, num_steps = random.Random(SEED), 12
     checkpoints = tmp_path / "checkpoints"
-    flags = (*FLAGS, "--eval-interval", "none", "--save", str(checkpoints))
-    resume = (*flags, "--load", str(checkpoints))
+    flags = (*FLAGS, "--num-rollout", str(num_steps), "--save", str(checkpoints))
 
     with real_run(tmp_path / "driver", *flags) as run:
         run.wait_for_steps(3, START_SECONDS)  # the checkpoint of the step before is whole
+        _kill(run, run.process.pid, chance)
+        assert run.wait(ENDING_SECONDS) == -9, run.output
+        run.assert_nothing_left()
+    first = _check_checkpoint(checkpoints, run, None)
+
+    with real_run(tmp_path / "run", *flags, "--load", str(checkpoints), "--max-run-restarts", "1") as run:
+        run.wait_for_steps(1, START_SECONDS)
+        for engine in chance.sample(run.engine_processes(), 2):
+            _kill(run, engine.pid, chance)  # goes on by itself, also when no engine is left
+        run.wait_for_steps(3, START_SECONDS)
+        _kill(run, _actors(run, "TrainerActor")[0].pid, chance)
+        assert run.wait(START_SECONDS) == 0, run.output
+        run.assert_nothing_left()
+    (restart,) = read_restarts(run.run_dir)
+    assert restart.checkpoint is not None
+    assert "trainer rank " in restart.reason
+    assert f"restarted from {restart.checkpoint} after: {restart.reason}" in run.output
+    assert run.summary["ending"] == "finished"
+    assert [life["reason"] for life in run.summary["restarts"]] == [restart.reason]
+    assert run.summary["balanced"]
+    assert run.summary["weight_version"] >= num_steps - 1
+    before, kept = Path(restart.run_dir), Path(restart.checkpoint)
+    assert _fenced(before) == {"engine-0", "engine-1"}
+    _check_restored(first, before)
+    lost = json.loads((before / "summary.json").read_text())
+    assert (lost["ending"], lost["balanced"]) == ("lost", True)
+    assert lost["logprob_diff"]["max"] < 1e-4  # also of what the first life left: the weights came back
+    # Exactly once: what the first life's checkpoint has, what the second added to it, and what came after.
+    assert [step["step"] for step in run.steps] == list(range(position(kept), num_steps))
+    already = settled(read_snapshot(kept))
+    in_checkpoint = [row for row in trained(before) if row.step is not None and row.step < position(kept)]
+    assert {row.prompt_id for row in in_checkpoint} == set(already) - set(first.prompts)
+    rest = [row.prompt_id for row in trained(run.run_dir)]
+    assert sorted(already + rest) == sorted(source_order(num_steps * BATCH_SIZE))
+
+
+@pytest.mark.long
+def test_who_is_killed_is_named_and_four_lives_train_each_prompt_once(tmp_path: Path) -> None:
+    """The driver is killed, then the rollout manager's process, then a rank; the fourth life only loses its engines."""
+    chance, num_steps = random.Random(SEED), 20
+    checkpoints = tmp_path / "checkpoints"
+    flags = (*FLAGS, "--num-rollout", str(num_steps), "--save", str(checkpoints))
+    resume = (*flags, "--load", str(checkpoints))
+
+    with real_run(tmp_path / "driver", *flags) as run:
+        run.wait_for_steps(3, START_SECONDS)
         _kill(run, run.process.pid, chance)
         assert run.wait(ENDING_SECONDS) == -9, run.output
         run.assert_nothing_left()
@@ -71,47 +114,18 @@ def test_kill_9_of_driver_rollout_manager_trainer_rank_and_engines(tmp_path: Pat
         run.wait_for_steps(1, START_SECONDS)
         engines = chance.sample(run.engine_processes(), 2)
         _kill(run, engines[0].pid, chance)
-        run.wait_for_steps(3, START_SECONDS)  # goes on by itself, and goes on when no engine is left
+        run.wait_for_steps(3, START_SECONDS)
         _kill(run, engines[1].pid, chance)
         assert run.wait(START_SECONDS) == 0, run.output
         run.assert_nothing_left()
-    assert _fenced(run) == {"engine-0", "engine-1"}
+    assert _fenced(run.run_dir) == {"engine-0", "engine-1"}
     assert run.summary["balanced"]
-    assert run.summary["weight_version"] >= NUM_STEPS - 1
-    assert [step["step"] for step in run.steps] == list(range(third.steps, NUM_STEPS))
-    _check_restored(third, run)
+    assert run.summary["weight_version"] >= num_steps - 1
+    assert [step["step"] for step in run.steps] == list(range(third.steps, num_steps))
+    _check_restored(third, run.run_dir)
     # Exactly once: neither trained twice nor lost, over all that the four lives kept.
     rest = [row.prompt_id for row in trained(run.run_dir)]
-    assert sorted(third.prompts + rest) == sorted(source_order(NUM_STEPS * BATCH_SIZE))
-
-
-def test_a_run_restarts_itself_when_a_rank_is_killed(tmp_path: Path) -> None:
-    steps = 8
-    checkpoints = tmp_path / "checkpoints"
-    flags = (*FLAGS, "--eval-interval", "none", "--save", str(checkpoints), "--num-rollout", str(steps))
-    with real_run(tmp_path / "run", *flags, "--max-run-restarts", "1") as run:
-        run.wait_for_steps(3, START_SECONDS)
-        _kill(run, _actors(run, "TrainerActor")[0].pid, random.Random(SEED))
-        assert run.wait(START_SECONDS) == 0, run.output
-        run.assert_nothing_left()
-    (restart,) = read_restarts(run.run_dir)
-    assert restart.checkpoint is not None
-    assert "trainer rank " in restart.reason
-    assert f"restarted from {restart.checkpoint} after: {restart.reason}" in run.output
-    assert run.summary["ending"] == "finished"
-    assert [life["reason"] for life in run.summary["restarts"]] == [restart.reason]
-    assert run.summary["balanced"]
-    before = Path(restart.run_dir)
-    lost = json.loads((before / "summary.json").read_text())
-    assert (lost["ending"], lost["balanced"]) == ("lost", True)
-    # Exactly once: what the checkpoint has, and what came after it.
-    kept = Path(restart.checkpoint)
-    assert [step["step"] for step in run.steps] == list(range(position(kept), steps))
-    already = settled(read_snapshot(kept))
-    first_life = [row for row in trained(before) if row.step is not None and row.step < position(kept)]
-    assert {row.prompt_id for row in first_life} == set(already)
-    rest = [row.prompt_id for row in trained(run.run_dir)]
-    assert sorted(already + rest) == sorted(source_order(steps * BATCH_SIZE))
+    assert sorted(third.prompts + rest) == sorted(source_order(num_steps * BATCH_SIZE))
 
 
 def _actors(run: RealRun, name: str) -> list[psutil.Process]:
@@ -136,8 +150,8 @@ def _check_error(run: RealRun, expected: str) -> None:
     assert not traceback_in(run.output), run.output
 
 
-def _fenced(run: RealRun) -> set[str]:
-    lines = (run.run_dir / "logs" / "rollout.log").read_text().splitlines()
+def _fenced(run_dir: Path) -> set[str]:
+    lines = (run_dir / "logs" / "rollout.log").read_text().splitlines()
     return {entry["engine"] for entry in map(json.loads, lines) if entry["event"] == "engine fenced"}
 
 
@@ -153,7 +167,7 @@ def _check_checkpoint(checkpoints: Path, run: RealRun, before: Kept | None) -> K
     assert len(kept.prompts) == len(set(kept.prompts)) == kept.steps * BATCH_SIZE
     already: set[str] = set()
     if before is not None:
-        _check_restored(before, run)
+        _check_restored(before, run.run_dir)
         already = set(before.prompts)
     assert already <= set(kept.prompts)
     own = [row.prompt_id for row in trained(run.run_dir) if row.step is not None and row.step < kept.steps]
@@ -163,10 +177,10 @@ def _check_checkpoint(checkpoints: Path, run: RealRun, before: Kept | None) -> K
     return kept
 
 
-def _check_restored(kept: Kept, run: RealRun) -> None:
+def _check_restored(kept: Kept, run_dir: Path) -> None:
     """Finished groups go on as they were, and are not generated again."""
     prompts = {group.attempt.prompt.prompt_id for group in kept.groups}
-    found = [row for row in attempts(run.run_dir) if row.prompt_id in prompts]
+    found = [row for row in attempts(run_dir) if row.prompt_id in prompts]
     assert [(row.attempt_id, row.prompt_id, row.oldest_version, row.response_lengths) for row in found] == [
         (
             group.attempt.attempt_id,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,29 +31,49 @@ def logs(run: RealRun) -> set[str]:
     return {path.name for path in (run.run_dir / "logs").iterdir()}
 
 
-def test_a_trainer_alone_trains_on_what_rollouts_alone_left(tmp_path: Path) -> None:
-    dumps = str(tmp_path / "dumps" / "{rollout_id}.parquet")
-    with real_run(tmp_path / "rollouts", *FLAGS, "--debug-rollout-only", "--save-debug-rollout-data", dumps) as run:
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What rollouts without a trainer left, for ``--load-debug-rollout-data``."""
+    root = tmp_path_factory.mktemp("rollouts")
+    dumps = str(root / "{rollout_id}.parquet")
+    with real_run(root / "run", *FLAGS, "--debug-rollout-only", "--save-debug-rollout-data", dumps) as run:
         generated = finished(run)
         summary = run.summary
     assert not {"trainer-0.log", "rank_imports.log"} & logs(run)
     assert (summary["ending"], summary["balanced"], summary["publish"]["count"]) == ("finished", True, 0)
     for step in range(STEPS):
-        dump = read_dump(tmp_path / "dumps" / f"{step}.parquet")
+        dump = read_dump(root / f"{step}.parquet")
         assert (dump.rollout_id, dump.target_version, len(dump.groups)) == (step, 0, 16)
         samples = [sample for group in dump.groups for sample in group.samples]
         assert np.mean([sample.reward for sample in samples]) == pytest.approx(generated[step]["reward/mean"])
         assert all((sample.weight_versions[sample.loss_mask == 1] == 0).all() for sample in samples)
+    return dumps
 
-    trained = {}
-    for ranks in ("1", "2"):
-        flags = (*FLAGS, "--actor-num-gpus-per-node", ranks, "--load-debug-rollout-data", dumps)
-        with real_run(tmp_path / f"ranks{ranks}", *flags) as run:
-            trained[ranks] = finished(run)
+
+@pytest.fixture(scope="module")
+def trained(dumps: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """Number of ranks → the steps of a trainer alone."""
+
+    @functools.cache
+    def by(ranks: int) -> list[dict[str, Any]]:
+        flags = (*FLAGS, "--actor-num-gpus-per-node", str(ranks), "--load-debug-rollout-data", dumps)
+        with real_run(tmp_path_factory.mktemp("trainer") / "run", *flags) as run:
+            steps = finished(run)
         assert not {"engine-0.0.log", "engine_imports.log", "rollout.log"} & logs(run)
-    for one, two in zip(trained["1"], trained["2"], strict=True):
+        return steps
+
+    return by
+
+
+def test_a_trainer_alone_trains_on_what_rollouts_alone_left(trained: Callable[[int], list[dict[str, Any]]]) -> None:
+    # Engines had the weights of the checkpoint, as the trainer had at its first step, and not at its second.
+    first, second = trained(2)
+    assert first["train/logprob_diff_max"] < 1e-4
+    assert second["train/logprob_diff_max"] > 1e-3
+
+
+@pytest.mark.long
+def test_one_rank_trains_alone_what_two_do(trained: Callable[[int], list[dict[str, Any]]]) -> None:
+    for one, two in zip(trained(1), trained(2), strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "train/logprob_diff_mean"):
             assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), name
-    # Engines had the weights of the checkpoint, as the trainer had at its first step, and not at its second.
-    assert trained["1"][0]["train/logprob_diff_max"] < 1e-4
-    assert trained["1"][1]["train/logprob_diff_max"] > 1e-3

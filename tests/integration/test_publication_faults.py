@@ -207,13 +207,15 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "answers 200 and receives nothing": ("receive", does_nothing),
     "claims another version": ("/model_info", claims_another_version),
 }
+AT_NIGHT = ("hangs when it should pause", "hangs as it receives")  # as before it, and as in the middle of the weights
 BY_FILES = ("refuses to receive", "hangs as it receives", "answers 200 and receives nothing")
 
 
 @pytest.mark.parametrize(
     ("transport", "fault"),
     [
-        *(("distributed", fault) for fault in FAULTS),
+        *(("distributed", fault) for fault in FAULTS if fault not in AT_NIGHT),
+        *(pytest.param("distributed", fault, marks=pytest.mark.long) for fault in AT_NIGHT),
         *(pytest.param("disk", fault, marks=pytest.mark.long) for fault in BY_FILES),
     ],
 )
@@ -283,6 +285,7 @@ async def test_while_no_engine_is_left_everybody_waits_up_to_a_deadline(cluster:
         await more(answers)
 
 
+@pytest.mark.long
 async def test_an_engine_that_dies_as_it_receives_is_restarted_and_repaired(cluster: Cluster) -> None:
     # covers: A3, C8
     engine = cluster.engines["engine-0"]
@@ -312,8 +315,15 @@ IN_THE_MIDDLE: dict[str, Callable[[FaultyEngine], None]] = {
 }
 
 
-@pytest.mark.parametrize("fault", IN_THE_MIDDLE)
-@pytest.mark.parametrize("senders", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize(
+    ("fault", "senders"),
+    [
+        ("dies", 2),
+        ("hangs", 2),
+        pytest.param("hangs and says that it has everything", 2, marks=pytest.mark.long),
+        *(pytest.param(fault, 1, marks=pytest.mark.long) for fault in IN_THE_MIDDLE),
+    ],
+)
 async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_and_repaired(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, fault: str, senders: int
 ) -> None:

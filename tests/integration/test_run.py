@@ -26,18 +26,16 @@ from tests.integration.real_run import (
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 RUN_SECONDS = 300.0  # for a run of a few steps, start included, on a busy machine
+ONE_EACH = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1")
 NO_EVALUATION = ("--eval-prompt-data", "none", "--eval-interval", "none")
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(shared: Path) -> None:
-    # covers: C1, C2, C3, C8, C10, M2, M3, M6, M12, R4, P9, C7
+def learned(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
+    """An asynchronous run that lost an engine and came to its end; with checkpoints beside its directory."""
+    root = tmp_path_factory.mktemp("runs")
     flags = ("--num-rollout", "12", "--max-weight-staleness", "2", "--max-rollout-lead", "3", "--record")
-    with real_run(shared / "async", *flags, "--save", str(shared / "checkpoints"), "--use-wandb") as run:
+    with real_run(root / "async", *flags, "--save", str(root / "checkpoints"), "--use-wandb") as run:
         run.wait_for_steps(2, RUN_SECONDS)
         engines = run.engine_processes()
         assert len(engines) == 2
@@ -45,8 +43,12 @@ def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(
         engines[0].kill()
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
+    return run
 
-    summary, steps = run.summary, run.steps
+
+def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(learned: RealRun) -> None:
+    # covers: C1, C2, C3, C8, C10, M2, M3, M6, M12, R4, P9, C7
+    run, summary, steps = learned, learned.summary, learned.steps
     assert summary["steps"] == 12
     assert summary["weight_version"] == 12
     assert summary["reward_last"] > summary["reward_first"] + 0.15
@@ -90,12 +92,12 @@ def assert_replay_is_identical(run: RealRun) -> None:
         assert batch.batch.weight_versions.max() == step["weight_version/max"]
 
 
-def test_resume_goes_on_where_the_checkpoint_left_off(shared: Path) -> None:
+@pytest.mark.long
+def test_a_resumed_run_may_be_on_policy(learned: RealRun, tmp_path: Path) -> None:
     # covers: C9, R11, P3, C11
-    if not (shared / "checkpoints").exists():
-        pytest.skip("needs the checkpoint of the run before")
-    flags = ("--num-rollout", "14", "--load", str(shared / "checkpoints"), "--on-policy", "--rollout-num-gpus", "1")
-    with real_run(shared / "resumed", *flags, "--record") as run:
+    checkpoints = learned.run_dir.with_name("checkpoints")
+    flags = ("--num-rollout", "14", "--load", str(checkpoints), "--on-policy", "--rollout-num-gpus", "1")
+    with real_run(tmp_path / "resumed", *flags, "--record") as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
     assert [step["step"] for step in run.steps] == [12, 13]
@@ -122,19 +124,21 @@ def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) ->
     assert "flush_cache" not in str(run.steps)
 
 
-def test_rolling_publications_from_two_pipeline_stages(tmp_path: Path) -> None:
-    """A process group of each stage with each engine."""
-    # covers: C8
-    flags = ("--num-rollout", "5", "--publish-order", "rolling", "--max-weight-staleness", "1", *NO_EVALUATION)
+def ctrl_c(run: RealRun) -> None:
+    run.process.send_signal(signal.SIGINT)
+
+
+def test_rolling_publications_from_two_pipeline_stages_until_it_is_interrupted(tmp_path: Path) -> None:
+    """A process group of each stage with each engine; then Ctrl-C."""
+    # covers: C8, C10
+    flags = ("--num-rollout", "1000", "--publish-order", "rolling", "--max-weight-staleness", "1", *NO_EVALUATION)
     flags += ("--pipeline-model-parallel-size", "2")
     with real_run(tmp_path / "run", *flags) as run:
-        assert run.wait(RUN_SECONDS) == 0, run.output
-        run.assert_nothing_left()
+        run.wait_for_steps(4, RUN_SECONDS)
+        ctrl_c(run)
+        assert_interrupted(run)
     summary = run.summary
-    assert summary["logprob_diff"]["max"] < 1e-4  # of answers under the version before and under the new one
     assert summary["age_max"] <= 1
-    assert summary["balanced"]
-    assert summary["publish"]["count"] == 5
     assert "engine fenced" not in (run.run_dir / "logs" / "rollout.log").read_text()
     paused = ("pausing", "flush_cache", "send", "digests", "continue", "canary", "admit")
     for step in run.steps[:-1]:  # two engines one after the other: each pauses for half of what is done in pauses
@@ -142,8 +146,22 @@ def test_rolling_publications_from_two_pipeline_stages(tmp_path: Path) -> None:
         assert seconds == pytest.approx(2 * step["publish/pause_seconds"], rel=0.2)
 
 
-def ctrl_c(run: RealRun) -> None:
-    run.process.send_signal(signal.SIGINT)
+def assert_interrupted(run: RealRun) -> None:
+    """The run ends within a minute, says what was done, and leaves nothing."""
+    assert run.wait(60) == 130, run.output
+    run.assert_nothing_left()
+    assert not traceback_in(run.output), run.output
+    summary = run.summary
+    assert summary["ending"] == "interrupted"
+    assert summary["steps"] >= 2
+    assert summary["logprob_diff"]["max"] < 1e-4
+    log = [json.loads(line) for line in (run.run_dir / "logs" / "driver.log").read_text().splitlines()]
+    [staged] = [Path(entry["directory"]) for entry in log if entry["event"] == "weights are staged"]
+    assert staged.parent == Path("/dev/shm")
+    assert not staged.exists()
+    assert summary["balanced"]
+    assert summary["groups"]["cancelled"] > 0
+    assert summary["groups"]["in_flight"] == 0
 
 
 def stop_command(run: RealRun) -> None:
@@ -157,11 +175,9 @@ OBJECT_STORE = ("--weight-transport", "object_store")
 DISK_DELTA = ("--weight-transport", "disk", "--weight-delta", "xor", "--verify-weights", "full")
 
 
-@pytest.mark.parametrize(
-    ("interrupt", "transport"),
-    [(ctrl_c, OBJECT_STORE), pytest.param(stop_command, DISK_DELTA, marks=pytest.mark.long)],
-)
-def test_interruption_stops_cleanly_and_says_what_was_done(
+@pytest.mark.long
+@pytest.mark.parametrize(("interrupt", "transport"), [(ctrl_c, OBJECT_STORE), (stop_command, DISK_DELTA)])
+def test_interruption_stops_cleanly_with_every_transport(
     interrupt: Callable[[RealRun], None], transport: tuple[str, ...], tmp_path: Path
 ) -> None:
     # covers: C10, C8
@@ -169,20 +185,7 @@ def test_interruption_stops_cleanly_and_says_what_was_done(
     with real_run(tmp_path / "run", *flags, in_background=interrupt is stop_command) as run:
         run.wait_for_steps(2, RUN_SECONDS)
         interrupt(run)
-        assert run.wait(60) == 130, run.output
-        run.assert_nothing_left()
-    assert not traceback_in(run.output), run.output
-    summary = run.summary
-    assert summary["ending"] == "interrupted"
-    assert summary["steps"] >= 2
-    assert summary["logprob_diff"]["max"] < 1e-4  # by every transport
-    log = [json.loads(line) for line in (run.run_dir / "logs" / "driver.log").read_text().splitlines()]
-    [staged] = [Path(entry["directory"]) for entry in log if entry["event"] == "weights are staged"]
-    assert staged.parent == Path("/dev/shm")
-    assert not staged.exists()
-    assert summary["balanced"]
-    assert summary["groups"]["cancelled"] > 0
-    assert summary["groups"]["in_flight"] == 0
+        assert_interrupted(run)
 
 
 def test_sigterm_to_the_group_ends_a_start_within_seconds(tmp_path: Path) -> None:
@@ -190,7 +193,7 @@ def test_sigterm_to_the_group_ends_a_start_within_seconds(tmp_path: Path) -> Non
     same directory.
     """
     # covers: C10
-    with real_run(tmp_path / "run") as run:
+    with real_run(tmp_path / "run", *ONE_EACH) as run:
         run.wait_for_output("starting engines", RUN_SECONDS)
         command = [*REVERSE, "--run-dir", str(run.run_dir)]
         second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -206,7 +209,7 @@ def test_sigterm_to_the_group_ends_a_start_within_seconds(tmp_path: Path) -> Non
 
 def test_engine_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     # covers: C10, A7
-    with real_run(tmp_path / "run", "--sglang-mem-fraction-static=-1") as run:
+    with real_run(tmp_path / "run", "--sglang-mem-fraction-static=-1", *ONE_EACH) as run:
         assert run.wait(RUN_SECONDS) == 1
         run.assert_nothing_left()
     assert re.search(r"^error: engine-\d \(SGLang, .* ended with status", run.output, re.MULTILINE), run.output

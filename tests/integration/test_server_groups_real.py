@@ -62,7 +62,7 @@ def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path, monkeypatch: pyt
         port = held.number
     fleet = tmp_path / "fleet.toml"
     fleet.write_text(FLEET.format(port=port))
-    flags = ("--server-groups", str(fleet), "--num-rollout", "1000", "--eval-interval", "3")
+    flags = ("--server-groups", str(fleet), "--num-rollout", "1000", "--eval-interval", "2")
     flags += ("--actor-num-gpus-per-node", "1", "--save-hf", "none")
     with real_run(tmp_path / "run", *flags) as run:
         run.wait_for_steps(1, SECONDS)
@@ -74,12 +74,12 @@ def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path, monkeypatch: pyt
         assert "train-1 starting" in fleet_of(run, "train", "2")
         until(run, "train-0 serving", "train-1 serving")
         steps = len(run.steps)
-        run.wait_for_steps(steps + 4, SECONDS)
+        run.wait_for_steps(steps + 2, SECONDS)
         command = [sys.executable, "-m", "miles_async", "scale", str(run.run_dir), "train", "1"]
         subprocess.run(command, timeout=60, check=True)
         until(run, "train-0 serving; ")
         steps = len(run.steps)
-        run.wait_for_steps(steps + 3, SECONDS)
+        run.wait_for_steps(steps + 2, SECONDS)
         command = [sys.executable, "-m", "miles_async", "stop", str(run.run_dir)]
         subprocess.run(command, timeout=120, check=True)
         assert run.wait(60) == 130, run.output

@@ -74,25 +74,17 @@ def server_pid(log_dir: Path, starts: int, worker: int = 0) -> int:
     return process.pid
 
 
-async def test_a_turn_that_was_kept_is_told_by_the_key_of_its_session(tmp_path: Path) -> None:
-    # covers: C5
+async def test_a_session_samples_through_the_rollout_process_and_tells_which_version_began_it(tmp_path: Path) -> None:
+    # covers: M13, A7, C5
     begun: dict[str, int] = {}
     model = ScriptedModel(lambda call, input_ids: ANSWER, version=5)
     async with service_of(model, tmp_path, began=begun.__setitem__) as service:
         session = await service.open(SETTINGS)
-        await chat(session)
+        assert await chat(session) == "21"
         async with asyncio.timeout(10):
             while not begun:  # noqa: ASYNC110, said with the next sign of life
                 await asyncio.sleep(0.05)
         assert begun == {SETTINGS.routing_key: 5}
-
-
-async def test_a_session_samples_through_the_rollout_process(tmp_path: Path) -> None:
-    # covers: M13, A7
-    model = ScriptedModel(lambda call, input_ids: ANSWER, version=5)
-    async with service_of(model, tmp_path) as service:
-        session = await service.open(SETTINGS)
-        assert await chat(session) == "21"
         collected = await service.collect(session)
         with pytest.raises(TransientEngineError, match="session lost: HTTP 404"):
             await service.collect(session)
@@ -112,46 +104,31 @@ async def test_a_session_samples_through_the_rollout_process(tmp_path: Path) -> 
     assert model.routing_keys[0] == "7-1"
 
 
-async def test_a_server_that_dies_or_hangs_costs_its_open_sessions_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_worker_that_dies_or_hangs_costs_its_own_sessions_and_takes_others_when_it_is_back(
+    tmp_path: Path,
+) -> None:
     # covers: M13
     model = ScriptedModel(lambda call, input_ids: ANSWER)
-    async with service_of(model, tmp_path, silence_timeout=4.0) as service:
-        first = await service.open(SETTINGS)
-        for starts, number in enumerate([signal.SIGKILL, signal.SIGSTOP]):
-            session = await service.open(SETTINGS)
-            assert await chat(session) == "21"
-            os.kill(server_pid(tmp_path, starts), number)
-            while service.workers[0].instance_id == session.instance_id:  # noqa: ASYNC110
+    async with service_of(model, tmp_path, workers=2, silence_timeout=4.0) as service:
+        for worker, number in enumerate([signal.SIGSTOP, signal.SIGKILL]):
+            opened = [await service.open(SETTINGS) for _ in range(4)]
+            before = service.workers[worker].instance_id
+            lost = [session for session in opened if session.instance_id == before]
+            assert len(lost) == 2
+            assert await chat(lost[0]) == "21"
+            os.kill(server_pid(tmp_path, 0, worker), number)
+            while service.workers[worker].instance_id == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            for lost in (first, session):
-                with pytest.raises(TransientEngineError, match=r"does not answer|session lost"):
-                    await service.collect(lost)
-        again = await service.open(SETTINGS)
-        assert again.instance_id not in (first.instance_id, session.instance_id)
-        assert await chat(again) == "21"
-        assert (await service.collect(again)).sample is not None
-
-
-async def test_a_worker_that_is_killed_costs_its_own_sessions_and_takes_others_when_it_is_back(tmp_path: Path) -> None:
-    # covers: M13
-    model = ScriptedModel(lambda call, input_ids: ANSWER)
-    async with service_of(model, tmp_path, workers=2) as service:
-        opened = [await service.open(SETTINGS) for _ in range(4)]
-        before = service.workers[1].instance_id
-        lost = [session for session in opened if session.instance_id == before]
-        assert len(lost) == 2
-        os.kill(server_pid(tmp_path, 0, worker=1), signal.SIGKILL)
-        for session in opened:
-            if session in lost:
-                with pytest.raises(TransientEngineError, match=r"does not answer|session lost"):
-                    await service.collect(session)
-            else:
-                assert await chat(session) == "21"
-        while service.workers[1].instance_id == before:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        again = await service.open(SETTINGS)
-        assert again.instance_id == service.workers[1].instance_id
-        assert await chat(again) == "21"
+            for session in opened:
+                if session in lost:
+                    with pytest.raises(TransientEngineError, match=r"does not answer|session lost"):
+                        await service.collect(session)
+                else:
+                    assert await chat(session) == "21"
+                    assert (await service.collect(session)).sample is not None
+        again = [await service.open(SETTINGS) for _ in range(2)]
+        assert {session.instance_id for session in again} == {each.instance_id for each in service.workers}
+        assert [await chat(session) for session in again] == ["21", "21"]
 
 
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -33,7 +33,10 @@ FLAGS = (
 
 
 def test_recycle_gives_the_prompt_another_attempt(tmp_path: Path) -> None:
-    run, rows = _finished(tmp_path, "Overtaken", "--max-weight-staleness", "1", "--stale-group-action", "recycle")
+    # covers: C11
+    recycle = ("--max-weight-staleness", "1", "--stale-group-action", "recycle")
+    run, rows = _finished(tmp_path, "Overtaken", *recycle, "--record")
+    assert len(list(Replay.of_run(run.run_dir))) == NUM_STEPS
     assert run.summary["age_max"] <= 1
     assert run.summary["groups"]["dropped"] == 0
     assert _trained_prompts(rows) == sorted(source_order(NUM_GROUPS))  # each exactly once
@@ -83,6 +86,7 @@ def test_wait_holds_publications_back_until_they_are_trained(tmp_path: Path) -> 
     assert all(_age(row) == 1 for row in held_up_by)
 
 
+@pytest.mark.long
 def test_what_engines_are_too_slow_for_is_aborted_there_and_replayed(tmp_path: Path) -> None:
     # covers: C11
     uneven = ("--rollout-temperature", "2.5", "--rollout-max-response-len", "100")  # most end soon, some never do

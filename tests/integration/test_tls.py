@@ -1,4 +1,4 @@
-"""Every HTTP door of a run speaks TLS where the user gives certificates: router, engines, session server, agents."""
+"""The router and its clients speak TLS where the user gives certificates (``test_doors.py``: the doors of a run)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from miles_async.types import GenerateRequest
 from tests.fakes.certificates import Authority, needs_openssl
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.keys import KEYS
-from tests.integration.real_run import real_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400), needs_openssl]
+pytestmark = [pytest.mark.integration, needs_openssl]
 
 REQUEST = GenerateRequest(
     input_ids=np.array([5, 6], np.int32), sampling={"max_new_tokens": 4, "temperature": 1.0}, routing_key="1-0"
@@ -55,19 +54,3 @@ async def test_requests_go_through_the_router_to_engines_over_tls(tmp_path: Path
     finally:
         await router.stop()
         await http.close()
-
-
-def test_a_run_trains_with_agents_over_tls_and_its_doors_speak_nothing_else(tmp_path: Path) -> None:  # covers: C13
-    tls = Authority.make(tmp_path / "authority").issue("127.0.0.1")
-    agent = f"python {Path(__file__).with_name('one_turn_agent.py')}"
-    flags = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--num-rollout", "2")
-    agents = (
-        *("--agent-command", agent, "--session-server-workers", "2"),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),  # each sample is a process of its own
-        *("--eval-prompt-data", "none", "--eval-interval", "none"),
-    )
-    files = ("--tls-certificate", tls.certificate, "--tls-key", tls.key, "--tls-ca", str(tls.ca))
-    with real_run(tmp_path / "run", *flags, *agents, *files) as run:
-        assert run.wait(300) == 0, run.output
-    assert len(run.steps) == 2
-    assert run.summary["steps"] == 2
