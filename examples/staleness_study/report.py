@@ -69,6 +69,8 @@ the one that sampled, whether or not the correction uses w; a policy that has st
   apart: under a constant age it scales every gradient alike, which Adam undoes.
 - Engine and trainer compute the same log-probs here (fp32, dense, difference 2e-7). Corrections that are meant for
   numerical mismatch, such as IcePop, are judged by staleness alone.
+- "Missing Old Logits" has no row: its π_old, by the weights that sampled each token, has the engines' log-probs where
+  the trainer computes the same ones, as here. It is the PPO ratio.
 - Orders of batches (`--batch-order`) have no row: they choose among groups that wait, and with exact ages none do.
 - SAO's clip is there, SAO is not: its critic and its single samples would change what is learned at age 0, too.
 - Accuracy after a fixed number of steps, not after convergence, and not per second: what old data buys in speed is in
