@@ -132,7 +132,7 @@ def _check_reference(arguments: Arguments) -> Iterator[str]:
     if not (algorithm.use_kl_loss or algorithm.has_kl_in_reward or own):
         yield f"{flag} has no effect without --use-kl-loss or a --kl-coef in the reward: nothing asks a reference"
     if arguments.model.lora_rank:
-        yield f"{flag} with --lora-rank: adapters are not copied into a reference model; leave one of them out"
+        yield f"{flag} with --lora-rank: the reference is the model without them, which stays as it is; leave one out"
 
 
 def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:

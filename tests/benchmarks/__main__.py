@@ -28,6 +28,7 @@ from tests.benchmarks import (
     simulated_scale,
     staging,
     start,
+    trainer_step,
 )
 from tests.benchmarks.report import report
 
@@ -55,6 +56,7 @@ PARTS = {
     "start": start.rows,
     "request_rates": requests.rates,
     "in_flight": in_flight.rows,
+    "trainer_step": trainer_step.rows,
 }
 
 
