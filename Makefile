@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test test-long test-gpu test-image lint typecheck mutate lock bench study clean
+.PHONY: help setup quickstart smollm test test-long test-gpu test-image lint typecheck mutate lock check-lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -40,10 +40,12 @@ test-gpu: setup ## what needs one CUDA device: log-prob chunks, one rank, export
 test-image: ## docker/Dockerfile for CPU executed in a Debian root, and the quick start in it: needs root and debootstrap
 	$(PYTHON) scripts/try_image.py
 
-lint: setup ## style (ruff) and layers (import-linter)
+lint: setup ## style (ruff), layers (import-linter), Dockerfiles (hadolint), workflows (GitHub's schema)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile docker/family.Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 typecheck: setup ## types (mypy; strict on the pure packages)
 	$(BIN)/mypy
@@ -53,6 +55,9 @@ mutate: setup ## do the fast tests notice small mistakes in the core? 100 random
 
 lock: setup ## resolve requirements/*.in again (UPGRADE=all or UPGRADE=name,name lets pins move)
 	$(BIN)/python scripts/make_lock.py --upgrade "$(UPGRADE)"
+
+check-lock: setup ## would `make lock` change anything? needs the package index, writes nothing
+	$(BIN)/python scripts/make_lock.py --check
 
 bench: setup ## what asynchrony buys and what the control plane costs, 20 minutes (PARTS="loop_lag cpu": only those)
 	$(BIN)/python -m tests.benchmarks $(PARTS)
