@@ -48,9 +48,9 @@ class ModelArguments:
         None, "ranks that share each expert's matrices (default: --tensor-model-parallel-size)"
     )
     sequence_parallel: bool = flag(True, "with tensor parallelism, split the sequence outside of attention and MLP too")
-    share_prompts: bool = flag(
+    share_prefixes: bool = flag(
         False,
-        "with --device cpu: samples of a micro-batch that have the same prompt pass it through the model once, which "
+        "with --device cpu: tokens that samples of a micro-batch begin with alike pass through the model once, which "
         "saves most of the work where prompts are long and responses short",
     )
     bf16: bool | None = flag(

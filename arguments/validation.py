@@ -107,17 +107,17 @@ def check_recomputation(arguments: Arguments) -> Iterator[str]:
         yield f"--recompute-modules: expected some of {', '.join(RECOMPUTE_MODULES)}, found {' '.join(unknown)}"
 
 
-def check_shared_prompts(arguments: Arguments) -> Iterator[str]:
-    """--share-prompts has layers that can do it."""
-    if not arguments.model.share_prompts:
+def check_shared_prefixes(arguments: Arguments) -> Iterator[str]:
+    """--share-prefixes has layers that can do it."""
+    if not arguments.model.share_prefixes:
         return
     if arguments.cluster.device != "cpu":
         yield (
-            f"--share-prompts with --device {arguments.cluster.device}: attention on GPUs takes whole samples; leave "
+            f"--share-prefixes with --device {arguments.cluster.device}: attention on GPUs takes whole samples; leave "
             "it out, or use --device cpu"
         )
     if (ranks := arguments.model.context_parallel_size) > 1:
-        yield f"--share-prompts with --context-parallel-size {ranks}, which splits every sample: leave one of them out"
+        yield f"--share-prefixes with --context-parallel-size {ranks}, which splits every sample: leave one of them out"
 
 
 def check_ahead_layers(arguments: Arguments) -> Iterator[str]:
@@ -126,7 +126,7 @@ def check_ahead_layers(arguments: Arguments) -> Iterator[str]:
     given = {
         f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
         f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
-        "--share-prompts": model.share_prompts,
+        "--share-prefixes": model.share_prefixes,
     }
     for flag in (flag for flag, used in given.items() if used and model.enable_mtp_training):
         yield f"--enable-mtp-training with {flag} is not implemented: leave one of them out"
@@ -334,7 +334,7 @@ CHECKS: tuple[Check, ...] = (
     check_model,
     check_recomputation,
     check_adapters,
-    check_shared_prompts,
+    check_shared_prefixes,
     check_ahead_layers,
     check_prompt_files,
     check_algorithm,

@@ -153,7 +153,7 @@ KEYS: tuple[VerlKey, ...] = (
     *(_noted(f"{_ACTOR}.{key}", _PACKED) for key in
       ("use_dynamic_bsz", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")),
     _noted(f"{_ACTOR}.shuffle", "samples are balanced over ranks, in an order that the seed decides"),
-    _switch(f"{_ACTOR}.use_prefix_grouper", "--share-prompts"),
+    _switch(f"{_ACTOR}.use_prefix_grouper", "--share-prefixes"),
     # Advantages and loss.
     _choice(
         "algorithm.adv_estimator",

@@ -36,6 +36,7 @@ class BatchMaker:
     quadratic_work: float = 0.0  # of the model that is trained, see ``train_data.work``
     samples_per_optimizer_step: int
     bound: int | None  # C1
+    share_prefixes: bool = False  # ranks pass what samples begin with alike through the model once
     routed: bool = False  # experts that engines chose go with the tokens
     taught: bool = False  # so do log-probs of a teacher
     record: RecordBatch | None = None  # told of every batch that was made, and of what
@@ -53,6 +54,7 @@ class BatchMaker:
             samples_per_optimizer_step=self.samples_per_optimizer_step,
             target_version=target_version,
             quadratic_work=self.quadratic_work,
+            share_prefixes=self.share_prefixes,
         )
         if self.record is not None:
             self.record(groups, shards, self.quadratic_work)

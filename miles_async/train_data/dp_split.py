@@ -9,8 +9,9 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from miles_async.train_data.balance import balance
+from miles_async.train_data.balance import Ranks, balance
 from miles_async.train_data.batch import BranchTable, experts_of, part
+from miles_async.train_data.siblings import Siblings, balance_siblings
 from miles_async.train_data.work import sequence_work
 from miles_async.types import Int64, TrainBatch, TrainShard
 
@@ -25,12 +26,14 @@ def split(
     samples_per_optimizer_step: int | None,
     target_version: int,
     quadratic_work: float = 0.0,
+    *,
+    share_prefixes: bool = False,
 ) -> tuple[TrainShard, ...]:
     """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them.
 
     Optimizer steps take samples in batch order, so groups stay together where the sizes allow, and all branches of a
     sample do. Within a step, ranks get equal work as nearly as their branches allow (``balance``). A rank with fewer
-    branches than others have micro-batches (possible with partial groups) gets fillers.
+    branches, or families that are kept together, than others have micro-batches gets fillers.
 
     Args:
         table: of the whole batch.
@@ -40,6 +43,7 @@ def split(
             possible. A sample counts once, whatever its branches.
         target_version: the version the batch was cut for.
         quadratic_work: of the model, see ``work.quadratic_work``; 0: work is the number of tokens.
+        share_prefixes: a micro-batch's samples of one prompt pass it through the model once: keep them together.
     """
     assert len(table.branches) > 0
     assert dp_size > 0
@@ -47,7 +51,9 @@ def split(
     steps = -(-num_samples // (samples_per_optimizer_step or num_samples))
     firsts = [int(samples[0]) for samples in np.array_split(np.arange(num_samples), steps)]
     branches = np.split(np.arange(len(table.branches)), np.searchsorted(table.sample_ids, firsts[1:]))
-    dealt = [_deal(table, indices, dp_size, max_tokens, quadratic_work) for indices in branches]
+    shares = share_prefixes and not table.routed  # where experts are replayed, every sample has its own
+    plans = [_plan(table, indices, dp_size, max_tokens, quadratic_work, shares=shares) for indices in branches]
+    dealt = [_deal(table, indices, plan) for indices, plan in zip(branches, plans, strict=True)]
     return tuple(
         TrainShard(
             dp_rank=rank,
@@ -60,12 +66,21 @@ def split(
     )
 
 
-def _deal(
-    table: BranchTable, indices: Int64, dp_size: int, max_tokens: int, quadratic_work: float
-) -> list[tuple[TrainBatch, ...]]:
-    """The micro-batches of one optimizer step, per rank."""
+def _plan(
+    table: BranchTable, indices: Int64, dp_size: int, max_tokens: int, quadratic_work: float, *, shares: bool
+) -> Ranks:
+    """Which of ``indices``, by position, are in which micro-batch of which rank."""
     lengths = table.lengths[indices]
-    plan = balance(lengths.tolist(), sequence_work(lengths, quadratic_work), dp_size, max_tokens)
+    work = sequence_work(lengths, quadratic_work)
+    if not shares:
+        return balance(lengths.tolist(), work, dp_size, max_tokens)
+    siblings = Siblings.of(table, indices)
+    prompt_work = sequence_work(siblings.prompt_lengths, quadratic_work)
+    return balance_siblings(lengths.tolist(), work, prompt_work, siblings, dp_size, max_tokens)
+
+
+def _deal(table: BranchTable, indices: Int64, plan: Ranks) -> list[tuple[TrainBatch, ...]]:
+    """The micro-batches of one optimizer step, per rank."""
     bins = [indices[sorted(members)] for of_rank in plan for members in of_rank]
     whole = table.join(np.concatenate(bins))  # one allocation for all ranks is a fifth faster than one for each
     ends = np.cumsum([len(members) for members in bins]).tolist()

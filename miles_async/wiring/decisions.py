@@ -42,6 +42,7 @@ def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: R
         dp_size=arguments.data_parallel_size,
         max_tokens=arguments.micro_batch_tokens,
         quadratic_work=quadratic_work,
+        share_prefixes=arguments.model.share_prefixes,
         samples_per_optimizer_step=arguments.global_batch_size,
         bound=arguments.staleness.bound,
         routed=arguments.algorithm.routing_replay == "rollout",

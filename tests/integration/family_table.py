@@ -26,9 +26,9 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "dp2": ("qwen3", "qwen3-tied", "qwen3-moe"),
     "dp2-overlap": ("qwen3", "qwen3-tied", "qwen3-moe"),
     "one-rank-recompute-block": ("qwen3", "qwen3-moe"),
-    "one-rank-shared-prompts": ("qwen3", "llama", "qwen3-moe"),
-    "tp2-shared-prompts": ("qwen3",),
-    "pp2-shared-prompts": ("qwen3-tied",),
+    "one-rank-shared-prefixes": ("qwen3", "llama", "qwen3-moe"),
+    "tp2-shared-prefixes": ("qwen3",),
+    "pp2-shared-prefixes": ("qwen3-tied",),
     "tp2-sequence-parallel": tuple(name for name in EVERYWHERE if name != "gpt-oss"),
     "tp2": DENSE,  # megatron trains experts under tensor parallelism only with sequence parallelism
     "tp4": ("qwen2", "qwen3-tied"),  # more ranks than heads of keys and values
@@ -57,8 +57,8 @@ EVERY_DAY: dict[str, tuple[str, ...]] = {
     "one-rank": tuple(FAMILIES),
     "dp2-overlap": ("qwen3-tied", "qwen3-moe"),
     "one-rank-recompute-block": ("qwen3",),
-    "tp2-shared-prompts": ("qwen3",),
-    "pp2-shared-prompts": ("qwen3-tied",),
+    "tp2-shared-prefixes": ("qwen3",),
+    "pp2-shared-prefixes": ("qwen3-tied",),
     "tp2-sequence-parallel": ("qwen3", "glm4-moe"),
     "tp2": ("qwen2",),
     "tp4": ("qwen3-tied",),

@@ -129,7 +129,7 @@ def _single_rank(
 
     seen["capped logits"] = _error(_with_output_layer_of_its_own)
     trained.close()
-    trained = backend("settings", layout=Layout(model={"megatron_extra": SETTINGS, "share_prompts": True}))
+    trained = backend("settings", layout=Layout(model={"megatron_extra": SETTINGS, "share_prefixes": True}))
     model_config, (module,) = get_model_config(trained._model.modules[0]), trained._model.modules
     optimizer = trained._runner.policy.optimizer.config
     seen["settings"] = {
@@ -142,7 +142,7 @@ def _single_rank(
     }
 
     shared = pack_batch(to_batch(samples), 0, trained._model.pack_layout, trained.device).sequences
-    seen["shared prompts"] = shared.num_tokens, shared.tokens.numel()
+    seen["shared prefixes"] = shared.num_tokens, shared.tokens.numel()
     seen["other positions"] = _error(_with_a_rotary_embedding_of_its_own)
 
     (scratch / "occupied").mkdir()
@@ -169,7 +169,7 @@ def _with_output_layer_of_its_own() -> None:
 
 def _with_a_rotary_embedding_of_its_own() -> None:
     """A model whose positions are more than angles that its layers are given, as with latent attention."""
-    from miles_async.backends.megatron.shared_prompts import check_module
+    from miles_async.backends.megatron.shared_prefixes import check_module
 
     module = torch.nn.Module()
     module.config = SimpleNamespace(multi_latent_attention=False)  # type: ignore[assignment]
@@ -289,18 +289,18 @@ def test_a_model_whose_logits_are_more_than_a_product_is_refused(seen: dict[str,
     assert "CappedLinear" in str(seen["capped logits"])
 
 
-def test_prompts_that_samples_share_are_in_the_model_once(seen: dict[str, Any]) -> None:
+def test_what_samples_begin_with_is_in_the_model_once(seen: dict[str, Any]) -> None:
     """That gradients stay the same is shown by test_megatron_layouts.py."""
-    samples = toy_samples(8)
-    repeated = sum(int(np.argmax(sample.loss_mask)) for sample in samples[1::2])  # every second has its neighbour's
-    tokens, positions = seen["shared prompts"]
-    assert repeated > 0
-    assert (tokens, positions) == (sum(len(s.tokens) for s in samples), tokens - repeated)
+    samples = [sample.tokens.tolist() for sample in toy_samples(8)]
+    prefixes = {tuple(sample[:end]) for sample in samples for end in range(1, len(sample))}
+    tokens = sum(map(len, samples))
+    assert len(prefixes) < tokens - len(samples)
+    assert seen["shared prefixes"] == (tokens, len(prefixes))
 
 
-def test_sharing_prompts_with_positions_that_cannot_be_given_is_refused(seen: dict[str, Any]) -> None:
+def test_sharing_prefixes_with_positions_that_cannot_be_given_is_refused(seen: dict[str, Any]) -> None:
     assert isinstance(seen["other positions"], ConfigurationError)
-    assert "--share-prompts: expected a model with a plain rotary embedding, found TwoRot" in str(
+    assert "--share-prefixes: expected a model with a plain rotary embedding, found TwoRot" in str(
         seen["other positions"]
     )
 

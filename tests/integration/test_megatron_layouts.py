@@ -34,7 +34,7 @@ from tests.integration.tiny_models import FAMILIES, model_type, save_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-SHARED = {"share_prompts": True}
+SHARED = {"share_prefixes": True}
 LAYOUTS = {
     "one-rank": Layout(),
     "one-rank-3-micro-batches": Layout(micro_batches=3),
@@ -47,9 +47,9 @@ LAYOUTS = {
     "one-rank-recompute-block": Layout(
         model={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     ),
-    "one-rank-shared-prompts": Layout(model=SHARED),
-    "tp2-shared-prompts": Layout(world_size=2, tensor=2, model=SHARED),
-    "pp2-shared-prompts": Layout(world_size=2, pipeline=2, model={**SHARED, "recompute_granularity": "full"}),
+    "one-rank-shared-prefixes": Layout(model=SHARED),
+    "tp2-shared-prefixes": Layout(world_size=2, tensor=2, model=SHARED),
+    "pp2-shared-prefixes": Layout(world_size=2, pipeline=2, model={**SHARED, "recompute_granularity": "full"}),
     "tp2-sequence-parallel": Layout(world_size=2, tensor=2),
     "tp2": Layout(world_size=2, tensor=2, sequence_parallel=False, micro_batches=2),
     "tp4": Layout(world_size=4, tensor=4),

@@ -26,7 +26,7 @@ RECOMPUTED = {"recompute_granularity": "full"}
 LAYOUTS = {
     "one-rank": Layout(micro_batches=3),
     # Prompts are shared only where routers choose: engines may have read a prompt with different experts.
-    "one-rank-recompute-shared-prompts": Layout(model={**RECOMPUTED, "share_prompts": True}),
+    "one-rank-recompute-shared-prefixes": Layout(model={**RECOMPUTED, "share_prefixes": True}),
     "one-rank-adapters": Layout(micro_batches=3, model={"lora_rank": 2, "lora_alpha": 6.0}),
     "one-rank-recompute-moe": Layout(
         micro_batches=2, model={"recompute_granularity": "selective", "recompute_modules": ("moe",)}
@@ -39,7 +39,7 @@ LAYOUTS = {
     "tp2-cp2-ep2": Layout(world_size=4, tensor=2, context=2, expert=2, expert_tensor=1, micro_batches=2),
 }
 CASES: list[Case] = [(name, "four-layers" if "virtual" in name else "qwen3-moe") for name in LAYOUTS]
-ALWAYS = ("one-rank-recompute-shared-prompts", "one-rank-adapters", "pp2-virtual2-recompute", "tp2-cp2-ep2")
+ALWAYS = ("one-rank-recompute-shared-prefixes", "one-rank-adapters", "pp2-virtual2-recompute", "tp2-cp2-ep2")
 
 
 def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
@@ -226,7 +226,7 @@ def two_steps(mixture: Mixture, scale: float) -> tuple[dict[str, np.ndarray], in
 
 
 @pytest.mark.parametrize(
-    "layout", ["one-rank-recompute-shared-prompts", pytest.param("pp2-recompute", marks=pytest.mark.long)]
+    "layout", ["one-rank-recompute-shared-prefixes", pytest.param("pp2-recompute", marks=pytest.mark.long)]
 )
 def test_later_optimizer_steps_take_the_experts_of_old_log_probs(layout: str, models: dict[str, Mixture]) -> None:
     mixture = models["qwen3-moe"]

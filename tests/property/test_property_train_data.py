@@ -122,10 +122,10 @@ def test_splitting_bins_reaches_any_count_up_to_one_sample_each(
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
 
 
-@given(tables(), st.integers(1, 4), st.integers(5, 30), st.none() | st.integers(1, 20))
-def test_split(table: BranchTable, dp_size: int, max_tokens: int, per_step: int | None) -> None:
+@given(tables(), st.integers(1, 4), st.integers(5, 30), st.none() | st.integers(1, 20), st.booleans())
+def test_split(table: BranchTable, dp_size: int, max_tokens: int, per_step: int | None, share: bool) -> None:
     batch = whole(table)
-    shards = split(table, dp_size, max_tokens, per_step, target_version=4, quadratic_work=0.05)
+    shards = split(table, dp_size, max_tokens, per_step, target_version=4, quadratic_work=0.05, share_prefixes=share)
     routed = {m.routed_experts is not None for s in shards for step in s.optimizer_steps for m in step}
     assert routed == {table.routed}
     assert [(s.dp_rank, s.dp_size, s.target_version) for s in shards] == [(r, dp_size, 4) for r in range(dp_size)]

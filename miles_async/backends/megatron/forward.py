@@ -20,7 +20,7 @@ from miles_async.algorithms.objective import LossSums
 from miles_async.backends.megatron.model_output import ModelOutput, output_of
 from miles_async.backends.megatron.packing import PackedBatch, PackedSequences
 from miles_async.backends.megatron.routing_replay import Experts, Routers
-from miles_async.backends.megatron.shared_prompts import rotary_positions
+from miles_async.backends.megatron.shared_prefixes import rotary_positions
 
 LossFunction = Callable[[PackedBatch, ModelOutput], LossSums]
 """(micro-batch, output of the model) → sums over the micro-batch."""

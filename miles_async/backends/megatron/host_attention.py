@@ -6,6 +6,7 @@ megatron-core's own attention refuses packed sequences. This one is plain PyTorc
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from miles_async.backends.megatron.context_split import gathered_order
-from miles_async.backends.megatron.shared_prompts import SharedPrompts
+from miles_async.backends.megatron.padded_groups import PaddedGroup, padded_groups
+from miles_async.backends.megatron.shared_prefixes import SharedPrefixes
 
 
 class SdpaAttention(MegatronModule):
@@ -67,9 +69,9 @@ class SdpaAttention(MegatronModule):
         if self.config.context_parallel_size > 1:
             return self._attend_split(query, key, value, packed_seq_params.cu_seqlens_q)
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        for index, valid in _samples(packed_seq_params):
-            group = self._attend(query[index], key[index], value[index])
-            out = out.index_put((index[valid],), group[valid])
+        for group in _groups(packed_seq_params):
+            attended = self._attend(query[group.queries], key[group.keys], value[group.keys], group.depths)
+            out = out.index_put((group.queries[group.valid],), attended[group.valid])
         return out.reshape(out.shape[0], -1)
 
     def _attend_split(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -89,22 +91,25 @@ class SdpaAttention(MegatronModule):
                     parts.append(self._attend(*(tensor[None] for tensor in part))[0])
         return torch.cat(parts).flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, q, h, d], [b, k, h, d], [b, k, h, d] → [b, q, h, d]. The queries are those of the last of k tokens."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, depths: Tensor | None = None) -> Tensor:
+        """[b, q, h, d], [b, k, h, d], [b, k, h, d] → [b, q, h, d].
+
+        ``depths``: int64 [b, q], which of the k tokens the queries are of; None: the last ones.
+        """
         width = value.shape[-1]
         if width < key.shape[-1]:  # latent attention; only equal widths get a kernel that keeps no scores [q, k]
             value = F.pad(value, (0, key.shape[-1] - width))
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         plain = self.softcap is not None or self.softmax_offset is not None
-        out = self._plain(query, key, value) if plain else self._fused(query, key, value)
+        out = self._plain(query, key, value, depths) if plain else self._fused(query, key, value, depths)
         return out[..., :width].transpose(1, 2)
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, depths: Tensor | None) -> Tensor:
         """[b, h, q, d], [b, g, k, d], [b, g, k, d] → [b, h, q, d]."""
         queries, keys = query.shape[2], key.shape[2]
         mask = None if queries == keys else causal_lower_right(queries, keys)
-        if self.before is not None and self.before < keys - 1:
-            mask = self._visible(queries, keys, query.device)
+        if depths is not None or (self.before is not None and self.before < keys - 1):
+            mask = self._visible(queries, keys, depths, query.device)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -116,13 +121,13 @@ class SdpaAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor, depths: Tensor | None) -> Tensor:
         """As :meth:`_fused`, with softcapped scores and sinks."""
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
         scores = query @ key.transpose(2, 3) * (self.softmax_scale or query.shape[-1] ** -0.5)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.masked_fill(~self._visible(query.shape[2], key.shape[2], query.device), -torch.inf)
+        scores = scores.masked_fill(~self._visible(query.shape[2], key.shape[2], depths, query.device), -torch.inf)
         if self.softmax_offset is not None:
             sinks = self.softmax_offset.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
@@ -142,36 +147,20 @@ class SdpaAttention(MegatronModule):
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
 
-    def _visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Which keys each query sees, bool [q, k]; the queries are those of the last of k tokens."""
-        distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    def _visible(self, queries: int, keys: int, depths: Tensor | None, device: torch.device) -> Tensor:
+        """Which keys each query sees, bool [b, 1, q, k], where b may be 1."""
+        if depths is None:
+            depths = torch.arange(keys - queries, keys, device=device)[None]
+        distance = depths[:, None, :, None] - torch.arange(keys, device=device)
         return (distance >= 0) & (distance <= (keys if self.before is None else self.before))
 
 
 AutoMapping.register_module_type(SdpaAttention.__name__, "column")  # of its only parameter, the sinks
 
 
-def _samples(packed: PackedSeqParams) -> Iterator[tuple[Tensor, Tensor]]:
-    """The samples as right-padded batches: (position [b, s], whether its output is taken from here [b, s] bool)."""
-    if not isinstance(packed, SharedPrompts):
-        yield from padded_groups(packed.cu_seqlens_q)
+def _groups(packed: PackedSeqParams) -> Iterator[PaddedGroup]:
+    if isinstance(packed, SharedPrefixes):
+        for group in padded_groups(packed.samples, packed.own):
+            yield replace(group, queries=packed.places[group.queries], keys=packed.places[group.keys])
         return
-    for index, valid in padded_groups(packed.samples):
-        yield packed.places[index], valid & packed.first[index]
-
-
-def padded_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Packed sequences of similar length as right-padded batches: (token index [b, s], valid [b, s] bool).
-
-    Sequences are grouped by the next power of two of their length, so that few attention calls are made and at
-    most half of a batch is padding. Padding stands to the right, where causal attention never looks.
-    """
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    buckets = torch.where(lengths > 0, lengths.float().log2().ceil().long(), -1)
-    for bucket in buckets.unique().tolist():
-        if bucket < 0:
-            continue
-        chosen = buckets == bucket
-        start, length = starts[chosen, None], lengths[chosen, None]
-        position = torch.arange(int(length.max()), device=cu_seqlens.device)
-        yield start + position.minimum(length - 1), position < length
+    yield from padded_groups(packed.cu_seqlens_q)

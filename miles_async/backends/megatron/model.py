@@ -28,7 +28,7 @@ from miles_async.backends.megatron import (
     glm4_bridge,  # noqa: F401  # registers itself
     hf_config,
     overrides,
-    shared_prompts,
+    shared_prefixes,
 )
 from miles_async.backends.megatron.adapter_files import read_adapter
 from miles_async.backends.megatron.adapters import add_adapters, merged, switched_off
@@ -60,7 +60,7 @@ class LoadedModel:
     modules: list[Module]
     bridge: AutoBridge
     adapted: bool = False  # only adapters are trained
-    share_prompts: bool = False
+    share_prefixes: bool = False
     ahead: bool = False  # layers for multi-token prediction are trained
 
     @property
@@ -81,7 +81,7 @@ class LoadedModel:
             share=share,
             context_size=parallel_state.get_context_parallel_world_size(),
             context_rank=parallel_state.get_context_parallel_rank(),
-            share_prompts=self.share_prompts,
+            share_prefixes=self.share_prefixes,
             routing=routing,
         )
 
@@ -210,9 +210,9 @@ def load_model(
         module.train(trainable)
         if not trainable:
             module.requires_grad_(False)
-        if model.share_prompts:
-            shared_prompts.check_module(module)
-    return LoadedModel(modules, bridge, adapted, model.share_prompts, ahead > 0)
+        if model.share_prefixes:
+            shared_prefixes.check_module(module)
+    return LoadedModel(modules, bridge, adapted, model.share_prefixes, ahead > 0)
 
 
 def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:

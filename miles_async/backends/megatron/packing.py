@@ -3,8 +3,8 @@
 The samples stand one behind another; ``cu_seqlens`` keeps attention and positions inside each. A padding tail, itself a
 sequence without loss, rounds T up to what sequence parallelism needs.
 
-With ``--share-prompts`` tokens before the first that carries loss have one position for all samples that begin with
-them (``shared_prompts``).
+With ``--share-prefixes`` samples that begin with the same tokens have one position for each of these
+(``shared_prefixes``), and the last token of a sample, from which nothing follows, has none.
 
 Under context parallelism every sample is padded to a multiple of 2 × ranks, and each rank gets its part of every sample
 (``context_split``). What goes into the model is split; arrays for the loss are whole on every rank, in the order of the
@@ -24,8 +24,8 @@ from torch import Tensor
 from miles_async.api import Need, TokenBatch
 from miles_async.backends.megatron.context_split import positions_of_rank
 from miles_async.backends.megatron.routing_replay import Experts, RoutingLayout, replayed_experts
-from miles_async.backends.megatron.shared_places import first_uses, shared_places
-from miles_async.backends.megatron.shared_prompts import SharedPrompts
+from miles_async.backends.megatron.shared_places import share_places
+from miles_async.backends.megatron.shared_prefixes import SharedPrefixes
 from miles_async.train_data.batch import token_advantages
 from miles_async.types import RoutedExperts, TrainBatch
 
@@ -34,7 +34,7 @@ from miles_async.types import RoutedExperts, TrainBatch
 class PackedSequences:
     """One forward pass on one rank. N tokens of sequences; T positions with padding, of which this rank has T / CP.
 
-    T is less than N where prompts are shared.
+    T is less than N where prefixes are shared.
     """
 
     tokens: Tensor  # int64 [1, T / CP]
@@ -54,7 +54,7 @@ class PackLayout:
     share: int = 1  # ranks that split each context-parallel rank's positions: those of sequence parallelism
     context_size: int = 1  # context-parallel ranks
     context_rank: int = 0
-    share_prompts: bool = False  # without context parallelism only
+    share_prefixes: bool = False  # without context parallelism only
     routing: RoutingLayout | None = None  # None: nothing is replayed
 
 
@@ -119,31 +119,34 @@ def _pack(
 ) -> PackedSequences:
     """``needed``: bool [N], the tokens that get a log-prob if a prefix predicts them."""
     lengths = np.diff(offsets)
-    shares = layout.share_prompts and experts is None  # engines may have read a prompt with different experts
-    if shares:
-        places = shared_places(tokens, offsets, needed)  # [N], in [0, T)
-        boundaries = _padded_boundaries(np.array([places.max(initial=-1) + 1]), layout)
+    depths = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
+    shared, read = None, np.ones(len(tokens), dtype=bool)  # tokens that the model reads
+    if layout.share_prefixes and experts is None:  # engines may have read a prompt with different experts
+        shared = share_places(tokens, offsets)
+        boundaries, read = _padded_boundaries(np.array([shared.own.sum()]), layout), shared.read
+        places = np.full(len(tokens), -1)  # [N], in [0, T)
+        places[read] = shared.places
         positions = np.zeros(boundaries[-1], dtype=np.int64)
-        positions[places] = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
+        positions[shared.places] = depths[read]
     else:
         boundaries = _padded_boundaries(lengths, layout)
+        places = depths + np.repeat(boundaries[: len(lengths)], lengths)
         positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], np.diff(boundaries))
-        places = np.arange(len(tokens)) + np.repeat(boundaries[: len(lengths)] - offsets[:-1], lengths)
     all_tokens = np.zeros(boundaries[-1], dtype=np.int64)
-    all_tokens[places] = tokens
+    all_tokens[places[read]] = tokens[read]
     held = positions_of_rank(boundaries, layout.context_size, layout.context_rank)
     row_of = np.full(boundaries[-1], -1)
     row_of[held] = np.arange(len(held))
-    scored = np.flatnonzero(needed & (positions[places] > 0))
+    scored = np.flatnonzero(needed & (depths > 0))
     rows = row_of[places[scored - 1]]
     scored, rows = scored[rows >= 0], rows[rows >= 0]
     attention = _sequences(boundaries, device)
-    if shares:
-        attention = SharedPrompts(
+    if shared is not None:
+        attention = SharedPrefixes(
             **vars(attention),
-            samples=_tensor(offsets, torch.int32, device),
-            places=_tensor(places, torch.int64, device),
-            first=_tensor(first_uses(places), torch.bool, device),
+            samples=_tensor(shared.samples, torch.int32, device),
+            places=_tensor(shared.places, torch.int64, device),
+            own=_tensor(shared.own, torch.int64, device),
         )
     replayed = None
     if experts is not None and layout.routing is not None:

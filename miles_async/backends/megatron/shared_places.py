@@ -1,38 +1,43 @@
-"""Positions of tokens in a packed sequence in which samples share their prompts. Light to import."""
+"""Positions of tokens in a packed sequence whose samples share what they begin with. Light to import."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 
-def shared_places(tokens: np.ndarray, offsets: np.ndarray, needed: np.ndarray) -> np.ndarray:
-    """Position of each token, int64 [N]. Samples with equal tokens before their first needed one share these positions.
+@dataclass(frozen=True, slots=True)
+class SharedPlaces:
+    """S samples of N tokens, of which the model reads M at T positions: nothing follows from a sample's last token."""
 
-    ``offsets``: [S + 1], of the samples in ``tokens``, [N]. ``needed``: bool [N].
+    read: np.ndarray  # bool [N]
+    samples: np.ndarray  # int64 [S + 1]: boundaries of the samples in [0, M]
+    places: np.ndarray  # int64 [M]: position of each token that is read, in [0, T)
+    own: np.ndarray  # int64 [S]: tokens at the end of each sample that no earlier one has at their positions
 
-    >>> shared_places(np.array([7, 8, 1, 7, 8, 2]), np.array([0, 3, 6]), np.array([0, 0, 1, 0, 0, 1], dtype=bool))
+
+def share_places(tokens: np.ndarray, offsets: np.ndarray) -> SharedPlaces:
+    """Give tokens that follow equal tokens of their samples one position, as in a prefix tree.
+
+    ``offsets``: [S + 1], of the samples in ``tokens``, [N]. Every sample has a position: one of a single token is
+    read.
+
+    >>> share_places(np.array([7, 8, 1, 0, 7, 8, 2, 0]), np.array([0, 4, 8])).places
     array([0, 1, 2, 0, 1, 3])
     """
+    read = np.ones(len(tokens), dtype=bool)
+    read[(offsets[1:] - 1)[np.diff(offsets) > 1]] = False
+    samples = np.concatenate([[0], np.cumsum(read)])[offsets]
+    tokens = tokens[read]
     places = np.empty(len(tokens), dtype=np.int64)
-    prompts: dict[bytes, int] = {}  # tokens → their first position
-    used = 0
-    for start, end in pairwise(offsets.tolist()):
-        carrying = np.flatnonzero(needed[start:end])
-        response = start + int(carrying[0]) if len(carrying) else end
-        prompt = tokens[start:response].tobytes()
-        if prompt not in prompts:
-            prompts[prompt] = used
-            used += response - start
-        places[start:response] = np.arange(response - start) + prompts[prompt]
-        places[response:end] = np.arange(end - response) + used
-        used += end - response
-    return places
-
-
-def first_uses(places: np.ndarray) -> np.ndarray:
-    """True for the first token of each position, bool [N]."""
-    first = np.zeros(len(places), dtype=bool)
-    first[np.unique(places, return_index=True)[1]] = True
-    return first
+    own = np.zeros(len(offsets) - 1, dtype=np.int64)
+    nodes: dict[tuple[int, int], int] = {}  # (position of the token before, token) → position
+    for sample, (start, end) in enumerate(pairwise(samples.tolist())):
+        used, place = len(nodes), -1
+        for index, token in enumerate(tokens[start:end].tolist(), start):
+            place = nodes.setdefault((place, token), len(nodes))
+            places[index] = place
+        own[sample] = len(nodes) - used
+    return SharedPlaces(read, samples, places, own)

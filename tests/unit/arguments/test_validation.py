@@ -550,13 +550,13 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case(
             "shared prompts on GPUs",
-            {"share_prompts": True, "device": "cuda"},
-            "--share-prompts with --device cuda: attention on GPUs takes whole samples",
+            {"share_prefixes": True, "device": "cuda"},
+            "--share-prefixes with --device cuda: attention on GPUs takes whole samples",
         ),
         case(
             "shared prompts that are split",
-            {"share_prompts": True, "device": "cpu", "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
-            "--share-prompts with --context-parallel-size 2, which splits every sample",
+            {"share_prefixes": True, "device": "cpu", "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "--share-prefixes with --context-parallel-size 2, which splits every sample",
         ),
         case(
             "layers for multi-token prediction beside adapters",
@@ -565,8 +565,8 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case(
             "layers for multi-token prediction and shared prompts",
-            {"enable_mtp_training": True, "share_prompts": True, "device": "cpu"},
-            "--enable-mtp-training with --share-prompts is not implemented",
+            {"enable_mtp_training": True, "share_prefixes": True, "device": "cpu"},
+            "--enable-mtp-training with --share-prefixes is not implemented",
         ),
         case(
             "layers for multi-token prediction over split samples",
@@ -673,7 +673,7 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
         {"lora_rank": 8, "lora_type": "dora", "target_modules": ("q_proj,k_proj,v_proj", "linear_fc2")},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
-        {"share_prompts": True, "device": "cpu"},
+        {"share_prefixes": True, "device": "cpu"},
     ],
     ids=str,
 )

@@ -1,8 +1,8 @@
-"""Samples of a micro-batch that begin with the same tokens share their positions in the model (``--share-prompts``).
+"""Samples of a micro-batch share the positions in the model of tokens that they begin with (``--share-prefixes``).
 
-The samples of a group have one prompt. Causal attention never looks from it at what follows, so its keys, values and
-hidden states are the same for all of them: it passes through the model once, and gradients of all samples add up there.
-With long prompts and short responses most of the work is saved.
+Causal attention never looks from a token at what follows, so keys, values and hidden states of a prefix are the same in
+all samples that begin with it: it passes through the model once, and gradients of all samples add up there. A chat
+template is shared by all samples, a prompt by those of its group, and parts of responses by samples that are alike.
 
 Megatron's layers see one sequence of T positions. Two parts have to know better: attention gathers every sample from
 its positions, and the rotary embedding turns each position by its place in its sample. For host_spec's layers only:
@@ -26,12 +26,12 @@ from miles_async.errors import ConfigurationError
 
 
 @dataclass(kw_only=True)
-class SharedPrompts(PackedSeqParams):
-    """One sequence of T positions, and the samples of N tokens that are in it."""
+class SharedPrefixes(PackedSeqParams):
+    """One sequence of T positions, and the samples of M tokens that are in it."""
 
-    samples: Tensor  # int32 [S + 1]: boundaries of the samples in [0, N]
-    places: Tensor  # int64 [N]: position of each token, in [0, T)
-    first: Tensor  # bool [N]: True for the first token of those that share a position
+    samples: Tensor  # int32 [S + 1]: boundaries of the samples in [0, M]
+    places: Tensor  # int64 [M]: position of each token, in [0, T)
+    own: Tensor  # int64 [S]: tokens at the end of each sample that no earlier one has at their positions
 
 
 def check_module(module: Module) -> None:
@@ -40,15 +40,15 @@ def check_module(module: Module) -> None:
     rotary = getattr(model, "rotary_pos_emb", None)
     if type(rotary) is not RotaryEmbedding or model.config.multi_latent_attention:
         raise ConfigurationError(
-            f"--share-prompts: expected a model with a plain rotary embedding, found {type(rotary).__name__}"
+            f"--share-prefixes: expected a model with a plain rotary embedding, found {type(rotary).__name__}"
             f"{' and latent attention' if model.config.multi_latent_attention else ''}; leave it out"
         )
 
 
 @contextlib.contextmanager
 def rotary_positions(module: Module, attention: PackedSeqParams, positions: Tensor) -> Iterator[None]:
-    """Have the model's rotary embedding answer for ``positions``, [T], instead of 0 to T - 1 if prompts are shared."""
-    if not isinstance(attention, SharedPrompts):
+    """Have the model's rotary embedding answer for ``positions``, [T], instead of 0 to T - 1 if prefixes are shared."""
+    if not isinstance(attention, SharedPrefixes):
         yield
         return
     model: Any = unwrap_model(module)

@@ -1,0 +1,49 @@
+"""Packed sequences as right-padded batches, for attention kernels that take nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddedGroup:
+    """A batch of sequences of similar length: which tokens its queries and keys are of, as indices int64."""
+
+    queries: Tensor  # [b, q]
+    valid: Tensor  # bool [b, q]: False for padding
+    keys: Tensor  # [b, k]
+    depths: Tensor | None = None  # int64 [b, q]: which of the k tokens each query is of; None: all of them, in order
+
+
+def padded_groups(cu_seqlens: Tensor, own: Tensor | None = None) -> Iterator[PaddedGroup]:
+    """Group sequences by the next powers of two of their lengths, so that few attention calls are made and at most half
+    of a batch is padding. Padding stands to the right, where causal attention never looks.
+
+    Args:
+        cu_seqlens: int [S + 1], boundaries of the sequences.
+        own: int64 [S], tokens at the end of each sequence that have queries; None: all tokens have.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    queries = lengths if own is None else own
+    buckets = torch.where(queries > 0, 64 * _doublings(queries) + _doublings(lengths), -1)
+    for bucket in buckets.unique().tolist():
+        if bucket < 0:
+            continue
+        chosen = buckets == bucket
+        start, length, count = starts[chosen, None], lengths[chosen, None], queries[chosen, None]
+        key = torch.arange(int(length.max()), device=cu_seqlens.device)
+        keys = start + key.minimum(length - 1)
+        if own is None:
+            yield PaddedGroup(queries=keys, valid=key < length, keys=keys)
+            continue
+        query = torch.arange(int(count.max()), device=cu_seqlens.device)
+        depths = length - count + query.minimum(count - 1)
+        yield PaddedGroup(queries=start + depths, valid=query < count, keys=keys, depths=depths)
+
+
+def _doublings(lengths: Tensor) -> Tensor:
+    return lengths.float().log2().ceil().long()
