@@ -152,6 +152,12 @@ async def test_an_engine_opens_with_the_runs_keys_only(run: RealRun, tls: Tls) -
     async with client(tls) as http, http.get(f"{url}/server_info", headers=api.headers()) as response:
         told = await response.text()
     assert not [name for name, text in found.items() if text in told]
+    admin = Secret(found["MILES_ASYNC_ADMIN_KEY"])
+    assert (
+        await answer("POST", "/freeze_gc", admin, url, tls) == 200
+    )  # what the run does, as SGLang without a key cannot
+    (log,) = (run.run_dir / "logs").glob("engine-*.log")
+    assert "freeze_gc failed" not in log.read_text()
     async with client(tls) as http:
         with pytest.raises(aiohttp.WSServerHandshakeError):
             await http.ws_connect(f"{url}/v1/realtime", headers=api.headers())

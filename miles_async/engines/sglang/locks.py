@@ -4,6 +4,9 @@ SGLang (0.5.23) has ``--api-key`` and ``--admin-api-key``. But everybody on a ma
 its log has them at level info, and ``/server_info`` tells the admin key to those who have the other. So its middleware
 is given the keys here, and its arguments have none. It leaves open ``/health``, ``/health_generate``, ``/ready`` and
 ``/metrics``, and does not look at websockets (``/v1/realtime``, for speech), which are refused here.
+
+After its start SGLang requests its own ``/freeze_gc`` with the key of its arguments, which would be refused and leave
+a traceback in the log. ``server.is_up`` requests it with the admin key instead.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ class NoWebsockets:
 
 def lock(keys: EngineKeys) -> None:
     """Lock the HTTP server that this process is about to start."""
-    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import add_api_key_middleware
 
-    add_api_key_middleware(app, api_key=keys.api.reveal(), admin_api_key=keys.admin.reveal())
-    app.add_middleware(NoWebsockets)
+    add_api_key_middleware(http_server.app, api_key=keys.api.reveal(), admin_api_key=keys.admin.reveal())
+    http_server.app.add_middleware(NoWebsockets)
+    http_server._freeze_gc_after_server_warmup = lambda server_args: None
