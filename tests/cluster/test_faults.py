@@ -105,11 +105,13 @@ def test_a_disk_of_the_run_directory_that_becomes_full_ends_the_run(tmp_path: Pa
     with machines(tmp_path, 2) as cluster:
         driver = cluster[0]
         cluster.start_ray({0: ENGINES, 1: RANKS})
-        for words in (f"mkdir {RUN_DIR}", f"mount -t tmpfs -o size=32m none {RUN_DIR}"):
+        # Large enough at the start, where a run is refused a disk that is nearly full.
+        for words in (f"mkdir {RUN_DIR}", f"mount -t tmpfs -o size=100g none {RUN_DIR}"):
             subprocess.run(driver.command(*words.split()), check=True)
         with cluster_run(cluster, *apart(200)) as run:
             run.run_dir = Path(f"/proc/{driver.pid}/root{RUN_DIR}")  # mounted in the machine alone
             run.wait_for_steps(2, START_SECONDS)
+            subprocess.run(driver.command("mount", "-o", "remount,size=32m", RUN_DIR), check=True)
             filling = driver.command("dd", "if=/dev/zero", f"of={RUN_DIR}/rest", "bs=1k")
             assert "No space left" in subprocess.run(filling, capture_output=True, text=True).stderr
             assert run.wait(ENDING_SECONDS) == 1, run.output
