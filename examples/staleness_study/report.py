@@ -12,7 +12,7 @@ from textwrap import fill
 from examples.staleness_study.cells import AGES, STEPS
 from examples.staleness_study.corrections import CORRECTIONS, UNCORRECTED, Correction
 from examples.staleness_study.figure import draw
-from examples.staleness_study.results import LAST_STEPS, SPIKE, CellResult
+from examples.staleness_study.results import LAST_STEPS, REWARD_STEPS, SPIKE, CellResult
 
 SEEDS_TO_JUDGE = 2  # of each of two combinations: with one there is no spread to compare with
 LINE = 120
@@ -41,6 +41,13 @@ lowest and highest in brackets. Before training it is 0.14.
 {accuracy}
 
 {verdict}
+
+## Reward at the end
+
+Mean reward over the last {reward_steps} steps and over seeds: of samples at temperature 1, by the weights of as many
+versions ago as the data is old. Where training swings, the final weights are a snapshot and this says more.
+
+{reward}
 
 ## Spikes of the gradient norm
 
@@ -90,6 +97,7 @@ class Quantity:
 
 
 ACCURACY = Quantity(title="accuracy", of=lambda result: result.greedy, decimals=2, spread=True)
+REWARD = Quantity(title="reward at the end", of=lambda result: result.last_reward, decimals=2)
 SPIKES = Quantity(title="spikes, % of steps", of=lambda result: 100 * result.spikes, decimals=0)
 ESS = Quantity(title="effective sample size", of=lambda result: result.last_ess, decimals=2)
 
@@ -104,6 +112,8 @@ def write_report(results: Sequence[CellResult], seeds: int, docs: Path) -> None:
         finished=_wrapped(finished(results, seeds)),
         accuracy=table(results, ACCURACY, seeds),
         verdict="\n".join(_wrapped(f"- {line}", indent="  ") for line in verdict(results)),
+        reward_steps=REWARD_STEPS,
+        reward=table(results, REWARD, seeds),
         spikes=table(results, SPIKES, seeds),
         ess=table(results, ESS, seeds),
     )

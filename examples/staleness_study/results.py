@@ -11,6 +11,7 @@ import msgspec
 from examples.staleness_study.cells import Cell
 
 SPIKE = 2.0  # times the median of the run
+REWARD_STEPS = 10  # over which the reward at the end is averaged
 LAST_STEPS = 30  # over which effective sample sizes are averaged; the data has its full age by then
 
 
@@ -37,6 +38,11 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
         norms = [norm for norm in self.grad_norms if norm is not None]
         middle = median(norms) if norms else 0.0
         return mean(norm > SPIKE * middle for norm in norms) if norms else 0.0
+
+    @property
+    def last_reward(self) -> float:
+        """Mean reward over the last :data:`REWARD_STEPS` steps."""
+        return mean(self.rewards[-REWARD_STEPS:])
 
     @property
     def last_ess(self) -> float:

@@ -157,6 +157,11 @@ def test_spikes_are_steps_beyond_twice_the_median_of_the_run() -> None:
     assert msgspec.structs.replace(result(2, "cispo"), grad_norms=(None,)).spikes == 0
 
 
+def test_the_reward_at_the_end_is_that_of_the_last_ten_steps() -> None:
+    rewards = (1.0,) * (STEPS - 10) + (0.25, 0.75) * 5
+    assert msgspec.structs.replace(result(2, "cispo"), rewards=rewards).last_reward == 0.5
+
+
 def test_the_data_file_keeps_one_result_per_cell_on_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "docs" / "data.json"
     results = Results(path)
@@ -310,7 +315,7 @@ def test_report_of_a_part_of_the_study_has_page_and_figure(tmp_path: Path) -> No
     write_report([result(cell.age, cell.correction) for cell in CELLS[: 1 + len(CORRECTIONS)]], SEEDS, tmp_path)
     assert (tmp_path / "staleness_study.png").stat().st_size > 10_000
     page = (tmp_path / "staleness_study.md").read_text()
-    assert row(page.split("## Spikes")[0], "CISPO") == ["", "–", "–", "0.50 (1 of 3)", "–"]
+    assert row(page.split("## Reward")[0], "CISPO") == ["", "–", "–", "0.50 (1 of 3)", "–"]
 
 
 def test_nothing_to_report_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
