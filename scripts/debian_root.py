@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MACHINE = "/mnt/machine"  # where folders of this machine are seen
-NEEDED = ("debootstrap", "unshare", "chroot", "mount")
+NEEDED = ("debootstrap", "unshare", "nsenter", "chroot", "mount")
 _SHARED_MEMORY = "4g"  # --shm-size of docs/docker.md
 
 
@@ -72,11 +72,28 @@ class DebianRoot:
             target.mkdir(exist_ok=True) if folder.is_dir() else target.touch()
             quoted = shlex.quote(str(target))
             mounts.append(f"mount --bind {shlex.quote(str(folder))} {quoted}; mount -o remount,bind,ro {quoted}")
-        inside = ["chroot", f"--userspec={user.uid}:{user.gid}", str(self.path)]
-        inside += ["/usr/bin/env", "--ignore-environment", f"--chdir={directory}", f"HOME={user.home}"]
-        inside += [*(f"{name}={value}" for name, value in variables.items()), *words]
+        inside = self._inside(words, user, directory, variables)
         script = "\n".join(["set -e", *mounts, f"exec {shlex.join(inside)}"])
         return ["unshare", "--mount", "--pid", "--fork", "--propagation=private", "bash", "-c", script]
+
+    def command_beside(
+        self,
+        process: subprocess.Popen[bytes],
+        words: Sequence[str],
+        *,
+        user: User,
+        directory: str,
+        variables: Mapping[str, str],
+    ) -> list[str]:
+        """The command that runs ``words`` where ``process``, which is such a command, sees its own processes."""
+        first, *_ = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        inside = self._inside(words, user, directory, variables)
+        return ["nsenter", f"--target={first}", "--mount", "--pid", *inside]
+
+    def _inside(self, words: Sequence[str], user: User, directory: str, variables: Mapping[str, str]) -> list[str]:
+        change = ["chroot", f"--userspec={user.uid}:{user.gid}", str(self.path)]
+        change += ["/usr/bin/env", "--ignore-environment", f"--chdir={directory}", f"HOME={user.home}"]
+        return [*change, *(f"{name}={value}" for name, value in variables.items()), *words]
 
 
 def run(command: Sequence[str], limit: float) -> None:

@@ -55,6 +55,11 @@ class Image:
         user = self.root.user(self.user)
         return self.root.command(words, user=user, directory=self.directory, variables=self.variables)
 
+    def command_beside(self, process: subprocess.Popen[bytes], words: Sequence[str]) -> list[str]:
+        """As `docker exec` would, and as health checks are run."""
+        user = self.root.user(self.user)
+        return self.root.command_beside(process, words, user=user, directory=self.directory, variables=self.variables)
+
     def place(self, path: str) -> Path:
         return self.root.path / os.path.normpath(os.path.join(self.directory, path)).lstrip("/")
 
@@ -227,10 +232,11 @@ def wait_for_health(image: Image, process: subprocess.Popen[bytes]) -> bool:
     """Whether the health check succeeds while the run is there, as Docker asks every minute."""
     while process.poll() is None:
         if (image.place(RUN_DIRECTORY) / "run.json").exists():
-            asked = subprocess.run(image.command(image.health), stdin=subprocess.DEVNULL, timeout=120)
+            command = image.command_beside(process, image.health)
+            asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
             if asked.returncode == 0:
                 return True
-        time.sleep(1)
+        time.sleep(2)
     return False
 
 

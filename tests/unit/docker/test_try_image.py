@@ -195,7 +195,7 @@ def test_every_instruction_of_the_stages_for_cpu_can_be_executed(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: expected debootstrap, unshare, chroot, mount on PATH, found no debootstrap"),
+        ([], "error: expected debootstrap, unshare, nsenter, chroot, mount on PATH, found no debootstrap"),
         (["--folder", "/nonexistent"], "error: expected a folder for --folder, found /nonexistent, which is none"),
     ],
 )
