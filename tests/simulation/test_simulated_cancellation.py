@@ -14,6 +14,8 @@ from miles_async.simulation.settings import CallFault, Crash, Faults, Simulation
 from miles_async.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from tests.simulation.scenario import settings
 
+pytestmark = pytest.mark.timeout(600)  # hundreds of runs, one after another
+
 EVENTFUL = Faults(
     crashes=(Crash(at_seconds=8.0, engine=0),),
     calls=(CallFault(engine=1, path="/update_weights_from_distributed", call=3, action="crash"),),

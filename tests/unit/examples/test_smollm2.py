@@ -248,7 +248,7 @@ def dry_run(model: Path, data: Path) -> subprocess.CompletedProcess[str]:
     flags = ["--hf-checkpoint", str(model), "--prompt-data", str(data / "train.jsonl")]
     flags += ["--eval-prompt-data", str(data / "test.jsonl"), "--run-dir", str(data / "run"), "--dry-run"]
     command = [sys.executable, "-m", "miles_async", "train", "@examples/smollm2/sums.args", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
 
 
 def test_dry_run_with_the_model_and_without(tmp_path: Path, converted: Path) -> None:
