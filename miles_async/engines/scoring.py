@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from itertools import count
 
-import numpy as np
-
 from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRegistry
 from miles_async.errors import (
@@ -51,4 +49,4 @@ class EngineScorer:
                 raise OverdueError(str(error)) from error
             except EngineError as error:
                 raise ServiceUnavailableError(str(error)) from error
-        return np.array(score.logprobs, np.float32)
+        return score.logprobs

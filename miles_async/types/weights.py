@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from miles_async.types.samples import Float32
+
 
 class TensorMeta(msgspec.Struct, frozen=True):
     """Name, dtype (torch name without prefix: "float32") and shape of one exported HF tensor."""
@@ -44,10 +46,10 @@ class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CanaryScore(msgspec.Struct, frozen=True):
-    """An engine's scores of the canary sequence."""
+    """An engine's log-probs of given tokens: the canary sequence, or what a teacher is asked about."""
 
     weight_version: str
-    logprobs: tuple[float, ...]  # of tokens[1:]
+    logprobs: Float32  # [T - first] of tokens[first:]; of the canary tokens[1:]
 
 
 class HeldPart(msgspec.Struct, frozen=True, array_like=True):

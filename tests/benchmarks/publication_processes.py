@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.trainer.ranks import united
@@ -119,7 +120,7 @@ class Fleet:
 
     async def score(self, engines: Sequence[Incarnation], tokens: Sequence[int]) -> Mapping[Incarnation, CanaryScore]:
         await self._each(engines, "score")
-        return dict.fromkeys(engines, CanaryScore(str(self.version), (0.0,)))
+        return dict.fromkeys(engines, CanaryScore(str(self.version), np.zeros(1, np.float32)))
 
     async def on_host(
         self,

@@ -19,6 +19,7 @@ from aiohttp import web
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.names import STREAM
+from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
 from miles_async.runtime.addresses import Network
 from miles_async.runtime.tls import Tls
 from miles_async.types import HeldWeights
@@ -197,7 +198,8 @@ class FakeEngine:
 
     def _response(self, reply: dict[str, Any], body: dict[str, Any]) -> web.Response:
         headers = {"x-smg-routed-worker-id": self.url} if self.name_worker else {}
-        if self.packs and body.get(PACK) and (packed := pack(reply)) is not None:
+        packed = pack(reply) if body.get(PACK) else pack_scores(reply) if body.get(PACK_SCORES) else None
+        if self.packs and packed is not None:
             return web.Response(body=packed, content_type=MEDIA_TYPE, headers=headers)
         return web.json_response(reply, headers=headers)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from miles_async.errors import EngineError
 from miles_async.types import (
     CanaryScore,
@@ -293,7 +295,7 @@ class FakeFleet:
         return {
             engine: CanaryScore(
                 self.labels.get(engine.engine, str(self.versions.get(engine.engine))),
-                self.logprobs.get(engine.engine, CANARY_LOGPROBS),
+                np.array(self.logprobs.get(engine.engine, CANARY_LOGPROBS), np.float32),
             )
             for engine in engines
         }

@@ -30,6 +30,7 @@ from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, read_answer
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
+from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
@@ -277,6 +278,13 @@ async def test_scores_cover_all_but_the_first_token_whatever_is_cached(engine: E
     scores = [await engine.api.score(engine.url, tokens, DEADLINE) for _ in range(2)]
     assert len(scores[0].logprobs) == 4
     assert scores[0].logprobs == pytest.approx(scores[1].logprobs, abs=1e-6)
+    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    for packs, content_type in ((False, "application/json"), (True, MEDIA_TYPE)):
+        asked = body | {"logprob_start_len": 0, PACK_SCORES: packs}
+        async with engine.http.session.post(f"{engine.url}/generate", json=asked) as response:
+            assert response.content_type == content_type  # fails when ``packed_answers.py`` no longer fits SGLang
+            scores.append(read_scores(await response.read(), 4, engine.url))
+            assert scores[-1].logprobs == pytest.approx(scores[0].logprobs, abs=1e-6)
     rest = await engine.api.score(engine.url, tokens, DEADLINE, first=3)
     assert rest.logprobs == pytest.approx(scores[0].logprobs[2:], abs=1e-6)
     with pytest.raises(RequestRejectedError, match="longer than"):

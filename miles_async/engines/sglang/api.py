@@ -20,6 +20,7 @@ from miles_async.engines.sglang.held_report import (
     read_reports,
 )
 from miles_async.engines.sglang.names import STREAM
+from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.errors import EngineError, EngineTimeoutError, RequestRejectedError
 from miles_async.types import (
     CanaryScore,
@@ -76,15 +77,6 @@ class _Loads(msgspec.Struct):
     """The part of GET /v1/loads that we read: one load per data-parallel scheduler."""
 
     loads: list[_SchedulerLoad]
-
-
-class _ScoreMeta(msgspec.Struct):
-    weight_version: str
-    input_token_logprobs: list[tuple[float | None, int, object]]
-
-
-class _ScoreReply(msgspec.Struct):
-    meta_info: _ScoreMeta
 
 
 class _RankCheck(msgspec.Struct):
@@ -286,16 +278,10 @@ class SGLangServer:
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": first - 1,
+            PACK_SCORES: True,
         }
         answer = await self._call("POST", url, "/generate", msgspec.json.encode(body), timeout)
-        reply = decode_json(answer, _ScoreReply, f"{url}/generate")
-        logprobs = [entry[0] for entry in reply.meta_info.input_token_logprobs[1:]]
-        if len(logprobs) != len(tokens) - first or any(value is None for value in logprobs):
-            raise EngineError(f"{url}: expected {len(tokens) - first} log-probs of given tokens, found {logprobs}")
-        return CanaryScore(
-            weight_version=reply.meta_info.weight_version,
-            logprobs=tuple(value for value in logprobs if value is not None),
-        )
+        return read_scores(answer, len(tokens) - first, f"{url}/generate")
 
     async def _check_weights(self, url: str, action: str, subject: str, timeout: float) -> list[str]:
         """Answers of all ranks to an action of ``held_report.py``."""

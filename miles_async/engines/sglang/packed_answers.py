@@ -1,4 +1,4 @@
-"""In the server's process: packed answers to generation requests that ask for them (``answers.py``).
+"""In the server's process: packed answers to requests that ask for them (``answers.py``, ``scores.py``).
 
 SGLang (0.5.23) writes its answers as JSON. The request that an answer belongs to is not at hand where that happens, so
 a context variable of the request's task carries its wish there. An answer that cannot be packed stays as it is.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
+from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
 
-_wanted: ContextVar[bool] = ContextVar("packed_answer", default=False)
+_wanted: ContextVar[Literal["answer", "scores"] | None] = ContextVar("packed", default=None)
 
 _SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -26,12 +27,19 @@ def register() -> None:
 
 
 async def _serve(serve: Callable[..., Awaitable[Any]], generate: Any, request: Any) -> Any:
-    _wanted.set((await request.json()).get(PACK) is True)  # parsed before, and kept
+    body = await request.json()  # parsed before, and kept
+    _wanted.set("answer" if body.get(PACK) is True else "scores" if body.get(PACK_SCORES) is True else None)
     return await serve(generate, request)
 
 
 def _respond(respond: Callable[..., Any], content: Any, *args: Any, **kwargs: Any) -> Any:
-    packed = pack(content) if _wanted.get() else None
+    match _wanted.get():
+        case "answer":
+            packed = pack(content)
+        case "scores":
+            packed = pack_scores(content)
+        case None:
+            packed = None
     if packed is None:
         return respond(content, *args, **kwargs)
     from fastapi.responses import Response

@@ -105,7 +105,7 @@ class EchoServer:
         return EngineLoad(running=0, waiting=0, kv_use=0.0)
 
     async def score(self, url: str, tokens: Sequence[int], timeout: float, *, first: int = 1) -> CanaryScore:
-        return CanaryScore(self._at(url).version, (0.0,) * (len(tokens) - first))
+        return CanaryScore(self._at(url).version, np.zeros(len(tokens) - first, np.float32))
 
     async def report_weights(self, url: str, share: TensorShare, timeout: float) -> str:
         return "nothing"

@@ -140,7 +140,7 @@ async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
         assert not may_dispatch()  # new weights, not verified
         score = (await fleet.score(one, [5, 6, 7]))[E0]
         assert not isinstance(score, Exception)
-        assert (score.weight_version, score.logprobs) == ("1", (-1.0, -1.0))
+        assert (score.weight_version, score.logprobs.tolist()) == ("1", [-1.0, -1.0])
         assert not may_dispatch()
         await fleet.admit(one, 1)
         assert may_dispatch()

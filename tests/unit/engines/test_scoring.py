@@ -46,6 +46,14 @@ async def test_engines_score_in_turn_what_was_asked_for(http: Http, engines: lis
     assert engines[0].requests[0]["logprob_start_len"] == 1  # what is before may come from the cache
 
 
+async def test_an_engine_that_packs_nothing_is_understood(http: Http, engines: list[FakeEngine]) -> None:
+    """One that others launched."""
+    engines[0].packs = False
+    score = scorer(http, engines[:1])
+    assert (await score([5, 6, 7, 8], 1)).tolist() == [-1.0] * 3
+    assert engines[0].requests[0]["packed_scores"] is True
+
+
 async def test_no_engine_is_no_fault_of_the_sample(http: Http) -> None:
     with pytest.raises(ServiceUnavailableError, match="no engine is up: no engines"):
         await scorer(http, [])([1, 2], 1)

@@ -172,7 +172,7 @@ def judged(
         canary_logprobs=tuple(new),
         previous_canary_logprobs=() if old is None else tuple(old),
     )
-    return judge_canary(sent, CanaryScore("7", tuple(found)), canary_tolerance(given, bf16=bf16))
+    return judge_canary(sent, CanaryScore("7", np.asarray(found)), canary_tolerance(given, bf16=bf16))
 
 
 def vocabulary_logprobs(logits: np.ndarray) -> np.ndarray:

@@ -441,7 +441,8 @@ async def test_an_engine_that_got_wrong_files_from_another_gets_them_from_the_tr
 
     async def scores(engines: Sequence[Incarnation], tokens: Any) -> Any:
         differs = {each.engine: not torch.equal(setup.fleet.tensors[each.engine]["a"], right) for each in engines}
-        return {each: CanaryScore("0", (9.0, 9.0) if differs[each.engine] else CANARY_LOGPROBS) for each in engines}
+        found = {True: np.float32([9.0, 9.0]), False: np.float32(CANARY_LOGPROBS)}
+        return {each: CanaryScore("0", found[differs[each.engine]]) for each in engines}
 
     setup.fleet.score = scores  # type: ignore[method-assign]
     assert await setup.publisher.repair() == ()

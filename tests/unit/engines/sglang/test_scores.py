@@ -1,0 +1,65 @@
+"""Log-probs of given tokens in both forms: the same numbers, and the same refusals.
+
+# covers: C12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from miles_async.engines.sglang.scores import pack_scores, read_scores
+from miles_async.errors import EngineError
+
+
+def reply(*logprobs: float | None) -> dict[str, Any]:
+    entries = [[logprob, token, None] for token, logprob in enumerate(logprobs)]
+    return {"output_ids": [], "meta_info": {"weight_version": "7", "input_token_logprobs": entries}}
+
+
+def packed(answer: dict[str, Any]) -> bytes:
+    found = pack_scores(answer)
+    assert found is not None
+    return found
+
+
+FORMS = (msgspec.json.encode, packed)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_forms_give_the_same_numbers_to_the_last_bit(form: Callable[[Any], bytes]) -> None:
+    given = np.array([-0.1, -7.3e-5, -12.75], np.float32)
+    found = read_scores(form(reply(None, *given.tolist())), 3, "here")
+    assert found.weight_version == "7"
+    assert found.logprobs.tobytes() == given.tobytes()
+
+
+def test_a_packed_answer_has_four_bytes_per_token() -> None:
+    assert len(packed(reply(None, *[-1.0] * 8000))) < 4 * 8001 + 100
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("logprobs", "problem"),
+    [((None, -1.0), "expected 2 log-probs of given tokens, found 1"), ((None, -1.0, None), "1 of them no number")],
+)
+def test_too_few_and_missing_numbers_are_refused(
+    form: Callable[[Any], bytes], logprobs: tuple[float | None, ...], problem: str
+) -> None:
+    with pytest.raises(EngineError, match=f"here: .*{problem}"):
+        read_scores(form(reply(*logprobs)), 2, "here")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\x82", packed(reply(None, -1.0))[:-1]])
+def test_a_cut_answer_is_refused(body: bytes) -> None:
+    with pytest.raises(EngineError, match="here: unexpected answer"):
+        read_scores(body, 1, "here")
+
+
+@pytest.mark.parametrize("answer", [[], {"error": {}}, {"meta_info": {}}, reply()])
+def test_an_answer_without_scores_stays_as_it_is(answer: Any) -> None:
+    assert pack_scores(answer) is None
