@@ -37,8 +37,8 @@ class Scorer:
         settings = self._settings(output, entropy=entropy)
         logprobs, entropies = vocab_logprobs(output.hidden[packed.rows], output.weight, packed.labels, settings)
         return Scores(
-            logprobs=_of_tokens(logprobs, packed, packed.scored),
-            entropy=None if entropies is None else _of_tokens(entropies, packed, packed.scored),
+            logprobs=_of_tokens(logprobs, packed),
+            entropy=None if entropies is None else _of_tokens(entropies, packed),
         )
 
     def logprobs(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
@@ -53,11 +53,9 @@ class Scorer:
         settings = self._settings(output)
         position, found = packed.position_ids[0, packed.rows], []
         for k, hidden in enumerate(output.ahead, start=1):
-            known = position >= k
-            logprobs, _ = vocab_logprobs(
-                hidden[packed.rows[known] - k], output.weight.detach(), packed.labels[known], settings
-            )
-            found.append(_of_tokens(logprobs, packed, packed.scored[known]))
+            rows = (packed.rows - k).clamp(min=0)
+            logprobs, _ = vocab_logprobs(hidden[rows], output.weight.detach(), packed.labels, settings)
+            found.append(_of_tokens(logprobs * (position >= k), packed))  # before that, the row is another sample's
         return torch.stack(found)
 
     def _settings(self, output: ModelOutput, *, entropy: bool = False) -> VocabSettings:
@@ -76,12 +74,11 @@ def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
 
     On the last pipeline stage. Collective over context-parallel ranks, as :class:`Scorer` is.
     """
-    values = output.hidden[packed.rows].float() @ output.weight[0].float()
-    return _of_tokens(values, packed, packed.scored)
+    return _of_tokens(output.hidden[packed.rows].float() @ output.weight[0].float(), packed)
 
 
-def _of_tokens(values: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
-    """Put values of ``tokens``, [n], where these stand among all, [N], with those of context-parallel ranks."""
-    own = values.new_zeros(packed.num_tokens).index_put((tokens,), values)
+def _of_tokens(values: Tensor, packed: PackedSequences) -> Tensor:
+    """Put values of the scored tokens, [n], where these stand among all, [N], with those of context-parallel ranks."""
+    own = values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)
     # Adds up over the group; the gradient goes through as it is.
     return reduce_from_tensor_model_parallel_region(own, group=parallel_state.get_context_parallel_group())
