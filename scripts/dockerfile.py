@@ -46,11 +46,16 @@ class Instruction:
     @property
     def flags(self) -> dict[str, str]:
         """``--chown=miles`` and the like, which stand before the other words."""
-        return {name: value for name, value in _FLAG.findall(_FLAGS.match(self.rest)[0])}
+        return {name: value for name, value in _FLAG.findall(self.rest[: self._flags_end])}
 
     @property
     def words(self) -> str:
-        return self.rest[_FLAGS.match(self.rest).end() :]
+        return self.rest[self._flags_end :]
+
+    @property
+    def _flags_end(self) -> int:
+        flags = _FLAGS.match(self.rest)
+        return flags.end() if flags else 0
 
     @property
     def command(self) -> list[str]:
