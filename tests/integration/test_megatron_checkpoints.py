@@ -55,7 +55,7 @@ class Model:
 LAYOUTS = {
     "dp2": Layout(2),
     "ep2": Layout(2, expert=2),
-    "tp2-ep2": Layout(2, tensor=2, expert=2, expert_tensor=1),
+    "tp2-ep2": Layout(2, tensor=2, expert=2, expert_tensor=1, model={"megatron_extra": ("--deterministic-mode",)}),
     "pp2": Layout(2, pipeline=2),
 }
 MODELS = {
@@ -274,6 +274,7 @@ def test_hugging_face_files_and_exports_hold_the_same_bits(ranks: list[Observed]
 
 
 def test_training_resumed_from_a_checkpoint_equals_uninterrupted_training(ranks: list[Observed]) -> None:
+    """Bit by bit, with --deterministic-mode and, on a CPU, without."""
     # covers: C9
     for rank in ranks:
         assert rank.differs_when_loaded == []

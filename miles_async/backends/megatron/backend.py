@@ -18,6 +18,7 @@ from miles_async.algorithms.objective import Objective
 from miles_async.algorithms.step_scale import StepScale
 from miles_async.arguments.cluster import DeviceChoice
 from miles_async.arguments.critic import CriticArguments
+from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import hf_config
@@ -76,6 +77,8 @@ class MegatronBackend:
         directory = _checked(model, world_size, temperature)
         platform = Platform.named(device)
         self.device = platform.prepare(local_rank)
+        deterministic = megatron_settings(model.megatron_extra).provider.get("deterministic_mode")
+        platform.choose_kernels(deterministic=bool(deterministic))
 
         # After prepare(), which makes megatron importable.
         from miles_async.backends.megatron import distributed

@@ -7,6 +7,7 @@ What CPU runs do not exercise: Transformer Engine kernels, fused Adam, NCCL, com
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,9 @@ import torch
 from miles_async.arguments.cluster import Device, DeviceChoice
 from miles_async.backends.megatron.host_limits import FUSIONS
 from miles_async.errors import ConfigurationError
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""Variables of CUDA's libraries for results that are the same bits every time."""
 
 HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(FUSIONS, False)
 
@@ -71,6 +75,13 @@ class Platform:
             torch.cuda.set_device(device)
         bridge_fixes.apply()
         return device
+
+    def choose_kernels(self, *, deterministic: bool) -> None:
+        """Take kernels of the same bits every time, if asked for. Before the first one runs."""
+        if deterministic and self.device == "cuda":
+            for name, value in DETERMINISTIC.items():
+                os.environ.setdefault(name, value)
+        torch.use_deterministic_algorithms(deterministic)
 
     @property
     def with_host_layers(self) -> Platform:
