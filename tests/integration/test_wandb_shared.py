@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 WRITER = """
-import sys
+import sys, time, urllib.request
 from pathlib import Path
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
 
-directory, label = sys.argv[1:]
+directory, label, server = sys.argv[1:]
 tracker = open_wandb(
     WandbOptions(
         directory=Path(directory), mode="online", shared=True, run_id="run1", label=label, primary=label == "driver"
@@ -29,6 +29,8 @@ tracker = open_wandb(
 )
 for step in range(3):
     tracker.log({f"{label}/value": step / 10}, step=step)
+while f"/l:{label}" not in urllib.request.urlopen(server).read().decode():  # in wandb's metrics of the machine
+    time.sleep(0.1)
 tracker.finish()
 sys.exit(tracker.errors + tracker.dropped)
 """
@@ -73,6 +75,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
 
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write("".join(body for _, body in self.server.streamed).encode())
+
     def log_message(self, *_: object) -> None: ...
 
 
@@ -88,13 +95,16 @@ def server() -> Iterator[StubServer]:
 
 def test_primary_and_secondary_reach_the_same_run_under_their_own_labels(server: StubServer, tmp_path: Path) -> None:
     # covers: M12
+    url = f"http://127.0.0.1:{server.server_port}"
     environment = {
         **os.environ,
-        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+        "WANDB_BASE_URL": url,
         "WANDB_API_KEY": "0" * 40,  # the form of a key; nobody checks it
+        "WANDB__STATS_SAMPLING_INTERVAL": "0.1",  # seconds, as the next one
+        "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "0.5",
     }
     for label in ("driver", "worker"):
-        command = [sys.executable, "-c", WRITER, str(tmp_path / label), label]
+        command = [sys.executable, "-c", WRITER, str(tmp_path / label), label, url]
         subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=80)
     assert {path for path, _ in server.streamed} == {"/files/someone/miles_async/run1/file_stream"}
     bodies = "".join(body for _, body in server.streamed)
