@@ -25,6 +25,7 @@ VARIANTS = {
     "PPO with a critic": ("@preset:ppo", "--critic-lr", "1e-3", "--num-critic-only-steps", "2"),
     "REINFORCE++": ("@preset:reinforce-plus-plus",),
     "GSPO": ("@preset:gspo",),
+    "CISPO": ("@preset:cispo",),
     "unbounded": ("--max-weight-staleness", "none", "--max-rollout-lead", "none"),
     "rolling": ("--publish-order", "rolling"),
     "object store": ("--weight-transport", "object_store"),
