@@ -77,7 +77,7 @@ _FLAGS = re.compile(rf"(?:{_FLAG.pattern})*")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is between two FROM."""
+    """One FROM and the instructions up to the next."""
 
     name: str  # "" if it has none
     base: str  # another stage or an image, with variables

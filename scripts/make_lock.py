@@ -34,7 +34,7 @@ Pins = Mapping[str, str]  # canonical name → "name==version"
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a lock is made from."""
+    """The files that are resolved to one lock, and the platform they are resolved for."""
 
     extras: str  # as in `make setup EXTRAS=`
     platform: str

@@ -1,4 +1,4 @@
-"""What finished cells learned: the records, their file, and the numbers that the report makes of them."""
+"""Results of finished cells: the records, their file, and the numbers in the report."""
 
 from __future__ import annotations
 

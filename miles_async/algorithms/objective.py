@@ -57,7 +57,7 @@ class Surveys(Protocol):
     """A policy loss that looks at the whole rollout batch before the first optimizer step."""
 
     def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """What the loss will read as ``TokenBatch.surveyed``, [N] per micro-batch. Collective."""
+        """Return what the loss then reads as ``TokenBatch.surveyed``, [N] per micro-batch. All ranks call it."""
         ...
 
 

@@ -3,8 +3,8 @@
 Guan et al., "Missing Old Logits in Asynchronous Agentic RL" (arXiv 2605.12070): π / π_rollout is the product of
 π / π_old, which says how far the policy has moved, and π_old / π_rollout, by which the trainer and the engine differ
 about the same weights. Only with the trainer's log-probs under the very version that sampled a token does each factor
-mean that. This is their exact route by snapshots, for every token by its own version; the paper was read in
-descriptions by others.
+mean that. Their paper, which was read in descriptions by others, has an exact way and approximations. This is the exact
+one: it keeps the weights of earlier versions and scores every token by those of its own.
 
 A token whose version is not kept (of a run before this one) is scored by the oldest version that is.
 """

@@ -46,8 +46,10 @@ def return_hidden_states(module: Module) -> None:
 
 
 def output_of(module: Module, hidden: Tensor) -> ModelOutput:
-    """Wrap what a module returned that went through :func:`return_hidden_states`: [1, T, H], or [1, T / TP, H] under
-    sequence parallelism, and as much again for every layer for multi-token prediction.
+    """Wrap what a module returned that went through :func:`return_hidden_states`.
+
+    ``hidden``: [1, T, H], or [1, T / TP, H] under sequence parallelism. With L layers for multi-token prediction T is
+    1 + L times as large: the policy's hidden states come first, then those of each layer.
     """
     model: Any = unwrap_model(module)
     tied = model.share_embeddings_and_output_weights
