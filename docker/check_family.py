@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from miles_async.backends.megatron.families import FAMILIES
+from miles_async.backends.megatron.families.known import FAMILIES
 
 _ENTRY = re.compile(r"^EntryClass = (\[.*?\]|\w+)", flags=re.MULTILINE | re.DOTALL)
 _BY_CONFIG = {"kimi_k2": "DeepseekV3ForCausalLM"}  # transformers has no row for it, its config.json names the class

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_async.backends.megatron.families import FAMILIES, REFUSED
+from miles_async.backends.megatron.families.known import FAMILIES, REFUSED
 from tests.integration.family_table import COMPARED, DEEPER, SERVED, SERVED_AT_NIGHT
 from tests.integration.tiny_models import FAMILIES as TINY_MODELS
 from tests.integration.tiny_models import model_type
@@ -45,7 +45,7 @@ all of the following with transformers and plain PyTorch in this layout, on CPU 
 *Engine*: `tests/integration/test_families_verified.py` publishes what the trainer exports to a real SGLang server with
 so many tensor-parallel ranks, and compares every element that the server holds.
 
-The layers are those of `miles_async/backends/megatron/host_spec.py`, on CPU. Transformer Engine's, which GPUs use, were
+The layers are those of `miles_async/backends/megatron/host/spec.py`, on CPU. Transformer Engine's, which GPUs use, were
 not compared. Gemma 2 and 3 have the host layers on GPUs too: nothing of Transformer Engine computes the same.
 """
 

@@ -58,7 +58,7 @@ def machine_state(arguments: Arguments) -> Iterator[Finding]:
 
 def model_problems(arguments: Arguments) -> Iterator[str]:
     """Yield why the model cannot be trained or split as asked; for the backend that comes with the project."""
-    from miles_async.backends.megatron.hf_config import check_layout, check_model, read_config
+    from miles_async.backends.megatron.families.hf_config import check_layout, check_model, read_config
 
     model = arguments.model
     others = (arguments.algorithm.ref_hf_checkpoint, arguments.critic.critic_hf_checkpoint)
@@ -110,8 +110,8 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
 
 def place_problems(arguments: Arguments) -> Iterator[str]:
     """Yield problems with the run directory (in use, or not a run's) and the Ray cluster."""
-    from miles_async.runtime.ray_address import check_ray_address
-    from miles_async.runtime.run_directory import check_run_directory
+    from miles_async.runtime.cluster.ray_address import check_ray_address
+    from miles_async.runtime.files.run_directory import check_run_directory
 
     try:
         check_run_directory(arguments.observability.run_dir)
@@ -163,7 +163,7 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
 
 def connection_problems(arguments: Arguments) -> Iterator[str]:
     """Yield limits of this machine that the requests in flight of a run exceed."""
-    from miles_async.runtime.open_files import connection_limits
+    from miles_async.runtime.network.open_files import connection_limits
 
     if arguments.sides == "trainer":
         return
@@ -180,7 +180,7 @@ def connection_problems(arguments: Arguments) -> Iterator[str]:
 
 def tls_problems(arguments: Arguments) -> Iterator[str]:
     """Yield why the run's servers could not use the certificate, or its clients would refuse it."""
-    from miles_async.runtime.addresses import Network
+    from miles_async.runtime.network.addresses import Network
 
     network = Network.of_run(arguments.cluster)
     if network.tls is not None:
@@ -248,7 +248,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
     from miles_async.arguments.megatron_settings import megatron_settings
     from miles_async.arguments.model_files import read_config
     from miles_async.backends.megatron.attention_kernels import FP32_NOTE
-    from miles_async.backends.megatron.host_limits import ignored_on_cpu
+    from miles_async.backends.megatron.host.limits import ignored_on_cpu
     from miles_async.runtime.device import choose_device
 
     algorithm = arguments.algorithm

@@ -19,7 +19,7 @@ from miles_async.machine.limits import connection_findings
 from miles_async.machine.model import model_findings
 from miles_async.machine.network import HUB, WANDB, service_findings
 from miles_async.machine.sandbox import sandbox_findings
-from miles_async.runtime.ray_address import VARIABLE, check_ray_address, with_ray_address
+from miles_async.runtime.cluster.ray_address import VARIABLE, check_ray_address, with_ray_address
 
 EXIT_FAILURE = 1
 _EPILOG = (
@@ -99,8 +99,8 @@ def _address(given: str | None) -> str:
 
 async def _cluster(address: str, intent: Intent, report: Report) -> None:
     from miles_async.machine.cluster import cluster_findings
+    from miles_async.runtime.cluster.ray_cluster import ray_cluster
     from miles_async.runtime.environment import worker_environment
-    from miles_async.runtime.ray_cluster import ray_cluster
 
     environment = worker_environment(ClusterArguments().forward_env, cpu=True)
     async with ray_cluster(address, environment, None):

@@ -22,12 +22,12 @@ from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import Checkpoint, list_checkpoints
 from miles_async.commands.stop import end_leftovers
 from miles_async.errors import ConfigurationError
-from miles_async.runtime import dies_with_parent
-from miles_async.runtime.owned_directory import sweep_temporary
-from miles_async.runtime.restarted import RunRestart, restarts_variable
-from miles_async.runtime.restarts import RestartBudget
-from miles_async.runtime.run_directory import move_aside
-from miles_async.runtime.run_process import read_run_process
+from miles_async.runtime.files.owned_directory import sweep_temporary
+from miles_async.runtime.files.run_directory import move_aside
+from miles_async.runtime.processes import dies_with_parent
+from miles_async.runtime.processes.restarted import RunRestart, restarts_variable
+from miles_async.runtime.processes.restarts import RestartBudget
+from miles_async.runtime.processes.run_process import read_run_process
 
 WINDOW_SECONDS = 3600.0
 EXIT_FAILED = 1

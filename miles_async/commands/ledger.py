@@ -21,8 +21,8 @@ from miles_async.ledger.reader import LedgerReader, open_ledger
 from miles_async.ledger.readmission import request_readmission
 from miles_async.ledger.story import tell
 from miles_async.rollout.checkpoint import STATE_FILE
-from miles_async.runtime.restarted import read_restarts
-from miles_async.runtime.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
+from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
+from miles_async.runtime.processes.restarted import read_restarts
 from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
 from miles_async.staleness.ledger import Balance, Ledger
 from miles_async.types import JsonObject

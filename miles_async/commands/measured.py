@@ -9,7 +9,7 @@ from pathlib import Path
 from miles_async.errors import ConfigurationError, LedgerError
 from miles_async.ledger.reader import open_ledger
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
-from miles_async.runtime.run_directory import LEDGER_FILE
+from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.simulation.distributions import Fixed, Trace, median
 from miles_async.types import JsonObject
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from miles_async.algorithms.objective import make_objective
 from miles_async.arguments import Arguments
 from miles_async.arguments.prompt_limit import engine_context
-from miles_async.backends.megatron.memory import RankBytes, StageRequest, measure, model_parameters, rank_bytes
+from miles_async.backends.megatron.memory.plan import RankBytes, StageRequest, measure, model_parameters, rank_bytes
 from miles_async.commands.engine_memory import GIB, EngineBytes, engine_bytes
 from miles_async.errors import ConfigurationError
 

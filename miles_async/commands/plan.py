@@ -24,7 +24,7 @@ from miles_async.arguments.validation import check_deadlines, check_ranks
 from miles_async.commands.durations import durations
 from miles_async.commands.precision import with_precision
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.run_directory import CONFIG_FILE
+from miles_async.runtime.files.run_directory import CONFIG_FILE
 from miles_async.simulation.distributions import Fixed, parse_distribution
 from miles_async.simulation.estimates import GB, GPUS, Assumptions
 from miles_async.simulation.plan import Flags, Row, candidates, predict, recommend

@@ -10,7 +10,7 @@ import numpy as np
 
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.run_directory import check_directory
+from miles_async.runtime.files.run_directory import check_directory
 from miles_async.wiring.replay import Replay, ReplayedBatch
 
 

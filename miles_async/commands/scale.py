@@ -8,8 +8,8 @@ from pathlib import Path
 
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.control import call
-from miles_async.runtime.run_process import find_driver, read_run_process
+from miles_async.runtime.network.control import call
+from miles_async.runtime.processes.run_process import find_driver, read_run_process
 
 
 def scale(words: Sequence[str]) -> str:

@@ -12,9 +12,15 @@ from pathlib import Path
 from miles_async.arguments.config_file import read_config_file
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError, StalledError
-from miles_async.runtime.owned_directory import sweep_temporary
-from miles_async.runtime.run_directory import CONFIG_FILE
-from miles_async.runtime.run_process import RunProcess, find_driver, find_marked, kill_marked, read_run_process
+from miles_async.runtime.files.owned_directory import sweep_temporary
+from miles_async.runtime.files.run_directory import CONFIG_FILE
+from miles_async.runtime.processes.run_process import (
+    RunProcess,
+    find_driver,
+    find_marked,
+    kill_marked,
+    read_run_process,
+)
 
 STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
 LEFTOVER_SECONDS = 10.0  # for what outlives the driver by a moment

@@ -9,7 +9,7 @@ from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit
 from miles_async.errors import ConfigurationError, DataError
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
-from miles_async.runtime.run_directory import CONFIG_FILE
+from miles_async.runtime.files.run_directory import CONFIG_FILE
 
 
 def why_never_issued(run_dir: Path, prompt_id: str, issued: int) -> tuple[str, bool]:

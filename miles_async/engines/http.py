@@ -9,8 +9,8 @@ import aiohttp
 import msgspec
 
 from miles_async.errors import EngineError
-from miles_async.runtime.keys import EngineKeys
-from miles_async.runtime.tls import Tls
+from miles_async.runtime.network.keys import EngineKeys
+from miles_async.runtime.network.tls import Tls
 
 Answer = TypeVar("Answer")
 

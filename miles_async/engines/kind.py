@@ -15,10 +15,10 @@ import msgspec
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import Http
-from miles_async.runtime.addresses import LOCAL, Network
+from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import SecretEnvironment
-from miles_async.runtime.keys import EngineKeys
-from miles_async.runtime.node_files import NodeFiles
+from miles_async.runtime.network.addresses import LOCAL, Network
+from miles_async.runtime.network.keys import EngineKeys
 from miles_async.types import (
     CanaryScore,
     EngineLoad,

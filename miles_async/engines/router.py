@@ -17,11 +17,11 @@ import structlog
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.runtime.addresses import LOCAL, LOOPBACK, Network
-from miles_async.runtime.child_process import ChildProcess
-from miles_async.runtime.keys import EngineKeys, require_keys
-from miles_async.runtime.ports import HeldPort
-from miles_async.runtime.tls import Tls
+from miles_async.runtime.network.addresses import LOCAL, LOOPBACK, Network
+from miles_async.runtime.network.keys import EngineKeys, require_keys
+from miles_async.runtime.network.ports import HeldPort
+from miles_async.runtime.network.tls import Tls
+from miles_async.runtime.processes.child_process import ChildProcess
 
 log = structlog.get_logger(__name__)
 

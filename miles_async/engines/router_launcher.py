@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from miles_async.runtime.keys import EngineKeys, take_engine_keys
+from miles_async.runtime.network.keys import EngineKeys, take_engine_keys
 
 
 def with_keys(arguments: Sequence[str], keys: EngineKeys | None) -> list[str]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from miles_async.engines.http import Http
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.runtime.child_process import ChildProcess
-from miles_async.runtime.fork_server_process import READ_LATE, ForkServer
-from miles_async.runtime.keys import require_keys
-from miles_async.runtime.owned_directory import OwnedDirectory, temporary_parent
-from miles_async.runtime.ports import HeldPort
-from miles_async.runtime.scratch import scratch_directory
+from miles_async.runtime.files.owned_directory import OwnedDirectory, temporary_parent
+from miles_async.runtime.files.scratch import scratch_directory
+from miles_async.runtime.network.keys import require_keys
+from miles_async.runtime.network.ports import HeldPort
+from miles_async.runtime.processes.child_process import ChildProcess
+from miles_async.runtime.processes.fork_server_process import READ_LATE, ForkServer
 from miles_async.runtime.tasks import afterwards, quietly
 
 _POLL_SECONDS = 0.2

@@ -25,8 +25,8 @@ from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import RouterMetrics
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.runtime.addresses import Network
-from miles_async.runtime.keys import EngineKeys
+from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.tasks import afterwards, gathered, quietly
 from miles_async.types import EngineStats
 

@@ -21,7 +21,7 @@ from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineSta
 from miles_async.engines.router import Router
 from miles_async.engines.routing import Routing
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
-from miles_async.runtime.restarts import RestartBudget
+from miles_async.runtime.processes.restarts import RestartBudget
 from miles_async.runtime.tasks import first_of, gathered, quietly
 
 log = structlog.get_logger(__name__)

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 from miles_async.machine.checks import Intent, machine_findings
 from miles_async.machine.finding import Finding
 from miles_async.machine.network import clock_finding
-from miles_async.runtime.nodes import alive_nodes
-from miles_async.runtime.ports import bind_port
+from miles_async.runtime.cluster.nodes import alive_nodes
+from miles_async.runtime.network.ports import bind_port
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from miles_async.arguments.cluster import Device
 from miles_async.machine.finding import Finding, Verdict, gib
-from miles_async.runtime.file_systems import network_file_system
-from miles_async.runtime.open_files import connection_limits
+from miles_async.runtime.files.file_systems import network_file_system
+from miles_async.runtime.network.open_files import connection_limits
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = 2 << 30  # Ray's object store of a run has 1 GiB; NCCL, CUDA IPC and staged weights come on top

@@ -14,7 +14,7 @@ _MEND = "hf download <model> --local-dir "
 
 def model_findings(directory: Path) -> Iterator[Finding]:
     """Check that the directory holds a whole model of a family that can be trained."""
-    from miles_async.backends.megatron.hf_config import check_model
+    from miles_async.backends.megatron.families.hf_config import check_model
 
     problems = list(directory_problems(directory, "--hf-checkpoint"))
     for problem in problems:

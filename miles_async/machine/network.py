@@ -16,8 +16,8 @@ import psutil
 
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
-from miles_async.runtime.addresses import LOOPBACK
-from miles_async.runtime.ports import bind_port
+from miles_async.runtime.network.addresses import LOOPBACK
+from miles_async.runtime.network.ports import bind_port
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CLOCK_SECONDS = 60.0  # certificates and signed requests stand as much

@@ -17,9 +17,9 @@ import ray
 
 from miles_async.errors import ProcessLostError
 from miles_async.runtime import garbage
-from miles_async.runtime.actor_link import ActorLink
-from miles_async.runtime.call_once import CallId, CallOnce
-from miles_async.runtime.ray_errors import why_gone
+from miles_async.runtime.cluster.actor_link import ActorLink
+from miles_async.runtime.cluster.call_once import CallId, CallOnce
+from miles_async.runtime.cluster.ray_errors import why_gone
 from miles_async.seams import EngineFleet, RolloutSide
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ import msgspec
 
 from miles_async.errors import RequestRejectedError
 from miles_async.rollout import process_tree
-from miles_async.runtime.keys import Secret, without_keys
-from miles_async.runtime.proxies import without_proxies_for
+from miles_async.runtime.network.keys import Secret, without_keys
+from miles_async.runtime.network.proxies import without_proxies_for
 from miles_async.types import Prompt
 
 EX_TEMPFAIL = 75  # sysexits.h: not the command's fault, try again

@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from miles_async.runtime.cuda_environment import cuda_environment
-from miles_async.runtime.keys import KEY_VARIABLES, Secret
-from miles_async.runtime.run_process import MARK
+from miles_async.runtime.network.keys import KEY_VARIABLES, Secret
+from miles_async.runtime.processes.run_process import MARK
 
 _SECRET_NAMES = ("*TOKEN*", "*KEY", "*KEY_ID", "*KEYS", "*SECRET*", "*PASSWORD*", "*PASSWD*", "*CREDENTIAL*", "AWS_*")
 _NEVER = (*KEY_VARIABLES, "CUDA_VISIBLE_DEVICES")  # the run hands over its keys itself, and Ray each actor its GPUs

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from miles_async.runtime.keys import SessionKeys
+from miles_async.runtime.network.keys import SessionKeys
 from miles_async.sessions.problems import gone
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

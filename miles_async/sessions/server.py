@@ -33,11 +33,11 @@ from aiohttp import web
 from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, NoRoomError, first_error
 from miles_async.runtime.clock import now
-from miles_async.runtime.keys import SessionKeys
-from miles_async.runtime.ports import bind_port
+from miles_async.runtime.network.keys import SessionKeys
+from miles_async.runtime.network.ports import bind_port
+from miles_async.runtime.network.tls import Tls
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
-from miles_async.runtime.tls import Tls
 from miles_async.sessions import chat
 from miles_async.sessions.bodies import read_conversation, read_object
 from miles_async.sessions.chat_request import ChatRequest, read_request

@@ -22,10 +22,10 @@ import aiohttp
 
 from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
-from miles_async.runtime.keys import SessionKeys
+from miles_async.runtime.network.keys import SessionKeys
+from miles_async.runtime.network.tls import Tls
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
-from miles_async.runtime.tls import Tls
 from miles_async.sessions.records import Alive, SessionSettings
 from miles_async.sessions.worker import Launch, SessionWorker
 from miles_async.types import CollectedSession, OpenSession

@@ -26,8 +26,8 @@ import ray
 
 from miles_async.api import LeavesDevice, SavesInBackground, TrainBackend
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.addresses import Network
-from miles_async.runtime.call_once import CallId, CallOnce
+from miles_async.runtime.cluster.call_once import CallId, CallOnce
+from miles_async.runtime.network.addresses import Network
 from miles_async.seams import WeightSender
 from miles_async.types import StagedWeights, TrainShard
 
@@ -99,7 +99,7 @@ class TrainerActor:
 
     def listen(self) -> tuple[str, int]:
         """Rank 0: the rendezvous of all ranks, on a port that is held from now on."""
-        from miles_async.runtime.rendezvous import open_store
+        from miles_async.runtime.network.rendezvous import open_store
 
         address = self._network.address()
         self._store = open_store(address, self._network.ports)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from miles_async.arguments.cluster import Device
 from miles_async.errors import TrainerError
+from miles_async.runtime.cluster.nodes import NO_LABELS, describe_nodes
+from miles_async.runtime.cluster.reservation import Reservation
 from miles_async.runtime.cuda_environment import RANKS
-from miles_async.runtime.nodes import NO_LABELS, describe_nodes
-from miles_async.runtime.reservation import Reservation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

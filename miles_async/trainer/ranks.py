@@ -1,9 +1,9 @@
 """The trainer's ranks as one object: TrainerSide on top of Ray actors.
 
 A call that concerns all ranks is made on all at once, and the next one when all have answered. A rank that cannot be
-reached is called again until it answers (``runtime/actor_link.py``), while the others wait for it in their collective.
-The first rank that fails or is lost ends them all, since the others would wait for it forever: they are killed, and the
-failure surfaces with rank and cause, as ProcessLostError if a rank was lost, else as TrainerError.
+reached is called again until it answers (``runtime/cluster/actor_link.py``), while the others wait for it in their
+collective. The first rank that fails or is lost ends them all, since the others would wait for it forever: they are
+killed, and the failure surfaces with rank and cause, as ProcessLostError if a rank was lost, else as TrainerError.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from miles_async.api import Metrics
 from miles_async.errors import MilesAsyncError, ProcessLostError, StalledError, TrainerError
-from miles_async.runtime.actor_link import ActorLink
-from miles_async.runtime.addresses import LOCAL, Network
-from miles_async.runtime.ray_errors import why_gone
+from miles_async.runtime.cluster.actor_link import ActorLink
+from miles_async.runtime.cluster.ray_errors import why_gone
+from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.seams import WeightSender
 from miles_async.trainer.actor import (

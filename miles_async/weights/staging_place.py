@@ -10,9 +10,9 @@ import shutil
 import structlog
 
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.files.owned_directory import OwnedDirectory
+from miles_async.runtime.files.scratch import scratch_directory
 from miles_async.runtime.memory import free_memory
-from miles_async.runtime.owned_directory import OwnedDirectory
-from miles_async.runtime.scratch import scratch_directory
 from miles_async.weights.staging_options import StagingOptions
 
 log = structlog.get_logger(__name__)

@@ -44,19 +44,19 @@ from miles_async.observability.summary import Ending
 from miles_async.observability.trackers import open_trackers
 from miles_async.one_side import rollouts_alone, training_alone
 from miles_async.rollout.actor import RolloutActor, RolloutProcess
-from miles_async.runtime.control import ControlServer, Handler
+from miles_async.runtime.cluster.node_files import marked
+from miles_async.runtime.cluster.own_ray import OwnRay
+from miles_async.runtime.cluster.ray_cluster import ray_cluster
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.environment import secret_environment, worker_environment
-from miles_async.runtime.fork_server_process import ForkServers
-from miles_async.runtime.keys import make_run_keys
-from miles_async.runtime.last_resort import LastResort
-from miles_async.runtime.node_files import marked
-from miles_async.runtime.own_ray import OwnRay
-from miles_async.runtime.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
-from miles_async.runtime.ray_cluster import ray_cluster
-from miles_async.runtime.restarted import own_restarts, write_restarts
-from miles_async.runtime.run_directory import CONFIG_FILE, claimed
-from miles_async.runtime.run_process import kill_marked, read_run_process
+from miles_async.runtime.files.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
+from miles_async.runtime.files.run_directory import CONFIG_FILE, claimed
+from miles_async.runtime.network.control import ControlServer, Handler
+from miles_async.runtime.network.keys import make_run_keys
+from miles_async.runtime.processes.fork_server_process import ForkServers
+from miles_async.runtime.processes.last_resort import LastResort
+from miles_async.runtime.processes.restarted import own_restarts, write_restarts
+from miles_async.runtime.processes.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
 from miles_async.seams import EngineFleet, RolloutSide

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from miles_async.arguments import Arguments
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.environment import worker_environment
-from miles_async.runtime.fork_server_process import ForkServers
-from miles_async.runtime.run_process import mark_processes
+from miles_async.runtime.processes.fork_server_process import ForkServers
+from miles_async.runtime.processes.run_process import mark_processes
 
 COMMON = ("torch", "transformers.models.auto.tokenization_auto", "transformers.modeling_utils")
 

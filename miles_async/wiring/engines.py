@@ -24,10 +24,10 @@ from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
 from miles_async.one_side import CHECKPOINT_VERSION
-from miles_async.runtime.addresses import Network
+from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import secret_environment
-from miles_async.runtime.keys import EngineKeys
-from miles_async.runtime.node_files import NodeFiles
+from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats

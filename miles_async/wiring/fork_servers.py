@@ -11,7 +11,7 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.server_groups import server_groups
 from miles_async.engines.placement import EngineActor
 from miles_async.engines.server_process import fork_server_of
-from miles_async.runtime.fork_server_process import ForkServer
+from miles_async.runtime.processes.fork_server_process import ForkServer
 from miles_async.trainer.placement import RankResources
 from miles_async.wiring.engines import KIND, ForkedEngines, server_spec
 

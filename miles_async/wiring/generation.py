@@ -17,10 +17,10 @@ from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.rollout.generate import Began, SingleTurnGenerate
 from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
-from miles_async.runtime.addresses import Network
-from miles_async.runtime.child_process import ChildProcess
 from miles_async.runtime.hooks import load_factory, load_object
-from miles_async.runtime.keys import SessionKeys
+from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.network.keys import SessionKeys
+from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.services import Circuit, Services
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService

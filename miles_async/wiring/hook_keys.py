@@ -11,8 +11,8 @@ import structlog
 from miles_async.arguments import Arguments
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.rewards.judge import API_KEY as JUDGE_KEY_VARIABLE
-from miles_async.runtime.addresses import LOOPBACK, Network
-from miles_async.runtime.keys import API_KEY_VARIABLE, RunKeys
+from miles_async.runtime.network.addresses import LOOPBACK, Network
+from miles_async.runtime.network.keys import API_KEY_VARIABLE, RunKeys
 
 log = structlog.get_logger(__name__)
 

@@ -39,7 +39,7 @@ from miles_async.ledger.schedule import (
     attempt_ids,
 )
 from miles_async.rollout.batches import BatchMaker
-from miles_async.runtime.run_directory import CONFIG_FILE, SCHEDULE_FILE
+from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.runtime.serialization import encode, read_frames
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.train_data.digests import digests

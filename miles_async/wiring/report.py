@@ -15,8 +15,8 @@ from miles_async.ledger.reader import open_ledger
 from miles_async.observability.plots import plot_run
 from miles_async.observability.summary import Ending, RunSummary, write_summary
 from miles_async.observability.summary_view import print_summary
-from miles_async.runtime.restarted import own_restarts
-from miles_async.runtime.run_directory import LEDGER_FILE
+from miles_async.runtime.files.run_directory import LEDGER_FILE
+from miles_async.runtime.processes.restarted import own_restarts
 from miles_async.seams import RolloutSide
 from miles_async.types import RolloutStats
 

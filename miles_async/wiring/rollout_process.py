@@ -32,12 +32,12 @@ from miles_async.rollout.dumps import RolloutDump, write_dump
 from miles_async.rollout.generate import sampling_parameters
 from miles_async.rollout.group_filters.registry import group_filter
 from miles_async.rollout.manager import RolloutManager
-from miles_async.runtime.addresses import Network
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets
-from miles_async.runtime.keys import RunKeys
-from miles_async.runtime.open_files import allow_open_files
-from miles_async.runtime.proxies import without_proxies_for
-from miles_async.runtime.run_directory import LEDGER_FILE, SCHEDULE_FILE
+from miles_async.runtime.files.run_directory import LEDGER_FILE, SCHEDULE_FILE
+from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.network.keys import RunKeys
+from miles_async.runtime.network.open_files import allow_open_files
+from miles_async.runtime.network.proxies import without_proxies_for
 from miles_async.runtime.services import Services
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.pool import Pool

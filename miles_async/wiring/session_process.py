@@ -17,8 +17,8 @@ from miles_async.arguments.sessions import ReasoningParser, TurnHistory
 from miles_async.errors import TransientEngineError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.runtime import garbage
-from miles_async.runtime.keys import SessionKeys, take_session_keys
-from miles_async.runtime.tls import Tls
+from miles_async.runtime.network.keys import SessionKeys, take_session_keys
+from miles_async.runtime.network.tls import Tls
 from miles_async.sessions.engine_link import EngineLink
 from miles_async.sessions.records import Alive
 from miles_async.sessions.server import SessionServer

@@ -12,10 +12,10 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import count_elements
 from miles_async.backends import create_backend
-from miles_async.runtime.addresses import Network
+from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
-from miles_async.runtime.fork_server_process import ForkServer
-from miles_async.runtime.node_files import NodeFiles
+from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.processes.fork_server_process import ForkServer
 from miles_async.trainer.actor import TrainerActor
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import psutil
 
-from miles_async.runtime.child_process import ChildProcess
-from miles_async.runtime.keys import make_run_keys
+from miles_async.runtime.network.keys import make_run_keys
+from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.types import GenerateRequest, Generation, VersionSpan

@@ -23,7 +23,7 @@ from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.server_process import ServerProcess, fork_server_of
 from miles_async.engines.sglang.kind import SGLANG
-from miles_async.runtime.fork_server_process import running
+from miles_async.runtime.processes.fork_server_process import running
 from miles_async.wiring.early_imports import COMMON
 from tests.benchmarks.report import RESULTS, ROOT, Row
 

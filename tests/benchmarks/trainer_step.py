@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from miles_async.arguments.model import ModelArguments
-    from miles_async.backends.megatron.packing import PackedBatch
+    from miles_async.backends.megatron.packing.pack import PackedBatch
     from miles_async.types import TrainShard
 
 SIZES = {"vocab_size": 4096, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
@@ -91,8 +91,8 @@ def _bare_loop(arguments: ModelArguments, shard: TrainShard) -> Callable[[], Non
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from miles_async.arguments.optimizer import OptimizerArguments
-    from miles_async.backends.megatron.model import load_model, make_optimizer
-    from miles_async.backends.megatron.packing import PackLayout, pack_batch
+    from miles_async.backends.megatron.model.build import load_model, make_optimizer
+    from miles_async.backends.megatron.packing.pack import PackLayout, pack_batch
     from miles_async.backends.megatron.platform import Platform
     from tests.integration.megatron_scenario import LR
 

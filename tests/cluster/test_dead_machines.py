@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.runtime.restarted import read_restarts
+from miles_async.runtime.processes.restarted import read_restarts
 from tests.cluster.machines import machines, needs_machines
 from tests.cluster.runs import apart, assert_each_trained_once, assert_one_error, cluster_run, machine_with_ranks
 

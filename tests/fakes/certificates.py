@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.runtime.tls import Tls
+from miles_async.runtime.network.tls import Tls
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the command openssl is not here")
 

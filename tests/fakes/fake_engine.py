@@ -20,8 +20,8 @@ from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
-from miles_async.runtime.addresses import Network
-from miles_async.runtime.tls import Tls
+from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.network.tls import Tls
 from miles_async.types import HeldWeights
 
 KV_TOKENS = 16_384  # that fit into the cache

@@ -10,8 +10,8 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from miles_async.runtime.actor_link import ActorLink
-from miles_async.runtime.call_once import CallId, CallOnce
+from miles_async.runtime.cluster.actor_link import ActorLink
+from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.trainer.actor import RankInfo
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks

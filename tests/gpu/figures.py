@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from miles_async.backends.megatron.live_bytes import LiveBytes
-from miles_async.backends.megatron.vocab_logprobs import VocabSettings, vocab_logprobs
+from miles_async.backends.megatron.memory.live_bytes import LiveBytes
+from miles_async.backends.megatron.model.vocab_logprobs import VocabSettings, vocab_logprobs
 
 Figure = dict[str, str | float]
 

@@ -93,7 +93,7 @@ def test_fused_layers_equal_host_layers(
 @needs_megatron
 def test_a_step_takes_the_memory_that_dry_run_tells(tmp_path: Path, figures: Figures) -> None:
     from miles_async.arguments.model import ModelArguments
-    from miles_async.backends.megatron.memory import StageRequest, measure, rank_bytes
+    from miles_async.backends.megatron.memory.plan import StageRequest, measure, rank_bytes
     from tests.integration.toy_batches import long_sample_shard
 
     directory = save_tiny("qwen3", tmp_path / "model", **LARGER, max_position_embeddings=TOKENS)

@@ -16,10 +16,10 @@ import pytest
 
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.sglang.kind import SGLANG
-from miles_async.runtime import fork_server, forked_worker
-from miles_async.runtime.child_process import ChildProcess
-from miles_async.runtime.fork_server_process import READ_LATE
-from miles_async.runtime.forking import listen
+from miles_async.runtime.processes import fork_server, forked_worker
+from miles_async.runtime.processes.child_process import ChildProcess
+from miles_async.runtime.processes.fork_server_process import READ_LATE
+from miles_async.runtime.processes.forking import listen
 from miles_async.trainer.placement import RankResources
 from tests.integration.served_models import declare_plugins
 

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from miles_async.backends.megatron import cpu_compat
+from miles_async.backends.megatron.host import cpu_compat
 
 if not torch.cuda.is_available():
     with warnings.catch_warnings():
@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
         cpu_compat.install()  # what makes megatron.bridge importable
         import megatron.bridge  # noqa: F401
 
-        import miles_async.backends.megatron.checkpoint
+        import miles_async.backends.megatron.checkpoints.checkpoint
         import miles_async.backends.megatron.distributed
-        import miles_async.backends.megatron.model
+        import miles_async.backends.megatron.model.build
         import miles_async.backends.megatron.step  # noqa: F401
         import tests.integration.megatron_scenario
         import tests.integration.plain_reference  # noqa: F401

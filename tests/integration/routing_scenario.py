@@ -122,7 +122,7 @@ def observe_differences(
     rank: int, world_size: int, store: dist.Store, directory: Path, batch: TrainBatch
 ) -> dict[str, float]:
     """Mean difference of log-probs to those of the engine, where routers choose and where its experts are taken."""
-    from miles_async.backends.megatron.packing import pack_batch
+    from miles_async.backends.megatron.packing.pack import pack_batch
 
     backend = make_backend(rank, world_size, store, directory, Layout(), ROLLOUT)
     runner, found = backend._runner, {}
@@ -137,7 +137,7 @@ def observe_differences(
 
 
 def _scores(backend: MegatronBackend, shard: TrainShard) -> list[tuple[list[int], list[float]]]:
-    from miles_async.backends.megatron.packing import pack_batch
+    from miles_async.backends.megatron.packing.pack import pack_batch
 
     runner = backend._runner
     (step,) = shard.optimizer_steps

@@ -24,8 +24,8 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from miles_async.runtime.actor_link import ActorLink
-from miles_async.runtime.call_once import CallId, CallOnce
+from miles_async.runtime.cluster.actor_link import ActorLink
+from miles_async.runtime.cluster.call_once import CallId, CallOnce
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

@@ -23,7 +23,7 @@ from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup
-from miles_async.runtime.addresses import LOCAL
+from miles_async.runtime.network.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from tests.integration.served_models import save_served
 from tests.integration.tiny_models import VOCAB

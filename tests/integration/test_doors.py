@@ -17,9 +17,9 @@ import pytest
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
-from miles_async.runtime.addresses import LOOPBACK
-from miles_async.runtime.keys import KEY_VARIABLES, Secret
-from miles_async.runtime.tls import Tls
+from miles_async.runtime.network.addresses import LOOPBACK
+from miles_async.runtime.network.keys import KEY_VARIABLES, Secret
+from miles_async.runtime.network.tls import Tls
 from tests.fakes.certificates import Authority, needs_openssl
 from tests.fakes.keys import KEYS, OTHER_KEYS
 from tests.integration.real_run import RealRun, real_run

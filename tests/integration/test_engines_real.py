@@ -34,7 +34,7 @@ from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
-from miles_async.runtime.addresses import LOCAL
+from miles_async.runtime.network.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest, Generation, Incarnation, TensorMeta
 from miles_async.weights.staging_options import StagingOptions

@@ -115,7 +115,7 @@ def _followed(backend: Any, layout: Layout, alpha: float) -> dict[str, Any]:
 def _scored(backend: Any) -> list[float]:
     """Log-probs by the reference, on every rank."""
     from miles_async.backends.megatron.distributed import from_last_stage
-    from miles_async.backends.megatron.packing import pack_sequences
+    from miles_async.backends.megatron.packing.pack import pack_sequences
 
     runner = backend._runner
     packed = pack_sequences([sequence for sequence in SEQUENCES if len(sequence) > 1], runner.layout, backend.device)

@@ -61,7 +61,7 @@ def _single_rank(
 ) -> dict[str, Any]:
     from megatron.core.utils import get_model_config
 
-    from miles_async.backends.megatron.packing import pack_batch
+    from miles_async.backends.megatron.packing.pack import pack_batch
 
     def backend(name: str, directory: Path = model, layout: Layout = ONE_RANK, **optimizer: Any) -> Any:
         return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, layout, **optimizer)
@@ -158,7 +158,7 @@ def _with_output_layer_of_its_own() -> None:
     """A model whose logits are more than a product, as Gemma 2's."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from miles_async.backends.megatron.model_output import return_hidden_states
+    from miles_async.backends.megatron.model.output import return_hidden_states
 
     capped = type("CappedLinear", (ColumnParallelLinear,), {"forward": lambda self, hidden, **_: hidden.tanh()})
     layer = capped.__new__(capped)
@@ -169,7 +169,7 @@ def _with_output_layer_of_its_own() -> None:
 
 def _with_a_rotary_embedding_of_its_own() -> None:
     """A model whose positions are more than angles that its layers are given, as with latent attention."""
-    from miles_async.backends.megatron.shared_prefixes import check_module
+    from miles_async.backends.megatron.packing.shared_prefixes import check_module
 
     module = torch.nn.Module()
     module.config = SimpleNamespace(multi_latent_attention=False)  # type: ignore[assignment]

@@ -133,13 +133,13 @@ def _observe_all(rank: int, world_size: int, store: dist.Store, root: Path) -> d
     from miles_async.backends.megatron.platform import Platform
 
     Platform.named("cpu").prepare(0)
-    from miles_async.backends.megatron import dtypes
+    from miles_async.backends.megatron.model import dtypes
 
     def observe(store: dist.Store, case: Case) -> Any:
         if case[0] == "attempt":
             return _attempt(store, rank, world_size, case[1], root)
         kept = (*dtypes.KEPT_IN_FP32, *MODELS[case[1]].kept_in_fp32)
-        with patch(f"{BACKEND}.dtypes.KEPT_IN_FP32", kept):
+        with patch(f"{BACKEND}.model.dtypes.KEPT_IN_FP32", kept):
             return _observe(store, rank, world_size, case, root)
 
     return each_case([*CASES, *(("attempt", name) for name in ATTEMPTS)], store, observe)
@@ -147,7 +147,7 @@ def _observe_all(rank: int, world_size: int, store: dist.Store, root: Path) -> d
 
 def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Path) -> list[str] | str:
     """Differences of the export, and of what save_hf() writes, from the files; or the refusal."""
-    from miles_async.backends.megatron import host_spec
+    from miles_async.backends.megatron.host import spec as host_spec
 
     class WithBias(host_spec.RMSNorm):
         def __init__(self, config: Any, hidden_size: int, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Pat
     WithBias.__name__ = InBf16.__name__ = usual.__name__  # by which the bridge knows it
     norm = {"": usual, "with a bias": WithBias, "in bf16": InBf16}[attempt.norm]
     try:
-        with patch(f"{BACKEND}.host_spec.RMSNorm", norm):
+        with patch(f"{BACKEND}.host.spec.RMSNorm", norm):
             backend = make_backend(rank, world_size, store, root / name, LAYOUTS[attempt.layout])
     except ConfigurationError as refusal:
         leave_groups()

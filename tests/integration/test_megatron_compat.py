@@ -36,18 +36,21 @@ FRESH = {
     "core": "import megatron.core.pipeline_parallel.schedules as s; s.torch.zeros([], device='cuda')",
     "bridge": "import megatron.bridge",
     "stand-ins": (  # what the CUDA platform imports, without Transformer Engine
-        "from miles_async.backends.megatron import bridge_fixes, cpu_compat; cpu_compat.install_stand_ins()\n"
+        "from miles_async.backends.megatron.families import bridge_fixes\n"
+        "from miles_async.backends.megatron.host import cpu_compat\n"
+        "cpu_compat.install_stand_ins()\n"
         "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
         "from megatron.core.transformer import multi_latent_attention as latent\n"
         "from megatron.core.transformer.moe import moe_utils\n"
         "bridge_fixes.apply()\n"
-        "from miles_async.backends.megatron import checkpoint, host_spec, model, step\n"
+        "from miles_async.backends.megatron import backend\n"
         "assert 'transformer_engine' not in sys.modules, 'a stand-in is visible'\n"
         "assert not te.HAVE_TE and not latent.HAVE_TE and moe_utils.te_general_gemm is None\n"
         "assert te.torch is torch, 'modules have a view of torch, as on a CPU'"
     ),
     "installed": (
-        "from miles_async.backends.megatron import cpu_compat; assert cpu_compat.install() and cpu_compat.install()\n"
+        "from miles_async.backends.megatron.host import cpu_compat\n"
+        "assert cpu_compat.install() and cpu_compat.install()\n"
         "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
         "assert 'transformer_engine' not in sys.modules and 'triton' not in sys.modules, 'a stand-in is visible'\n"
         "assert not te.HAVE_TE and not torch.cuda.is_available()\n"
@@ -129,7 +132,7 @@ def test_a_gpu_machine_without_transformer_engine_can_import_all_that_a_rank_doe
         ("megatron.bridge.models.deepseek.common", "# TODO: mtp layers"),
         ("megatron.bridge.models.glm.glm45_bridge", "No HF config found, skipping MTP mappings."),
         ("megatron.core.transformer.multi_token_prediction", "distribute_saved_activations, *args, *kwargs.values()"),
-        # host_spec.ExpertRowParallelLinear
+        # host/spec.py: ExpertRowParallelLinear
         ("megatron.core.transformer.mlp", "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)"),
         ("megatron.core.tensor_parallel.layers", 'setattr(self.bias, "sequence_parallel", self.sequence_parallel)'),
         # model.make_provider, of interleaved rotation
@@ -205,7 +208,7 @@ def test_parameters_still_share_a_step_after_a_load(without: dict[str, Any]) -> 
 
 
 def test_split_down_projections_still_lose_gradients(without: dict[str, Any], models: Path) -> None:
-    """host_spec.LatentAttention, at TP 2."""
+    """LatentAttention of host/spec.py, at TP 2."""
     plain = PlainTrainer(models / "moonlight", lr=0.0).train([toy_samples(8)])
     assert without["LatentAttention"] != pytest.approx(plain["grad_norm"], rel=1e-4)
 
@@ -226,7 +229,7 @@ def test_provider_still_misses_fields_that_we_set(without: dict[str, Any]) -> No
 
 # ------------------------------------------------------------------------------------------- in the ranks
 def _without_patches(rank: int, world_size: int, store: dist.Store, models: Path) -> dict[Case, Any]:
-    from miles_async.backends.megatron import cpu_compat
+    from miles_async.backends.megatron.host import cpu_compat
 
     cpu_compat.install()
 
@@ -237,26 +240,26 @@ def _without_patches(rank: int, world_size: int, store: dist.Store, models: Path
 
 
 def _splits(make: MakeBackend, models: Path) -> list[str]:
-    with patch(f"{BACKEND}.bridge_fixes.apply"):
+    with patch(f"{BACKEND}.families.bridge_fixes.apply"):
         return _differences(make(models / "qwen3", TENSOR), models / "qwen3")
 
 
 def _experts(make: MakeBackend, models: Path) -> list[str]:
-    with patch(f"{BACKEND}.bridge_fixes.apply"):
+    with patch(f"{BACKEND}.families.bridge_fixes.apply"):
         return _differences(make(models / "qwen3-moe", Layout(2, expert=2)), models / "qwen3-moe")
 
 
 def _mixed_precision(make: MakeBackend, models: Path) -> list[str]:
     from megatron.core.transformer.module import Float16Module
 
-    with patch(f"{BACKEND}.dtypes.MixedPrecision", Float16Module):
+    with patch(f"{BACKEND}.model.dtypes.MixedPrecision", Float16Module):
         return _differences(make(models / "glm4-moe", EXPERT, bf16=True), models / "glm4-moe")
 
 
 def _index_groups(make: MakeBackend, models: Path) -> str:
     with (
-        patch(f"{BACKEND}.dtypes.index_groups"),
-        patch(f"{BACKEND}.dtypes.KEPT_IN_FP32", (".expert_bias", ".router.weight")),
+        patch(f"{BACKEND}.model.dtypes.index_groups"),
+        patch(f"{BACKEND}.model.dtypes.KEPT_IN_FP32", (".expert_bias", ".router.weight")),
     ):
         backend = make(models / "glm4-moe", EXPERT, bf16=True)
     with pytest.raises(CheckpointError) as caught:
@@ -266,7 +269,7 @@ def _index_groups(make: MakeBackend, models: Path) -> str:
 
 
 def _make_state(make: MakeBackend, models: Path) -> str:
-    with patch(f"{BACKEND}.adam_state.make_state"):
+    with patch(f"{BACKEND}.checkpoints.adam_state.make_state"):
         backend = make(models / "qwen3", TENSOR)
     with pytest.raises(CheckpointError) as caught:
         backend.save(models / "make_state")
@@ -278,7 +281,7 @@ def _separate_steps(make: MakeBackend, models: Path) -> int:
     """Number of step counters."""
     backend = make(models / "qwen3", TENSOR)
     backend.save(models / "separate_steps")
-    with patch(f"{BACKEND}.adam_state.separate_steps"):
+    with patch(f"{BACKEND}.checkpoints.adam_state.separate_steps"):
         backend.load(models / "separate_steps")
     [part] = backend._runner.policy.optimizer.chained_optimizers
     steps = {id(state["step"]) for state in part.optimizer.state.values()}
@@ -289,7 +292,7 @@ def _separate_steps(make: MakeBackend, models: Path) -> int:
 def _latent_attention(make: MakeBackend, models: Path) -> float:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    with patch(f"{BACKEND}.host_spec.LatentAttention", MLASelfAttention):
+    with patch(f"{BACKEND}.host.spec.LatentAttention", MLASelfAttention):
         backend = make(models / "moonlight", EXPERT)
     norm = backend.train(to_shards([toy_samples(8)], dp_size=1, micro_batches=1)[0])["grad_norm"]
     backend.close()

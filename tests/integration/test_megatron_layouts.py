@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_async.backends.megatron.hf_config import read_config
+from miles_async.backends.megatron.families.hf_config import read_config
 from tests.integration.family_table import COMPARED, DEEPER, EVERY_DAY
 from tests.integration.megatron_scenario import (
     CORRECTED,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron.memory import (
+from miles_async.backends.megatron.memory.plan import (
     StageMemory,
     StageRequest,
     _measure,

@@ -16,8 +16,8 @@ from miles_async.arguments.engines import EnginesArguments
 from miles_async.engines.kind import EngineKind, ServerSpec
 from miles_async.engines.placement import RayServers
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.nodes import free_gpus
-from miles_async.runtime.reservation import Reservation
+from miles_async.runtime.cluster.nodes import free_gpus
+from miles_async.runtime.cluster.reservation import Reservation
 from miles_async.trainer.placement import Placement, RankResources
 from miles_async.wiring.placement import place_run
 

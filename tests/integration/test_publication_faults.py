@@ -29,7 +29,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, PublicationError
-from miles_async.runtime.addresses import LOCAL
+from miles_async.runtime.network.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import CanaryScore, GenerateRequest, Generation
 from miles_async.weights.transports.distributed.rank import DistributedSender

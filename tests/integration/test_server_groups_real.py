@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from miles_async.commands.scale import scale
-from miles_async.runtime.addresses import LOOPBACK
-from miles_async.runtime.ports import HeldPort
+from miles_async.runtime.network.addresses import LOOPBACK
+from miles_async.runtime.network.ports import HeldPort
 from tests.integration.real_run import RealRun, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from miles_async.errors import EngineStartError, RequestRejectedError, TransientEngineError
-from miles_async.runtime.child_process import ChildProcess
+from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
 from miles_async.types import OpenSession

@@ -22,8 +22,8 @@ def attend(share: bool, **settings: Any) -> tuple[int, Tensor, Tensor]:
     """(Positions, outputs that predict the tokens, gradients) of attention over SAMPLES, in float64."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from miles_async.backends.megatron.host_attention import SdpaAttention
-    from miles_async.backends.megatron.packing import PackLayout, pack_sequences
+    from miles_async.backends.megatron.host.attention import SdpaAttention
+    from miles_async.backends.megatron.packing.pack import PackLayout, pack_sequences
 
     softcap = settings.pop("softcap", None)
     config = TransformerConfig(

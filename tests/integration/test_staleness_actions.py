@@ -13,7 +13,7 @@ import pytest
 
 from miles_async.commands.ledger import explain, ledger
 from miles_async.ledger.reader import AttemptRecord, open_ledger
-from miles_async.runtime.run_directory import LEDGER_FILE
+from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.staleness.ledger import Outcome, Stage
 from miles_async.wiring.replay import Replay
 from tests.integration.real_run import RealRun, real_run

@@ -14,7 +14,7 @@ from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineSta
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
-from miles_async.runtime.addresses import Network
+from miles_async.runtime.network.addresses import Network
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest
 from tests.fakes.certificates import Authority, needs_openssl

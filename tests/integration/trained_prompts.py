@@ -9,7 +9,7 @@ from miles_async.arguments.data import DataArguments
 from miles_async.ledger.reader import AttemptRecord, open_ledger
 from miles_async.prompts.source import FilePromptSource
 from miles_async.rollout.checkpoint import RolloutSnapshot
-from miles_async.runtime.run_directory import LEDGER_FILE
+from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.staleness.ledger import Outcome
 from tests.integration.real_run import QUICKSTART
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_async.errors import StaleCallError
-from miles_async.runtime.call_once import CallId, CallOnce
+from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.trainer.actor import TrainerActor
 from tests.fakes.lossy_ranks import Faults, lossy_ranks

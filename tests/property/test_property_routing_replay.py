@@ -44,8 +44,8 @@ def batch_of(lengths: list[int]) -> TrainBatch:
 def test_every_position_of_every_rank_has_the_experts_of_its_token(
     lengths: list[int], context: int, share: int
 ) -> None:
-    from miles_async.backends.megatron.packing import PackLayout, pack_batch, pack_filler
-    from miles_async.backends.megatron.routing_replay import RoutingLayout
+    from miles_async.backends.megatron.packing.pack import PackLayout, pack_batch, pack_filler
+    from miles_async.backends.megatron.packing.routing_replay import RoutingLayout
 
     batch, seen = batch_of(lengths), []
     last = set(batch.tokens[batch.offsets[1:] - 1].tolist())
@@ -70,7 +70,7 @@ def test_every_position_of_every_rank_has_the_experts_of_its_token(
 
 def test_an_expert_that_was_chosen_twice_is_refused() -> None:
     """Its layer was not captured, or is none of those that the engine has."""
-    from miles_async.backends.megatron.routing_replay import RoutingLayout, replayed_experts
+    from miles_async.backends.megatron.packing.routing_replay import RoutingLayout, replayed_experts
 
     layout = RoutingLayout(layers=(1,), topk=2, experts=EXPERTS, share=1, share_rank=0)
     with pytest.raises(ContractViolation, match="2 different experts of every token in layer 1, found one twice"):
@@ -78,7 +78,7 @@ def test_an_expert_that_was_chosen_twice_is_refused() -> None:
 
 
 def test_without_replay_no_experts_are_laid_out() -> None:
-    from miles_async.backends.megatron.packing import PackLayout, pack_batch, pack_filler
+    from miles_async.backends.megatron.packing.pack import PackLayout, pack_batch, pack_filler
 
     assert pack_batch(batch_of([3]), 0, PackLayout(), torch.device("cpu")).sequences.experts is None
     assert pack_filler(PackLayout(), torch.device("cpu")).experts is None

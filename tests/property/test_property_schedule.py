@@ -19,7 +19,7 @@ from hypothesis import given, settings
 
 from miles_async.errors import ReplayDifference
 from miles_async.ledger.schedule import Decisions, PoolFrame
-from miles_async.runtime.run_directory import SCHEDULE_FILE
+from miles_async.runtime.files.run_directory import SCHEDULE_FILE
 from miles_async.types import TrainBatch, TrainShard
 from miles_async.wiring.replay import Replay, ReplayedBatch
 from tests.property.recorded_run import RecordedRun, random_arguments

@@ -21,14 +21,14 @@ from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron import hf_config
+from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.types import TrainShard
 
 if TYPE_CHECKING:
-    from miles_async.backends.megatron.checkpoint import StagedSave
-    from miles_async.backends.megatron.checkpoint_writer import HostBuffer
+    from miles_async.backends.megatron.checkpoints.checkpoint import StagedSave
+    from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer
     from miles_async.backends.megatron.offload import HostStorages
 
 # Files of the source checkpoint that an export copies byte by byte: all that inference needs besides weights and
@@ -82,14 +82,14 @@ class MegatronBackend:
 
         # After prepare(), which makes megatron importable.
         from miles_async.backends.megatron import distributed
-        from miles_async.backends.megatron.checkpoint import seed_all
+        from miles_async.backends.megatron.checkpoints.checkpoint import seed_all
         from miles_async.backends.megatron.critic import load_critic
         from miles_async.backends.megatron.kept_weights import KeptWeights
         from miles_async.backends.megatron.learner import Learner
-        from miles_async.backends.megatron.model import load_model
+        from miles_async.backends.megatron.model.build import load_model
+        from miles_async.backends.megatron.model.scores import Scorer
         from miles_async.backends.megatron.per_rollout import PerRollout
         from miles_async.backends.megatron.reference import FollowingReference
-        from miles_async.backends.megatron.scores import Scorer
         from miles_async.backends.megatron.step import StepRunner
         from miles_async.backends.megatron.step_limits import StepLimits
 
@@ -185,7 +185,7 @@ class MegatronBackend:
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, on every rank; at the rollout temperature unless given."""
         from miles_async.backends.megatron.distributed import from_last_stage
-        from miles_async.backends.megatron.packing import pack_sequences
+        from miles_async.backends.megatron.packing.pack import pack_sequences
 
         packed = pack_sequences(sequences, self._runner.layout, self.device)
         scorer = self._runner.scorer
@@ -228,7 +228,7 @@ class MegatronBackend:
         self._on_host = None
 
     def save(self, directory: Path) -> None:
-        from miles_async.backends.megatron import checkpoint
+        from miles_async.backends.megatron.checkpoints import checkpoint
 
         for name, learner in self._learners.items():
             checkpoint.save(
@@ -241,8 +241,8 @@ class MegatronBackend:
 
     def stage_save(self, directory: Path) -> None:
         """Copy what :meth:`save` writes to the host, for :meth:`write_save`."""
-        from miles_async.backends.megatron.checkpoint import StagedSave
-        from miles_async.backends.megatron.checkpoint_writer import HostBuffer
+        from miles_async.backends.megatron.checkpoints.checkpoint import StagedSave
+        from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer
 
         self._staged = [
             StagedSave(
@@ -268,7 +268,7 @@ class MegatronBackend:
             staged.finish(of_ranks)
 
     def load(self, directory: Path) -> None:
-        from miles_async.backends.megatron import checkpoint
+        from miles_async.backends.megatron.checkpoints import checkpoint
 
         if CRITIC in self._learners and directory.is_dir() and not (directory / CRITIC).is_dir():
             raise CheckpointError(
@@ -316,7 +316,7 @@ class MegatronBackend:
 
     def _write_hf_weights(self, directory: Path) -> None:
         """This rank's files; on rank 0 the index, too."""
-        from miles_async.backends.megatron.hf_files import INDEX_FILE, file_index, write_files
+        from miles_async.backends.megatron.checkpoints.hf_files import INDEX_FILE, file_index, write_files
 
         files, rank = self._model.bridge.hf_pretrained.state.source.key_to_filename_map, dist.get_rank()
         sizes = write_files(self._model.saved(), files, directory, rank=rank, ranks=dist.get_world_size())
@@ -327,7 +327,7 @@ class MegatronBackend:
             (directory / INDEX_FILE).write_text(json.dumps(file_index(sizes, files), indent=2) + "\n")
 
     def _write_adapter(self, directory: Path) -> None:
-        from miles_async.backends.megatron.adapter_files import write_adapter
+        from miles_async.backends.megatron.adapters.files import write_adapter
 
         write_adapter(directory, self._model.bridge, self._model.modules, self._model_arguments)
 

@@ -17,11 +17,11 @@ from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.learner import Learner
-from miles_async.backends.megatron.model import load_model
-from miles_async.backends.megatron.model_output import ModelOutput
-from miles_async.backends.megatron.packing import PackedBatch
+from miles_async.backends.megatron.model.build import load_model
+from miles_async.backends.megatron.model.output import ModelOutput
+from miles_async.backends.megatron.model.scores import values_of
+from miles_async.backends.megatron.packing.pack import PackedBatch
 from miles_async.backends.megatron.platform import Platform
-from miles_async.backends.megatron.scores import values_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from miles_async.algorithms.objective import LossSums
-from miles_async.backends.megatron.model_output import ModelOutput, output_of
-from miles_async.backends.megatron.packing import PackedBatch, PackedSequences
-from miles_async.backends.megatron.routing_replay import Experts, Routers
-from miles_async.backends.megatron.shared_prefixes import rotary_positions
+from miles_async.backends.megatron.model.output import ModelOutput, output_of
+from miles_async.backends.megatron.packing.pack import PackedBatch, PackedSequences
+from miles_async.backends.megatron.packing.routing_replay import Experts, Routers
+from miles_async.backends.megatron.packing.shared_prefixes import rotary_positions
 
 LossFunction = Callable[[PackedBatch, ModelOutput], LossSums]
 """(micro-batch, output of the model) → sums over the micro-batch."""

@@ -8,7 +8,7 @@ Platform.cpu().prepare(0)  # makes megatron importable
 
 import miles_async.algorithms.losses
 import miles_async.backends.megatron.backend
-import miles_async.backends.megatron.checkpoint
+import miles_async.backends.megatron.checkpoints.checkpoint
 import miles_async.backends.megatron.distributed
-import miles_async.backends.megatron.model
+import miles_async.backends.megatron.model.build
 import miles_async.backends.megatron.step

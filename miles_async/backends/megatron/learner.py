@@ -13,8 +13,8 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.forward import LossFunction, Pipeline
 from miles_async.backends.megatron.metrics import accumulate
-from miles_async.backends.megatron.model import LoadedModel, make_optimizer
-from miles_async.backends.megatron.packing import PackedBatch
+from miles_async.backends.megatron.model.build import LoadedModel, make_optimizer
+from miles_async.backends.megatron.packing.pack import PackedBatch
 from miles_async.backends.megatron.platform import Platform
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from miles_async.arguments.cluster import Device, DeviceChoice
-from miles_async.backends.megatron.host_limits import FUSIONS
+from miles_async.backends.megatron.host.limits import FUSIONS
 from miles_async.errors import ConfigurationError
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
@@ -30,7 +30,7 @@ class Platform:
 
     device: Device
     communication_backend: str  # of torch.distributed
-    transformer_engine: bool  # layers: Transformer Engine's, or host_spec's
+    transformer_engine: bool  # layers: Transformer Engine's, or those of host/spec.py
     fusions: Mapping[str, bool] = field(default_factory=dict)  # provider fields to overwrite
 
     @classmethod
@@ -39,7 +39,7 @@ class Platform:
 
     @classmethod
     def cuda(cls) -> Platform:
-        """Use Transformer Engine if it is installed, else host_spec's layers, which are correct but slower."""
+        """Use Transformer Engine if it is installed, else the host's layers, which are correct but slower."""
         engine = importlib.util.find_spec("transformer_engine") is not None
         return cls(
             device="cuda",
@@ -59,7 +59,8 @@ class Platform:
 
     def prepare(self, local_rank: int) -> torch.device:
         """Make megatron importable and set this process's device. Call before the first import of megatron."""
-        from miles_async.backends.megatron import bridge_fixes, cpu_compat
+        from miles_async.backends.megatron.families import bridge_fixes
+        from miles_async.backends.megatron.host import cpu_compat
 
         if self.device == "cpu":
             if torch.cuda.is_available():
@@ -92,6 +93,6 @@ class Platform:
         """Value for ``GPTModelProvider.transformer_layer_spec``; ``of_bridge``: the bridge's, of Transformer Engine."""
         if self.transformer_engine:
             return of_bridge
-        from miles_async.backends.megatron.host_spec import host_block_spec
+        from miles_async.backends.megatron.host.spec import host_block_spec
 
         return host_block_spec

@@ -35,10 +35,10 @@ from miles_async.backends.megatron.forward import Pipeline, Scoring
 from miles_async.backends.megatron.kept_weights import KeptWeights
 from miles_async.backends.megatron.learner import Learner
 from miles_async.backends.megatron.metrics import accumulate, mean, step_metrics
-from miles_async.backends.megatron.model_output import ModelOutput
-from miles_async.backends.megatron.packing import PackedBatch, PackLayout, pack_batch
-from miles_async.backends.megatron.routing_replay import Experts
-from miles_async.backends.megatron.scores import Scorer, values_of
+from miles_async.backends.megatron.model.output import ModelOutput
+from miles_async.backends.megatron.model.scores import Scorer, values_of
+from miles_async.backends.megatron.packing.pack import PackedBatch, PackLayout, pack_batch
+from miles_async.backends.megatron.packing.routing_replay import Experts
 from miles_async.backends.megatron.step_limits import Breach, StepLimits
 from miles_async.errors import ContractViolation
 from miles_async.types import TrainShard

@@ -117,7 +117,7 @@ if __name__ == "__main__":
 
     from miles_async.engines.sglang import packed_answers
     from miles_async.engines.sglang.locks import lock
-    from miles_async.runtime.keys import take_engine_keys
+    from miles_async.runtime.network.keys import take_engine_keys
 
     if (keys := take_engine_keys(os.environ)) is not None:
         lock(keys)

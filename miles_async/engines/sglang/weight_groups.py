@@ -2,7 +2,7 @@
 
 SGLang (0.5.23) makes them with torch's own deadlines, 10 or 30 minutes, and errors of NCCL end the process. A member
 that hangs would keep all others waiting, and one that dies would end them. With this they have a deadline, and a broken
-group is an error of the request that was being served (``runtime/process_group_errors.py``).
+group is an error of the request that was being served (``runtime/network/process_group_errors.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
-from miles_async.runtime.process_group_errors import errors_are_raised
+from miles_async.runtime.network.process_group_errors import errors_are_raised
 
 _MAKER = "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 

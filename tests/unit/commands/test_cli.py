@@ -21,7 +21,7 @@ from miles_async.checkpoints.manifest import RunIdentity, fingerprint, write_man
 from miles_async.cli import main
 from miles_async.errors import ConfigurationError, TrainerError
 from miles_async.prompts.templates import load_tokenizer
-from miles_async.runtime.run_process import MARK
+from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "assets" / "reverse" / "model"

@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from miles_async.cli import main
-from miles_async.runtime.owned_directory import PREFIX
-from miles_async.runtime.run_directory import CONFIG_FILE
-from miles_async.runtime.run_process import RUN_FILE, RunProcess, read_run_process
+from miles_async.runtime.files.owned_directory import PREFIX
+from miles_async.runtime.files.run_directory import CONFIG_FILE
+from miles_async.runtime.processes.run_process import RUN_FILE, RunProcess, read_run_process
 
 DRIVER = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from miles_async.runtime.run_process import mark_processes, note_run_process
+from miles_async.runtime.processes.run_process import mark_processes, note_run_process
 mark_processes()
 note_run_process(Path(sys.argv[1]), Path("absent"))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.backends.megatron.families import FAMILIES
+from miles_async.backends.megatron.families.known import FAMILIES
 from scripts import dockerfile
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from miles_async.engines.registry import EngineState
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError
-from miles_async.runtime.addresses import LOCAL
+from miles_async.runtime.network.addresses import LOCAL
 from miles_async.staleness.versions import parse_spans
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 

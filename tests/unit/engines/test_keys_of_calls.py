@@ -19,7 +19,7 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.locks import NoWebsockets
 from miles_async.engines.sglang.server import server_command
 from miles_async.errors import ConfigurationError, EngineError
-from miles_async.runtime.addresses import Network
+from miles_async.runtime.network.addresses import Network
 from tests.fakes.keys import KEYS
 
 # covers: C13

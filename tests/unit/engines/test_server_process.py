@@ -18,8 +18,8 @@ from miles_async.engines.kind import EngineKind, ServerSpec
 from miles_async.engines.server_process import ServerProcess, fork_server_of
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.errors import ConfigurationError, EngineStartError
-from miles_async.runtime.fork_server_process import running as process_running
-from miles_async.runtime.node_files import NodeFiles
+from miles_async.runtime.cluster.node_files import NodeFiles
+from miles_async.runtime.processes.fork_server_process import running as process_running
 from miles_async.weights.files import bucket_file
 from miles_async.weights.transports import host_files
 

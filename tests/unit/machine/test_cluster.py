@@ -10,7 +10,7 @@ import pytest
 from miles_async.machine.checks import Intent
 from miles_async.machine.cluster import Door, NodeProbe, nodes_findings
 from miles_async.machine.finding import Finding
-from miles_async.runtime.ports import HeldPort
+from miles_async.runtime.network.ports import HeldPort
 
 FINE = Finding(check="disk", verdict="ok", found="room")
 

@@ -18,7 +18,7 @@ from miles_async.machine.limits import (
     process_findings,
     shared_memory_findings,
 )
-from miles_async.runtime import open_files
+from miles_async.runtime.network import open_files
 
 
 def space(monkeypatch: pytest.MonkeyPatch, free: int, *, total: int = 64 << 30, files: int = 1000) -> None:

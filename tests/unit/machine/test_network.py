@@ -14,7 +14,7 @@ import pytest
 
 from miles_async.machine import network
 from miles_async.machine.network import HUB, WANDB, ask, interface_findings, port_findings, service_findings
-from miles_async.runtime.ports import HeldPort
+from miles_async.runtime.network.ports import HeldPort
 
 CLOSED = "http://127.0.0.1:9"
 

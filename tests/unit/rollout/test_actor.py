@@ -15,7 +15,7 @@ from miles_async.errors import ConfigurationError, ProcessLostError
 from miles_async.rollout import actor
 from miles_async.rollout.actor import RolloutActor, RolloutParts, RolloutProcess, stand_in
 from miles_async.runtime import garbage
-from miles_async.runtime.actor_link import ActorLink
+from miles_async.runtime.cluster.actor_link import ActorLink
 from miles_async.seams import EngineFleet, RolloutSide
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from tests.fakes.fake_sides import FakeFleet, FakeRollout

@@ -13,7 +13,7 @@ import pytest
 from miles_async.ledger.reader import open_ledger
 from miles_async.ledger.store import EndedEvent, IssuedEvent, LedgerStore
 from miles_async.ledger.story import tell
-from miles_async.runtime.run_process import find_driver, note_run_process, read_run_process
+from miles_async.runtime.processes.run_process import find_driver, note_run_process, read_run_process
 from miles_async.staleness.ledger import Outcome
 from miles_async.types import Attempt, Prompt
 

@@ -8,8 +8,8 @@ import pytest
 
 from miles_async.arguments.cluster import FORWARDED, ClusterArguments
 from miles_async.runtime.environment import apply_secrets, is_secret, secret_environment, worker_environment
-from miles_async.runtime.keys import KEY_VARIABLES, Secret
-from miles_async.runtime.proxies import without_proxies_for
+from miles_async.runtime.network.keys import KEY_VARIABLES, Secret
+from miles_async.runtime.network.proxies import without_proxies_for
 
 DEFAULT = ClusterArguments().forward_env
 

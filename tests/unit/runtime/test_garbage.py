@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from miles_async.rollout.actor import RolloutActor, RolloutParts
-from miles_async.runtime.actor_link import ActorLink
+from miles_async.runtime.cluster.actor_link import ActorLink
 from miles_async.runtime.garbage import THRESHOLDS, rare_collections
 from tests.fakes.fake_sides import FakeFleet, FakeRollout
 

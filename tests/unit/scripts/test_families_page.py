@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_async.backends.megatron.families import FAMILIES, REFUSED
+from miles_async.backends.megatron.families.known import FAMILIES, REFUSED
 from scripts.families_page import COLUMNS, PAGE, page
 from tests.integration.family_table import COMPARED, DEEPER, EVERY_DAY, SERVED, SERVED_AT_NIGHT
 from tests.integration.tiny_models import FAMILIES as TINY_MODELS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from miles_async.runtime.keys import Secret
+from miles_async.runtime.network.keys import Secret
 from tests.fakes.keys import KEYS, OTHER_KEYS
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import agent_of

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.owned_directory import OwnedDirectory
+from miles_async.runtime.files.owned_directory import OwnedDirectory
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.staging_place import make_staging_directory
 from miles_async.weights.transports.choice import make_sender
@@ -34,7 +34,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     monkeypatch.setattr("tempfile.tempdir", str(disk))
-    for module in ("runtime.scratch", "weights.staging_place"):
+    for module in ("runtime.files.scratch", "weights.staging_place"):
         monkeypatch.setattr(f"miles_async.{module}.free_memory", lambda: 64 * GB)
     monkeypatch.setattr(
         "miles_async.weights.staging_place.scratch_directory",

@@ -19,8 +19,8 @@ from miles_async.errors import (
     SummaryError,
     TrainerError,
 )
-from miles_async.runtime.fork_server_process import ForkServers
-from miles_async.runtime.run_process import MARK
+from miles_async.runtime.processes.fork_server_process import ForkServers
+from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import driver as train
 from miles_async.wiring import report
 

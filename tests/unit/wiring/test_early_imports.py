@@ -11,7 +11,7 @@ import pytest
 
 from miles_async.arguments import Arguments
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.run_process import MARK
+from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports as early
 
 CPU = Arguments(cluster=replace(Arguments().cluster, device="cpu"))

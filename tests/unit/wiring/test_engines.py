@@ -11,7 +11,7 @@ import pytest
 
 from miles_async.arguments import Arguments, ClusterArguments, WeightsArguments
 from miles_async.arguments.server_groups import ServerGroup
-from miles_async.runtime.keys import EngineKeys, Secret
+from miles_async.runtime.network.keys import EngineKeys, Secret
 from miles_async.wiring.engines import ForkedEngines, StackMaker, server_spec
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.trainer_process import SHARED_WITH_ENGINES, shared_directories

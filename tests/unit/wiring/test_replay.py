@@ -23,7 +23,7 @@ from miles_async.errors import ContractViolation, ReplayDifference, ScheduleErro
 from miles_async.ledger.schedule import BatchFrame, Cut, Finished, PoolFrame
 from miles_async.ledger.schedule_writer import ScheduleWriter
 from miles_async.rollout.batches import BatchMaker
-from miles_async.runtime.run_directory import CONFIG_FILE, SCHEDULE_FILE
+from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.types import TrainBatch
 from miles_async.wiring.decisions import make_pool
 from miles_async.wiring.replay import Replay

@@ -1,9 +1,9 @@
 """The sending end of one process group: rank 0; the others are engines (SGLang's ``init_custom_process_group``).
 
 It is separate from the trainer's process groups: own store, name, deadlines and handling of errors
-(``runtime/process_group_errors.py``). A member that dies, hangs or stays away breaks this process group and nothing
-else: the operation that it breaks raises GroupBrokenError, at the latest at its deadline, and the communicator is
-aborted.
+(``runtime/network/process_group_errors.py``). A member that dies, hangs or stays away breaks this process group and
+nothing else: the operation that it breaks raises GroupBrokenError, at the latest at its deadline, and the communicator
+is aborted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from miles_async.runtime.process_group_errors import errors_are_raised
-from miles_async.runtime.rendezvous import open_store
+from miles_async.runtime.network.process_group_errors import errors_are_raised
+from miles_async.runtime.network.rendezvous import open_store
 from miles_async.weights.transports.own_stream import own_stream
 
 Result = TypeVar("Result")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.backends.megatron.attention_kernels import SWITCHES, attention_problems
-from miles_async.backends.megatron.families import FAMILIES
+from miles_async.backends.megatron.families.known import FAMILIES
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.router import router_command
 from miles_async.engines.sglang.server import server_command
-from miles_async.runtime.addresses import LOOPBACK
+from miles_async.runtime.network.addresses import LOOPBACK
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
 RENDEZVOUS = ("10.0.0.6", 2)

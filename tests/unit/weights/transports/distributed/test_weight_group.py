@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from miles_async.engines.sglang import weight_groups
 from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
-from miles_async.runtime.process_group_errors import BLOCKING_WAIT, errors_are_raised
+from miles_async.runtime.network.process_group_errors import BLOCKING_WAIT, errors_are_raised
 from miles_async.weights.transports.distributed import weight_group
 from miles_async.weights.transports.distributed.weight_group import GroupBrokenError, WeightGroup
 from tests.integration.weight_receiver import init_custom_process_group

@@ -1,0 +1,1 @@
+"""Checkpoints of a rank: Megatron's, exact, and Hugging Face's weights."""

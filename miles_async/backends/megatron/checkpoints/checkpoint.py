@@ -1,0 +1,297 @@
+"""Exact checkpoints of one training state: model, optimizer, schedule, random generators, what follows the training.
+
+After a load the next step equals, bit by bit, the one that an uninterrupted run would have made with the same flags on
+the same layout of ranks. The format is megatron's dist_checkpointing (torch_dist): every rank writes its part, all
+ranks take part. Tensors are saved whole, whatever rank holds which part of them, so another layout can load them; the
+generators belong to ranks, and are seeded again where the layout is another one.
+
+Only what training has made is saved. What flags say (learning rate, betas, decay) is not, so that flags win; nor is a
+model of which only adapters are trained, since it is --hf-checkpoint's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from miles_async.backends.megatron.adapters.attach import ADAPTER
+from miles_async.backends.megatron.checkpoints import adam_state
+from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, PlannedSave
+from miles_async.backends.megatron.distributed import together
+from miles_async.backends.megatron.per_rollout import PerRollout
+from miles_async.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from torch.nn import Module
+
+# Layout of the distributed optimizer's state: by parameter, so that any layout of ranks can load it. Without the
+# prefix, since megatron has one optimizer or two (experts apart) depending on the layout.
+FORMAT = "fully_reshardable"
+SHARDING = {"distrib_optim_sharding_type": FORMAT, "chained_optim_avoid_prefix": True}
+
+# Errors of megatron and torch for files that cannot be written, read or understood. CheckpointException is a
+# BaseException in torch 2.
+FOREIGN_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    AssertionError,
+    pickle.PickleError,
+    CheckpointingException,
+    CheckpointException,
+)
+
+
+class StagedSave:
+    """A rank's part of a checkpoint: planned with the other ranks, and to be written. Raises CheckpointError."""
+
+    def __init__(
+        self,
+        directory: Path,
+        modules: Sequence[Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        per_rollout: PerRollout | None,
+        copies: HostBuffer | None = None,
+    ) -> None:
+        """Collective. ``directory`` must be absent or empty. ``copies``: where the state is copied to, so that training
+        may go on; without, the state must stay as it is until :meth:`write` is through. ``per_rollout``: saved with the
+        policy alone.
+        """
+        self._failure = f"cannot write {directory}"
+        with _as_checkpoint_error(self._failure):
+            if dist.get_rank() == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+            dist.barrier()
+            if any(directory.iterdir()):
+                raise CheckpointError(f"{self._failure}: the directory is not empty")
+            dist.barrier()
+            state = {
+                **_parameters(modules, optimizer, loading=False),
+                "optimizer_step": _optimizer_step(optimizer),
+                "schedule_step": scheduler.num_steps,
+                "rng": _sharded_rng(),
+                **({} if per_rollout is None else per_rollout.sharded_state()),
+            }
+            self._planned = PlannedSave(directory, state, copies)
+
+    def write(self) -> bytes:
+        """Write this rank's files, in any thread. Return its part of the index."""
+        with _as_checkpoint_error(self._failure):
+            return self._planned.write()
+
+    def finish(self, parts: Sequence[bytes]) -> None:
+        """Complete the checkpoint with the parts of all ranks, in their order; on rank 0."""
+        with _as_checkpoint_error(self._failure):
+            self._planned.finish(parts)
+
+
+def save(
+    directory: Path,
+    modules: Sequence[Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    per_rollout: PerRollout | None,
+) -> None:
+    """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError."""
+    staged = StagedSave(directory, modules, optimizer, scheduler, per_rollout)
+    parts = together(staged.write)
+    together(lambda: staged.finish(parts) if dist.get_rank() == 0 else None)
+
+
+def load(
+    directory: Path,
+    modules: Sequence[Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    per_rollout: PerRollout | None,
+    *,
+    seed: int,
+    ahead: bool = False,
+) -> None:
+    """Restore what :func:`save` wrote, on this layout of ranks or another. Collective.
+
+    The random generators are restored where the numbers of pipeline, tensor, data- and context-parallel ranks are
+    those of the save; otherwise they are seeded with ``seed`` and the number of steps. ``ahead``: the model has layers
+    for multi-token prediction. Raises CheckpointError if the directory is no such checkpoint.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
+        raise CheckpointError(f"cannot read {directory}: it {what}")
+    with _as_checkpoint_error(f"cannot read {directory}"):
+        wanted, found = _parameters(modules, optimizer, loading=True), load_sharded_metadata(str(directory))
+        _check_adapters(adapted=any(map(_is_adapted, wanted["model"].values())), found=_is_adapted(found))
+        _check_ahead_layers(trained=ahead, found=any("mtp.layers." in name for name in found))
+        rng = _sharded_rng()
+        if rng.unique_key in found:
+            wanted["rng"] = rng
+        if per_rollout is not None:
+            wanted |= per_rollout.wanted(found)
+        state = dist_checkpointing.load(wanted, str(directory))
+        for index, module in _inner(modules).items():
+            module.load_state_dict(state["model"][index], strict=not _is_adapted(state["model"][index]))
+        _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
+        scheduler.num_steps = state["schedule_step"]
+        scheduler.step(0)  # the flags' rate at this step
+        if per_rollout is not None:
+            per_rollout.load(state)
+    if "rng" in state:
+        _restore_rng(state["rng"])
+    else:
+        seed_all(seed + scheduler.num_steps)
+        model_parallel_cuda_manual_seed(seed + scheduler.num_steps)
+
+
+def seed_all(seed: int) -> None:
+    """Seed this process's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first cause of a failure, without torch's collection of tracebacks."""
+    if isinstance(error, CheckpointException):
+        if not error.failures:
+            return "a rank failed; rank 0 knows which and why"
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip()
+    return text if isinstance(error, OSError | CheckpointingException) else f"{type(error).__name__}: {text}"
+
+
+# ------------------------------------------------------------------------------------- model and optimizer
+def _parameters(modules: Sequence[Module], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
+    """Sharded state of the model and its optimizer on this rank, with one entry per virtual pipeline stage and one per
+    part of the optimizer.
+    """
+    model = {index: _trained(module.sharded_state_dict()) for index, module in _inner(modules).items()}
+    states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
+    if len(_parts(optimizer)) == 1:
+        states = {0: states}
+    return {"model": model, "optimizer": {index: states[index]["param_state"] for index in sorted(states)}}
+
+
+def _trained(state: dict[str, object]) -> dict[str, object]:
+    """The adapters of an adapted model, all of any other."""
+    return {name: part for name, part in state.items() if ADAPTER in name} if _is_adapted(state) else state
+
+
+def _is_adapted(names: Iterable[str]) -> bool:
+    return any(ADAPTER in name for name in names)
+
+
+def _check_adapters(*, adapted: bool, found: bool) -> None:
+    if adapted is not found:
+        raise CheckpointError(
+            "it holds the whole model, and with --lora-rank adapters are trained: leave --lora-rank out, or start from "
+            "the weights of --save-hf"
+            if adapted
+            else "it holds adapters, and without --lora-rank the whole model is trained: give the --lora-rank, "
+            "--lora-type and --target-modules of that run"
+        )
+
+
+def _check_ahead_layers(*, trained: bool, found: bool) -> None:
+    if trained is not found:
+        raise CheckpointError(
+            "it holds no layers for multi-token prediction: leave --enable-mtp-training out, or start from the weights "
+            "of --save-hf"
+            if trained
+            else "it holds trained layers for multi-token prediction: give --enable-mtp-training, as its run did"
+        )
+
+
+def _optimizer_step(optimizer: MegatronOptimizer) -> int:
+    """Number of optimizer steps so far, the same for all parameters."""
+    return int(_parts(optimizer)[0].state_dict()["optimizer"]["param_groups"][0].get("step") or 0)
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, states: Mapping[int, object], step: int) -> None:
+    for index, part in enumerate(_parts(optimizer)):
+        settings = part.state_dict()  # learning rate and the like come from the flags, not from the checkpoint
+        for group in settings["optimizer"]["param_groups"]:
+            group["step"] = step
+        part.load_state_dict({**settings, "param_state": states[index], "param_state_sharding_type": FORMAT})
+    adam_state.separate_steps(optimizer)
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """List the optimizers: dense layers and experts have one each if they are sharded differently."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _inner(modules: Sequence[Module]) -> dict[str, Module]:
+    """The modules inside of DistributedDataParallel, by virtual pipeline stage."""
+    return {f"{index}": module.module for index, module in enumerate(modules)}  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------------------ random generators
+class RandomStates(TypedDict):
+    """States of all generators of one rank."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: Tensor
+    cuda: Tensor | None
+    model_parallel: dict[str, Tensor]
+
+
+def _sharded_rng() -> ShardedObject:
+    """Random generators of all ranks: a (pipeline, tensor, context, data)-parallel grid of objects."""
+    state: RandomStates = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "model_parallel": get_cuda_rng_tracker().get_states(),
+    }
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    position = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    return ShardedObject("rng", state, shape, position, replica_id=0)
+
+
+def _restore_rng(state: RandomStates) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["model_parallel"])

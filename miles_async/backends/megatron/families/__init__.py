@@ -1,0 +1,1 @@
+"""Families of models: which are known, refused, and mended."""

@@ -1,0 +1,279 @@
+"""Refuse Hugging Face configs that would be trained wrongly, before anything starts.
+
+Bridge 0.3 and the host layer spec get some configs silently wrong (logits differ although the export is clean;
+measured against transformers). Each is refused here with the field of config.json that is the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_async.arguments.adapters import MLP, target_layers
+from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
+from miles_async.backends.megatron.families.known import FAMILIES, REFUSED, Family
+from miles_async.errors import ConfigurationError
+from miles_async.types import JsonObject
+
+# The constants of megatron-core's llama3 rope scaling (RotaryEmbedding._apply_scaling).
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def read_config(directory: Path) -> JsonObject:
+    """Read config.json of a Hugging Face directory. Raises ConfigurationError."""
+    path = directory / "config.json"
+    if not path.is_file():
+        what = "has no config.json" if directory.is_dir() else "does not exist"
+        raise ConfigurationError(f"--hf-checkpoint {directory}: the directory {what}; expected a Hugging Face model")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    return config
+
+
+def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
+    """Return the config with ``dtype`` as the dtype in which transformers and engines load the weights."""
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]  # the latter is the older one
+    return {**config, **dict.fromkeys(names, dtype)}
+
+
+def check_model(config: JsonObject, directory: Path) -> None:
+    """Raise ConfigurationError naming every field that would make training silently wrong."""
+    problems = list(_problems(config))
+    if problems:
+        raise ConfigurationError(f"{directory / 'config.json'} cannot be trained correctly: " + "; ".join(problems))
+
+
+def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
+    """Check that the model can be split as the flags say. Raises ConfigurationError."""
+    tensor, pipeline, context = (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
+    )
+    if min(tensor, pipeline, context) < 1 or world_size % model.ranks_per_replica:
+        raise ConfigurationError(
+            f"{world_size} trainer ranks are not a multiple of --tensor-model-parallel-size {tensor} × "
+            f"--pipeline-model-parallel-size {pipeline} × --context-parallel-size {context}; change these or "
+            "--actor-num-gpus-per-node"
+        )
+    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        count = config.get(name)
+        if count is not None and count % tensor:
+            raise ConfigurationError(f"--tensor-model-parallel-size {tensor} does not divide {name} {count}")
+    heads = config.get("num_key_value_heads")
+    if heads is not None and heads % tensor and tensor % heads:
+        raise ConfigurationError(
+            f"--tensor-model-parallel-size {tensor} neither divides num_key_value_heads {heads} nor is a multiple of it"
+        )
+    if model.lora_rank and not family_of(config).adapters:
+        raise ConfigurationError(
+            f"--lora-rank: adapters of model_type {config['model_type']!r} were not compared with plain ones; leave it "
+            "out, or use a model of another family"
+        )
+    if model.enable_mtp_training:
+        _check_ahead_layers(config, model)
+    layers = config.get("num_hidden_layers")
+    if layers is not None:
+        model.stage_layers(layers)
+        model.virtual_stages(layers)
+    _check_expert_layout(config, model, world_size)
+
+
+def _check_ahead_layers(config: JsonObject, model: ModelArguments) -> None:
+    if not ahead_layers(config):
+        raise ConfigurationError(
+            "--enable-mtp-training: expected a model with layers for multi-token prediction, found no "
+            "num_nextn_predict_layers in config.json; leave it out"
+        )
+    if not family_of(config).ahead:
+        trained = ", ".join(name for name, family in FAMILIES.items() if family.ahead)
+        raise ConfigurationError(
+            f"--enable-mtp-training: layers for multi-token prediction of model_type {config['model_type']!r} were not "
+            f"compared with plain ones; leave it out, or use a model of {trained}"
+        )
+    if config.get("tie_word_embeddings"):
+        raise ConfigurationError("--enable-mtp-training with tie_word_embeddings true: not verified; leave it out")
+
+
+def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
+    expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_size
+    experts = num_experts(config)
+    if not experts:
+        if model.splits_experts:
+            raise ConfigurationError(
+                "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixture-of-experts models, "
+                f"config.json (model_type {config.get('model_type')!r}) has no experts: leave them out"
+            )
+        return
+    if expert < 1 or experts % expert:
+        raise ConfigurationError(f"--expert-model-parallel-size {expert} does not divide {experts} experts")
+    name = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    if config[name] % expert_tensor:
+        raise ConfigurationError(f"--expert-tensor-parallel-size {expert_tensor} does not divide {name} {config[name]}")
+    if expert_tensor > 1 and family_of(config).whole_experts:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {expert_tensor} (by default --tensor-model-parallel-size): megatron-bridge "
+            f"0.3 splits experts of model_type {config['model_type']!r} in the wrong places; use 1, with "
+            "--expert-model-parallel-size"
+        )
+    if expert == 1 and expert_tensor != model.tensor_model_parallel_size:  # measured: loss and export are right
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {expert_tensor} other than --tensor-model-parallel-size "
+            f"{model.tensor_model_parallel_size} with --expert-model-parallel-size 1: gradients would be wrong "
+            "(megatron-core 0.16); make them equal, or split experts over ranks as well"
+        )
+    if world_size % (expert_tensor * expert * model.pipeline_model_parallel_size):
+        raise ConfigurationError(
+            f"{world_size} trainer ranks are not a multiple of --expert-tensor-parallel-size {expert_tensor} × "
+            f"--expert-model-parallel-size {expert} × --pipeline-model-parallel-size "
+            f"{model.pipeline_model_parallel_size}; change these or --actor-num-gpus-per-node"
+        )
+    if model.lora_rank and expert_tensor > 1 and set(MLP) & set(target_layers(model.target_modules)):
+        raise ConfigurationError(
+            f"--lora-rank with --expert-tensor-parallel-size {expert_tensor}: gradients of the experts' adapters would "
+            "be wrong (megatron-bridge 0.3); give --expert-tensor-parallel-size 1 with --expert-model-parallel-size, "
+            "or --target-modules without linear_fc1 and linear_fc2"
+        )
+    if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
+        raise ConfigurationError(
+            "megatron trains experts under tensor parallelism only with --sequence-parallel: "
+            "remove --no-sequence-parallel or --tensor-model-parallel-size"
+        )
+
+
+def ahead_layers(config: JsonObject) -> int:
+    """Number of layers for multi-token prediction in the checkpoint."""
+    return config.get("num_nextn_predict_layers") or 0
+
+
+def num_experts(config: JsonObject) -> int:
+    """Number of routed experts per layer, 0 for a dense model."""
+    return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
+
+
+def rope_theta(config: JsonObject) -> float:
+    """Read the rope base from ``rope_parameters`` (transformers 5) or ``rope_theta`` (4). Raises ConfigurationError."""
+    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
+    if not isinstance(theta, int | float):
+        raise ConfigurationError("config.json: expected rope_parameters.rope_theta (or rope_theta), found neither")
+    return float(theta)
+
+
+def window(config: JsonObject) -> int | None:
+    """Tokens that attention sees in layers with a sliding window, the token itself included; None without windows."""
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return config["sliding_window"] if windowed else None
+
+
+def is_latent(config: JsonObject) -> bool:
+    """True for multi-head latent attention (DeepSeek)."""
+    return "kv_lora_rank" in config
+
+
+def rope_kind(config: JsonObject) -> str:
+    """Name of the scaling of positions; "default" for none."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return scaling.get("rope_type", scaling.get("type")) or "default"
+
+
+def rotary_share(config: JsonObject) -> float:
+    """Part of each head that positions rotate."""
+    rope = config.get("rope_parameters") or {}
+    return config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+
+
+def family_of(config: JsonObject) -> Family:
+    """Raise ConfigurationError if the family is not trained, with the reason."""
+    kind = config.get("model_type", "")
+    if kind not in FAMILIES:
+        reason = REFUSED.get(kind, "it was not compared with transformers")
+        raise ConfigurationError(
+            f"config.json: model_type {kind!r} is not trained: {reason}. The families that are: {', '.join(FAMILIES)} "
+            "(docs/families.md)"
+        )
+    return FAMILIES[kind]
+
+
+def _problems(config: JsonObject) -> Iterator[str]:
+    family, kind = family_of(config), config["model_type"]
+    yield from _rope_problems(config, family)
+    yield from _expert_problems(config, kind, family)
+    yield from _layer_problems(config, family)
+
+
+def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
+    if (window(config) or "sliding_attention" in (config.get("layer_types") or ())) and not family.windows:
+        yield (
+            "sliding_window: attention would span the whole sequence, on engines or in training; if samples are no "
+            "longer than the window, write null in its place"
+        )
+    if config.get("attention_bias") and not family.attention_bias:
+        yield "attention_bias true: biases would be dropped"
+    if family.every_head_with_keys and config.get("num_key_value_heads") != config.get("num_attention_heads"):
+        yield "num_key_value_heads other than num_attention_heads: keys would be normalised with the wrong weights"
+    if config.get("clip_qkv") is not None:
+        yield f"clip_qkv {config['clip_qkv']}: queries, keys and values would not be clipped"
+    if config.get("swiglu_alpha", 1.702) != 1.702:
+        yield f"swiglu_alpha {config['swiglu_alpha']}: only 1.702 is implemented"
+    if quantization := config.get("quantization_config"):
+        yield (
+            f"quantization_config {quantization.get('quant_method')}: weights are trained in bfloat16 or fp32; "
+            "write the checkpoint without quantization first"
+        )
+    if config.get("mlp_bias"):
+        yield "mlp_bias true: biases would be dropped"
+    if family.tied_only and not config.get("tie_word_embeddings", True):
+        yield "tie_word_embeddings false: the output layer would be that of the embedding"
+    if family.untied_only and config.get("tie_word_embeddings", False):
+        yield "tie_word_embeddings true: SGLang 0.5.23 would generate with an output layer that nothing fills"
+    if family.gelu:
+        activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu"
+        if activation not in ("gelu", "gelu_pytorch_tanh"):
+            yield f"hidden_act {activation!r}: only gelu_pytorch_tanh is implemented"
+    if config.get("use_bidirectional_attention"):
+        yield "use_bidirectional_attention true: attention would be causal"
+
+
+def _rope_problems(config: JsonObject, family: Family) -> Iterator[str]:
+    rope = config.get("rope_parameters") or {}
+    if by_layer_type := {name: value for name, value in rope.items() if isinstance(value, dict)}:
+        if not family.rope_per_layer_type:
+            yield "rope_parameters per layer type: one rotary base is used for all layers"
+        for name, value in by_layer_type.items():
+            implemented = ("default", "linear") if name == "full_attention" else ("default",)
+            if value.get("rope_type", "default") not in implemented:
+                yield f"rope scaling {value['rope_type']!r} of {name}: positions would be rotated wrongly"
+        return
+    kind, scaling = rope_kind(config), config.get("rope_scaling") or rope
+    if kind == "llama3":
+        for name, expected in LLAMA3_ROPE.items():
+            if scaling.get(name, expected) != expected:
+                yield f"rope scaling llama3 with {name} {scaling[name]}: only {expected} is implemented"
+    elif kind != "default" and not (kind == "yarn" and family.yarn):
+        if not (kind == "linear" and family.rope_per_layer_type):
+            yield f"rope scaling {kind!r}: positions would be rotated wrongly"
+    if rotary_share(config) != 1.0 and not family.partial_rotation:
+        yield "partial_rotary_factor: not verified"
+    if is_latent(config) and not config.get("rope_interleave", True):
+        yield "rope_interleave false: positions would be rotated wrongly"
+
+
+def _expert_problems(config: JsonObject, kind: str, family: Family) -> Iterator[str]:
+    if not num_experts(config):
+        return
+    # transformers leaves norm_topk_prob out of config.json when it has its default: False for qwen*_moe.
+    normalized = config.get("norm_topk_prob", "moe" not in kind or kind == "glm4_moe")
+    if not normalized and not family.unscaled_router:
+        yield "norm_topk_prob false: router weights would be normalised all the same"
+    if config.get("decoder_sparse_step", 1) != 1:
+        yield "decoder_sparse_step other than 1: every layer would get experts"
+    if config.get("mlp_only_layers"):
+        yield "mlp_only_layers: every layer would get experts"
+    # transformers ranks groups by their 2 best experts, megatron by their num_experts_per_tok / topk_group best.
+    if (config.get("n_group") or 1) > 1 and config["num_experts_per_tok"] // config["topk_group"] != 2:
+        yield "n_group with num_experts_per_tok / topk_group other than 2: other groups of experts would be chosen"

@@ -1,0 +1,81 @@
+"""Fields of megatron's config that the bridge (0.3) misses or gets wrong with transformers 5.
+
+Without them every logit is wrong, though the export is clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miles_async.backends.megatron.families.hf_config import (
+    family_of,
+    is_latent,
+    rope_kind,
+    rope_theta,
+    rotary_share,
+    window,
+)
+from miles_async.errors import ConfigurationError
+from miles_async.types import JsonObject
+
+
+def provider_fields(config: JsonObject) -> dict[str, object]:
+    """Return field → value. ``config`` has transformers' defaults filled in."""
+    fields: dict[str, object] = {"rotary_percent": rotary_share(config)}
+    family = family_of(config)
+    if family.rope_per_layer_type:
+        fields.update(_gemma3_fields(config))
+    else:
+        fields["rotary_base"] = _rotary_base(config)
+    if is_latent(config):
+        fields["q_lora_rank"] = config["q_lora_rank"]  # none at all is a choice too
+        if rope_kind(config) == "default":
+            fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}  # megatron's default: yarn, 40 times longer
+    if (scalar := config.get("query_pre_attn_scalar")) is not None:
+        fields["softmax_scale"] = scalar**-0.5
+    if (tokens := window(config)) is not None:
+        # Megatron counts the tokens before a token, transformers includes it.
+        fields |= {"window_size": (tokens - 1, 0), "cp_comm_type": "a2a"}
+        if kinds := config.get("layer_types"):
+            fields["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in kinds]
+    if family.unscaled_router:  # the softmax over all experts, or over those that are chosen
+        fields["moe_router_pre_softmax"] = not config["norm_topk_prob"]
+    if config["model_type"] == "gpt_oss":
+        fields.update(_gpt_oss_fields(config))
+    return fields
+
+
+def _gpt_oss_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
+    """The bridge has those of the published models, whatever config.json says."""
+    yield "activation_func_clamp_value", config["swiglu_limit"]
+    if rope_kind(config) != "yarn":
+        yield "position_embedding_type", "rope"
+        return
+    rope = config["rope_parameters"]
+    yield "yarn_rotary_scaling_factor", rope["factor"]
+    yield "yarn_original_max_position_embeddings", rope["original_max_position_embeddings"]
+    yield "yarn_beta_fast", rope.get("beta_fast", 32.0)
+    yield "yarn_beta_slow", rope.get("beta_slow", 1.0)
+    yield "yarn_mscale", rope.get("mscale")
+    yield "yarn_mscale_all_dim", rope.get("mscale_all_dim")
+    yield "yarn_correction_range_round_to_int", rope.get("truncate", True)
+
+
+def _rotary_base(config: JsonObject) -> float:
+    theta = rope_theta(config)
+    return int(theta) if theta.is_integer() else theta
+
+
+def _gemma3_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
+    """The bridge's Gemma 3 has a rotary base for each kind of layer, which it tells by their numbers."""
+    kinds, rope = config["layer_types"], config["rope_parameters"]
+    whole = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
+    period = whole[0] if whole else len(kinds) + 1
+    if whole != list(range(period, len(kinds) + 1, period)):
+        raise ConfigurationError(
+            f"config.json: layer_types has full_attention in layers {whole}; only every n-th layer is implemented"
+        )
+    yield "qk_layernorm", True
+    yield "interleaved_attn_pattern", (period - 1, 1)
+    yield "rotary_base", (rope["sliding_attention"]["rope_theta"], rope["full_attention"]["rope_theta"])
+    yield "rope_scaling_factor", rope["full_attention"].get("factor", 1.0)

@@ -1,0 +1,160 @@
+"""Layer spec without Transformer Engine: megatron's own layers plus the two parts they lack.
+
+megatron-core's local spec has a norm that refuses sequence parallelism and an attention that refuses packed
+sequences. This spec replaces both with plain PyTorch, on any device (the attention is in ``attention.py``);
+``Platform`` says where it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.bridge.models.gemma.gemma2_provider import Gemma2ModelProvider
+from megatron.bridge.models.gemma.gemma3_provider import Gemma3ModelProvider, Gemma3SelfAttention
+from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider, OLMoESelfAttention
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+
+from miles_async.backends.megatron.families.glm4_bridge import Glm4Provider
+from miles_async.backends.megatron.host.attention import SdpaAttention
+
+POST_NORMED = (Glm4Provider, Gemma2ModelProvider, Gemma3ModelProvider)
+"""Configs of families with a norm after attention and MLP."""
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient ``finalize_model_grads`` sums over tensor-parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        # In fp32, as Transformer Engine and transformers do: 1 + w has few bits left for w in bfloat16.
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class HeadsNorm(RMSNorm):
+    """RMSNorm over all heads of the queries or keys together (OLMoE), of which a tensor-parallel rank has its part.
+
+    The weight is whole on every rank: ``finalize_model_grads`` adds up the gradients of layers of these names.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, width / TP] → the same shape."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        own = self.weight.unflatten(0, (group.size(), -1))[group.rank()]
+        squares = reduce_from_tensor_model_parallel_region(x.float().square().sum(-1, keepdim=True), group=group)
+        # Every rank's values depend on the sum: gradients are added up over ranks, too.
+        mean = copy_to_tensor_model_parallel_region(squares, group=group) / len(self.weight)
+        return (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * own
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """RowParallelLinear with a norm of its output: GLM-4 and Gemma 2 and 3 have one after attention and MLP."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns (output, bias)."""
+        output, bias = super().forward(x)
+        return self.post_layernorm(output), bias
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """Down projection of an expert that has biases (gpt-oss).
+
+    megatron-core's (0.16) takes the bias for one that tensor-parallel ranks have in common, though they have other
+    experts: its gradient would be summed over them and its norm counted once. And the MLP adds the bias in place, to an
+    output that autograd does not let it change.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel, self.bias.tensor_model_parallel = False, True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns (output, bias)."""
+        output, bias = super().forward(x)
+        return output.clone(), bias
+
+
+for _type in (NormedRowParallelLinear, ExpertRowParallelLinear):
+    AutoMapping.register_module_type(_type.__name__, "row")
+
+
+class WholeLinear(torch.nn.Linear):
+    """Linear layer replicated on all tensor-parallel ranks and applied to each rank's part of the sequence."""
+
+    tensor_model_parallel = False  # for megatron-bridge
+
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns (output, no bias)."""
+        return super().forward(x), None
+
+
+class LatentAttention(MLASelfAttention):
+    """MLASelfAttention with whole down projections, as Transformer Engine's spec has them.
+
+    The local spec splits them by columns. Then the gradient of the shared rotary key, to which every rank's heads
+    contribute, is not summed over ranks (megatron-core 0.16).
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        rank = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config.hidden_size, rank, config)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+
+
+def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Build the layers of this pipeline stage, dense and mixture, and the final norm."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    assert config.normalization == "RMSNorm", f"the host spec has no {config.normalization}"
+    block.layer_norm = RMSNorm
+    for spec in block.layer_specs:
+        layer: Any = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        parts = layer.self_attention.submodules
+        parts.core_attention = SdpaAttention
+        if isinstance(config, POST_NORMED):
+            parts.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        if config.num_moe_experts and config.add_bias_linear:
+            layer.mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear
+        if isinstance(config, Gemma3ModelProvider):
+            layer.self_attention.module = Gemma3SelfAttention  # which chooses the rotation by the kind of layer
+        norm = RMSNorm
+        if isinstance(config, OlMoEModelProvider):
+            layer.self_attention.module, norm = OLMoESelfAttention, HeadsNorm
+        if config.qk_layernorm:
+            parts.q_layernorm = norm
+        if config.multi_latent_attention:
+            layer.self_attention.module = LatentAttention
+            parts.kv_layernorm = RMSNorm
+        elif config.qk_layernorm:
+            parts.k_layernorm = norm
+    return block

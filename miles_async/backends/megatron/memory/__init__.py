@@ -1,0 +1,1 @@
+"""What a rank needs, without allocating it."""

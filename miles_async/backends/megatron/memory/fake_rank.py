@@ -1,0 +1,252 @@
+"""Measure what one rank of each pipeline stage would need, without allocating it.
+
+The real Megatron model of the rank is built from fake tensors in a fake process group of the full world size, and runs
+forward and backward on one micro-batch, while the bytes of live tensors are counted. No weights are read, no other rank
+exists: a layout of 256 ranks takes seconds on a laptop.
+
+What stands in for the real thing: host layers for Transformer Engine's (which keep less between forward and backward
+where they fuse), one sequence of all the tokens for a packed micro-batch (attention keeps no scores either way), and
+experts that get equal numbers of tokens (real routing gives some ranks more). Context parallelism is left out: a rank's
+tokens are ``tokens``, and what attention receives of other ranks' is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import megatron.core.tensor_parallel.random as megatron_random
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, PretrainedConfig
+
+from miles_async.backends.megatron.adapters.attach import ADAPTER, add_adapters
+from miles_async.backends.megatron.families.hf_config import ahead_layers
+from miles_async.backends.megatron.memory.live_bytes import LiveBytes
+from miles_async.backends.megatron.memory.plan import StageMemory, StageRequest
+from miles_async.backends.megatron.model import dtypes
+from miles_async.backends.megatron.model.build import make_provider
+from miles_async.backends.megatron.model.mtp import add_ahead_layers
+from miles_async.backends.megatron.model.output import output_of, return_hidden_states
+from miles_async.backends.megatron.model.scores import Scorer
+from miles_async.backends.megatron.packing.pack import PackLayout, pack_sequences
+from miles_async.backends.megatron.platform import Platform
+from miles_async.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron.bridge.models import GPTModelProvider
+    from torch.nn import Module
+
+AHEAD_LAYERS = "mtp."
+OUTPUT_LAYER = "output_layer."  # of a GPT model; it has no parameters where the embedding's are on the same stage
+
+
+def measure_stages(request: StageRequest, platform: Platform) -> list[StageMemory]:
+    """Measure a rank of every pipeline stage, of stages that are alike only the first, which keeps the most.
+
+    Needs a process of its own: it takes the default process group. Raises ConfigurationError if Megatron cannot build
+    the model so.
+    """
+    try:
+        config = AutoConfig.from_pretrained(request.directory)
+        return [_measure(request, platform, config, stages) for stages in _alike(request, platform, config)]
+    except (AssertionError, ValueError) as error:  # how Megatron says that a layout is not for a model
+        raise ConfigurationError(f"Megatron cannot build {request.directory / 'config.json'} so: {error}") from error
+
+
+def _alike(request: StageRequest, platform: Platform, config: PretrainedConfig) -> Iterator[range]:
+    """Runs of pipeline stages with the same kinds of layers."""
+    provider = _provider(request, platform, config)
+    remaining, layers = iter(moe_layers(provider)), request.model.stage_layers(provider.num_layers)
+    count, virtual = len(layers), request.model.virtual_stages(provider.num_layers)
+    kinds: list[list[bool]] = [[stage == 0, stage == count - 1] for stage in range(count)]
+    for _ in range(virtual):  # each takes a part of every rank's layers, in the order of ranks
+        for kind, share in zip(kinds, layers, strict=True):
+            kind += itertools.islice(remaining, share // virtual)
+    for _, stages in itertools.groupby(range(count), key=kinds.__getitem__):
+        numbers = list(stages)
+        yield range(numbers[0], numbers[-1] + 1)
+
+
+def moe_layers(provider: GPTModelProvider) -> list[bool]:
+    """Which layers are mixtures of experts."""
+    frequency = provider.moe_layer_freq
+    if not provider.num_moe_experts:
+        return [False] * provider.num_layers
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(provider.num_layers)]
+    return [bool(layer) for layer in frequency]
+
+
+def _provider(request: StageRequest, platform: Platform, config: PretrainedConfig) -> GPTModelProvider:
+    bridge = AutoBridge.from_hf_config(config)
+    provider = make_provider(bridge, config.to_dict(), request.model, platform, load_weights=False)
+    provider.context_parallel_size = 1
+    provider.perform_initialization, provider.use_cpu_initialization = False, True
+    if provider.num_moe_experts:
+        # Every expert takes the mean number of tokens: shapes that don't depend on the router's choice.
+        provider.moe_expert_capacity_factor, provider.moe_pad_expert_input_to_capacity = 1.0, True
+    return provider
+
+
+def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig, stages: range) -> StageMemory:
+    model, count = request.model, request.model.pipeline_model_parallel_size
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=request.world_size // count * stages.start, world_size=request.world_size
+    )
+    try:
+        provider = _provider(request, platform, config)
+        virtual = model.virtual_stages(provider.num_layers)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=model.tensor_model_parallel_size,
+            pipeline_model_parallel_size=count,
+            virtual_pipeline_model_parallel_size=provider.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=model.expert_model_parallel_size,
+            expert_tensor_parallel_size=model.expert_tensor_size,
+            create_gloo_process_groups=False,  # the fake backend has no gloo side
+        )
+        parts = [
+            _measure_part(provider, request, config, stages, part if virtual > 1 else None) for part in range(virtual)
+        ]
+        # Forward passes before the first backward pass, by Megatron's schedules: 1F1B, or interleaved.
+        later = count - 1 - stages.start
+        return StageMemory(
+            stages=stages,
+            parameters=sum(part.parameters for part in parts),
+            expert_parameters=sum(part.expert_parameters for part in parts),
+            adapters=sum(part.adapters for part in parts),
+            expert_adapters=sum(part.expert_adapters for part in parts),
+            ahead=sum(part.ahead for part in parts),
+            expert_ahead=sum(part.expert_ahead for part in parts),
+            output_layer=sum(part.output_layer for part in parts),
+            value_head=sum(part.value_head for part in parts),
+            kept=max(part.kept for part in parts),
+            peak=max(part.peak for part in parts),
+            under_way=1 + later if virtual == 1 else 1 + 2 * later + (virtual - 1) * count,
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+class _Part(NamedTuple):
+    """A pipeline stage, or a virtual one; fields as in StageMemory."""
+
+    parameters: int
+    expert_parameters: int
+    adapters: int
+    expert_adapters: int
+    ahead: int
+    expert_ahead: int
+    output_layer: int
+    value_head: int
+    kept: int
+    peak: int
+
+
+def _measure_part(
+    provider: GPTModelProvider,
+    request: StageRequest,
+    config: PretrainedConfig,
+    stages: range,
+    virtual_stage: int | None,
+) -> _Part:
+    count, virtual = request.model.pipeline_model_parallel_size, request.model.virtual_stages(provider.num_layers)
+    first = stages.start == 0 and virtual_stage in (None, 0)
+    last = stages.stop == count and virtual_stage in (None, virtual - 1)
+    with _without_values(), FakeTensorMode(allow_non_fake_inputs=True):
+        module = provider.provide(pre_process=first, post_process=last, vp_stage=virtual_stage)
+        if last and request.model.enable_mtp_training:
+            add_ahead_layers(module, provider, ahead_layers(config.to_dict()), Platform.cpu())
+        dtypes.enforce(module, provider.params_dtype)
+        if last:
+            return_hidden_states(module)
+        if request.model.lora_rank:
+            add_adapters([module], request.model)
+        kept, peak = _forward_backward(module, provider, request, last=last)
+        sizes: Counter[tuple[bool, bool]] = Counter()
+        ahead: Counter[bool] = Counter()
+        for name, parameter in module.named_parameters():
+            sizes[".experts." in name, ADAPTER in name] += parameter.numel()
+            if name.startswith(AHEAD_LAYERS):
+                ahead[".experts." in name] += parameter.numel()
+    return _Part(
+        parameters=sizes[False, False],
+        expert_parameters=sizes[True, False],
+        adapters=sizes[False, True],
+        expert_adapters=sizes[True, True],
+        ahead=ahead[False],
+        expert_ahead=ahead[True],
+        output_layer=sum(one.numel() for name, one in module.named_parameters() if name.startswith(OUTPUT_LAYER)),
+        value_head=provider.hidden_size if last else 0,
+        kept=kept,
+        peak=peak,
+    )
+
+
+def _forward_backward(
+    module: Module, provider: GPTModelProvider, request: StageRequest, *, last: bool
+) -> tuple[int, int]:
+    """Bytes kept after the forward pass, and at the peak of both passes."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        # As DistributedDataParallel does, which adds a gradient to its buffer and lets it go.
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+    share = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
+    tokens = -(-request.tokens // share) * share
+    buffers = [parameter.main_grad for parameter in trained]  # type: ignore[attr-defined]
+    with LiveBytes(but=[*module.parameters(), *module.buffers(), *buffers]) as live:
+        if not module.pre_process:
+            hidden = torch.empty(tokens // share, 1, provider.hidden_size, dtype=provider.params_dtype)
+            module.set_input_tensor(hidden.requires_grad_())  # type: ignore[operator]
+        output = module(torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None], None)
+        loss = _loss(module, output, request) if last else output.sum()
+        del output  # as Megatron's schedule does
+        kept = live.now
+        loss.backward()
+    return kept, live.most
+
+
+def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.Tensor:
+    """Sum of what a loss is made of: log-probs of all tokens and, if asked for, entropy."""
+    output = output_of(module, hidden)
+    packed = pack_sequences([[0] * len(output.hidden)], PackLayout(), torch.device("cpu"))
+    scorer = Scorer(temperature=request.temperature, chunk=request.logprob_chunk)
+    loss = scorer(output, packed, entropy=request.entropy).logprobs.sum()
+    return loss + scorer.ahead(output, packed).sum() if output.ahead else loss
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Replace the two places of megatron-core (0.16) that read a tensor's value, which a fake one has not, and a
+    conversion that swaps tensors in place, which fake ones don't allow.
+    """
+
+    def by_one_expert(self: Any, hidden: torch.Tensor, _: object, probs: torch.Tensor) -> object:
+        # The sizes are those of all experts with equal shares of the tokens.
+        return self.local_experts[0](hidden, probs)
+
+    with (
+        mock.patch.object(torch.nn.Module, "bfloat16", _in_bfloat16),
+        mock.patch.object(megatron_random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
+        mock.patch.object(SequentialMLP, "forward", by_one_expert),
+    ):
+        yield
+
+
+def _in_bfloat16(module: Module) -> Module:
+    """``Module.bfloat16`` of adapters, with new parameters."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(parameter.detach().bfloat16(), parameter.requires_grad))
+    return module

@@ -1,0 +1,190 @@
+"""Memory of trainer ranks, known before a machine is rented: per pipeline stage, from Megatron's own model.
+
+:func:`measure` runs :mod:`miles_async.backends.megatron.memory.fake_rank` in a process of its own; the rest is
+arithmetic of what Megatron's optimizer keeps. Light to import.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_async.arguments.megatron_settings import megatron_settings
+from miles_async.arguments.model import ModelArguments
+from miles_async.errors import ConfigurationError
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+MEASURE_SECONDS = 600.0  # a deadline, not an estimate: most models take less than ten
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRequest:
+    """The ranks whose memory is asked for."""
+
+    directory: Path  # with config.json; weights are not read
+    model: ModelArguments
+    world_size: int
+    tokens: int  # of one micro-batch
+    logprob_chunk: int  # tokens whose logits exist at one time
+    temperature: float
+    entropy: bool  # the loss asks for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """One rank of a pipeline stage: elements of parameters, bytes of activations.
+
+    With virtual pipeline stages, the parameters of all that a rank has, and the activations of the largest.
+    """
+
+    stages: range  # pipeline stages that are alike
+    parameters: int  # but for the experts' and those of adapters
+    expert_parameters: int
+    adapters: int = 0  # with --lora-rank: parameters that are trained, beside the others, which are not
+    expert_adapters: int = 0
+    ahead: int = 0  # of parameters: those of trained layers for multi-token prediction, which no other model has
+    expert_ahead: int = 0
+    output_layer: int = 0  # of parameters: those that a critic has a value head instead of
+    value_head: int = 0
+    kept: int  # bytes from a micro-batch's forward pass that its backward pass needs
+    peak: int  # bytes at most at one time in both passes, kept ones included; no parameters, no gradients
+    under_way: int  # micro-batches whose activations are kept at one time; of virtual stages, each counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """Bytes on one trainer rank of a pipeline stage."""
+
+    stages: range
+    weights: int
+    gradients: int  # fp32 buffers of DistributedDataParallel
+    optimizer: int  # this rank's shard on the GPU: Adam's moments, and the fp32 weights of a bf16 model
+    reference: int  # weights of a frozen model
+    critic: int  # weights, gradients and optimizer of a second model that is trained
+    activations: int  # of all micro-batches that are under way at once
+    staging: int  # one bucket of exported weights
+    saved_copy: int  # in host memory, on the first of the data-parallel ranks: what --async-save writes from
+
+    @property
+    def total(self) -> int:
+        """Bytes on the GPU."""
+        models = (self.weights, self.gradients, self.optimizer, self.reference, self.critic)
+        return sum((*models, self.activations, self.staging))
+
+
+def measure(request: StageRequest) -> list[StageMemory]:
+    """Measure the stages in a child process: about ten seconds. Raises ConfigurationError if Megatron refuses them."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_child) as pool:
+        try:
+            return pool.submit(_measure, request).result(timeout=MEASURE_SECONDS)
+        except FutureTimeoutError as error:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise ConfigurationError(f"measuring the trainer's memory took over {MEASURE_SECONDS:g} s") from error
+        except BrokenProcessPool as error:
+            raise ConfigurationError("measuring the trainer's memory failed: its process died") from error
+
+
+def rank_bytes(
+    stage: StageMemory,
+    model: ModelArguments,
+    world_size: int,
+    *,
+    reference: bool,
+    critic: bool,
+    bucket: int,
+    copies_saves: bool,
+) -> RankBytes:
+    """Sum up one rank. ``reference``, ``critic``: it holds another model, frozen or trained. ``bucket``: bytes of
+    ``--update-weight-buffer-size``. ``copies_saves``: it writes checkpoints from a copy of its state.
+
+    The critic is as large as the policy, but for a value head in place of the output layer. Its activations are not
+    there at the same time as the policy's, which are more.
+
+    Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
+    bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).
+    """
+    per_weight = 2 if model.bf16 else 4
+    per_shard = state_bytes(model)
+    replicas = world_size // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
+    expert_replicas = world_size // (
+        model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+    )
+    parameters = stage.parameters + stage.expert_parameters
+    trained, expert_trained = stage.parameters, stage.expert_parameters
+    adapters = 0
+    if model.lora_rank:
+        trained, expert_trained = stage.adapters, stage.expert_adapters
+        adapters = trained + expert_trained
+
+    def optimizer_bytes(shared: int, experts: int) -> int:
+        return round(per_shard * (-(-shared // replicas) + -(-experts // expert_replicas)))
+
+    critic_parameters = of_critic = 0
+    if critic:
+        shared = stage.parameters - stage.ahead - stage.output_layer + stage.value_head
+        experts = stage.expert_parameters - stage.expert_ahead
+        critic_parameters = shared + experts
+        of_critic = (per_weight + 4) * critic_parameters + optimizer_bytes(shared, experts)
+    return RankBytes(
+        stages=stage.stages,
+        weights=per_weight * (parameters + adapters),
+        gradients=4 * (trained + expert_trained),
+        optimizer=optimizer_bytes(trained, expert_trained),
+        reference=per_weight * (parameters - stage.ahead - stage.expert_ahead) if reference else 0,
+        critic=of_critic,
+        activations=stage.peak + (stage.under_way - 1) * stage.kept,
+        staging=bucket,
+        # Checkpoints hold the trained weights, their fp32 copies and both moments, gathered from all replicas.
+        saved_copy=(per_weight + 12) * (trained + expert_trained + critic_parameters) if copies_saves else 0,
+    )
+
+
+def state_bytes(model: ModelArguments) -> float:
+    """Bytes of optimizer state on the GPU per parameter of a rank's shard.
+
+    Adam's two moments go to the CPU as far as ``--optimizer-cpu-offload`` says; the fp32 copy of bf16 weights goes with
+    them only under ``--use-precision-aware-optimizer`` (HybridDeviceOptimizer of megatron-core 0.16).
+    """
+    chosen = megatron_settings(model.megatron_extra).optimizer
+    moments = sum(DTYPE_BYTES[str(chosen.get(name, "fp32"))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    copy = 4 if model.bf16 else 0
+    fraction = float(str(chosen.get("optimizer_offload_fraction", 1.0))) if chosen.get("optimizer_cpu_offload") else 0.0
+    stays = 1 - fraction if chosen.get("use_precision_aware_optimizer") else 1.0
+    return copy * stays + moments * (1 - fraction)
+
+
+def model_parameters(stages: Sequence[StageMemory], model: ModelArguments) -> int:
+    """Parameters of the whole model. What tensor-parallel ranks share, norms and routers, counts once per rank."""
+    return sum(
+        len(stage.stages)
+        * (
+            stage.parameters * model.tensor_model_parallel_size
+            + stage.expert_parameters * model.expert_tensor_size * model.expert_model_parallel_size
+        )
+        for stage in stages
+    )
+
+
+def _measure(request: StageRequest) -> list[StageMemory]:
+    from miles_async.backends.megatron.platform import Platform
+
+    platform = Platform.cpu()
+    platform.prepare(0)  # before the first import of megatron
+    from miles_async.backends.megatron.memory.fake_rank import measure_stages
+
+    return measure_stages(request, platform)
+
+
+def _prepare_child() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the platform is the host's: fake tensors need no device
+    warnings.simplefilter("ignore")  # what Megatron lacks on a CPU does not matter here
+    logging.disable(logging.WARNING)

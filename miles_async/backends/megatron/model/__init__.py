@@ -1,0 +1,1 @@
+"""The model of a rank, and what it computes of each token."""

@@ -1,0 +1,334 @@
+"""Build the megatron model from a Hugging Face checkpoint through megatron-bridge, with optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from miles_async.arguments.megatron_settings import megatron_settings
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.optimizer import OptimizerArguments
+from miles_async.backends.megatron import overrides
+from miles_async.backends.megatron.adapters.attach import add_adapters, merged, switched_off
+from miles_async.backends.megatron.adapters.files import read_adapter
+from miles_async.backends.megatron.checkpoints import adam_state
+from miles_async.backends.megatron.families import (
+    coverage,
+    glm4_bridge,  # noqa: F401  # registers itself
+    hf_config,
+)
+from miles_async.backends.megatron.families.coverage import layer_number
+from miles_async.backends.megatron.families.hf_config import ahead_layers
+from miles_async.backends.megatron.families.provider_fields import provider_fields
+from miles_async.backends.megatron.forward import Pipeline
+from miles_async.backends.megatron.model import dtypes
+from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
+from miles_async.backends.megatron.model.output import return_hidden_states
+from miles_async.backends.megatron.model.value_head import add_value_heads
+from miles_async.backends.megatron.packing import shared_prefixes
+from miles_async.backends.megatron.packing.pack import PackLayout, pack_filler
+from miles_async.backends.megatron.packing.routing_replay import Routers, RoutingLayout
+from miles_async.backends.megatron.platform import Platform
+from miles_async.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.bridge.models import GPTModelProvider
+    from torch.nn import Module
+
+
+COPIES = {"model.embed_tokens.weight": ".embed_tokens.weight", "lm_head.weight": ".shared_head.head.weight"}
+"""Tensor of the model → ending of its copies in layers for multi-token prediction."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A megatron model, one module or one per virtual pipeline stage, and the bridge that built it."""
+
+    modules: list[Module]
+    bridge: AutoBridge
+    adapted: bool = False  # only adapters are trained
+    share_prefixes: bool = False
+    ahead: bool = False  # layers for multi-token prediction are trained
+
+    @property
+    def pack_layout(self) -> PackLayout:
+        """The form in which this rank needs packed sequences."""
+        config = get_model_config(self.modules[0])
+        share = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        routing = None
+        if config.moe_enable_routing_replay:
+            routing = RoutingLayout(
+                layers=tuple(router.layer for routers in self.routers.values() for router in routers.routers),
+                topk=config.moe_router_topk,
+                experts=config.num_moe_experts,
+                share=share,
+                share_rank=parallel_state.get_tensor_model_parallel_rank() % share,
+            )
+        return PackLayout(
+            share=share,
+            context_size=parallel_state.get_context_parallel_world_size(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+            share_prefixes=self.share_prefixes,
+            routing=routing,
+        )
+
+    @property
+    def routers(self) -> dict[Module, Routers]:
+        """Routers whose choices are replayed, of the modules that have any."""
+        routers = {module: Routers.of(module) for module in self.modules}
+        return {module: found for module, found in routers.items() if found.routers}
+
+    def pipeline(self, device: torch.device) -> Pipeline:
+        """The part of the model on this rank, as it is run."""
+        pipeline = Pipeline(self.modules, pack_filler(self.pack_layout, device), self.routers)
+        return replace(pipeline, before_training=partial(share_embedding, self.modules)) if self.ahead else pipeline
+
+    def without_adapters(self, device: torch.device) -> Pipeline:
+        """The same part of the model, as it was loaded; its routers always choose."""
+        return replace(self.pipeline(device), routers={}, inside=partial(switched_off, self.modules))
+
+    def exported(self, *, cpu: bool = False, ahead: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, in a fixed order; adapters are merged into them. Collective.
+
+        ``ahead``: also those of trained layers for multi-token prediction, which engines don't hold.
+        """
+        tasks = self.bridge.get_conversion_tasks(self.modules)
+        if self.ahead and not ahead:
+            layers = get_model_config(self.modules[0]).num_layers
+            tasks = [task for task in tasks if layer_number(task.global_param_name) < layers]
+        return self.bridge.export_hf_weights(
+            self.modules,
+            cpu=cpu,
+            show_progress=False,
+            conversion_tasks=merged(tasks, self.modules) if self.adapted else tasks,
+            merge_adapter_weights=False,  # the bridge (0.3) knows neither DoRA nor adapters of single experts
+        )
+
+    def saved(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is exported, then the tensors of the checkpoint that the model has no place for, as they were
+        loaded: layers for multi-token prediction, if they are not trained. The copies of embedding and output layer
+        that come with such layers are always those of the model. Collective; every rank gets all of them.
+        """
+        source = self.bridge.hf_pretrained.state.source
+        left = set(source.get_all_keys())
+        for name, tensor in self.exported(cpu=True, ahead=True):
+            left.discard(name)
+            yield name, tensor
+            for copy in sorted(each for each in left if name in COPIES and each.endswith(COPIES[name])):
+                left.discard(copy)
+                yield copy, tensor.clone()
+        for name in sorted(left):
+            yield from source.load_tensors([name]).items()
+
+    @property
+    def tied(self) -> bool:
+        """True if the output layer shares the embedding's weights."""
+        return bool(get_model_config(self.modules[0]).share_embeddings_and_output_weights)
+
+
+def load_model(
+    directory: Path,
+    model: ModelArguments,
+    platform: Platform,
+    *,
+    trainable: bool,
+    replays_routing: bool = False,
+    value_head: bool = False,
+) -> LoadedModel:
+    """Load the model onto this rank's device. Collective.
+
+    ``trainable`` wraps it in DistributedDataParallel with a distributed optimizer's buffers; without, it is
+    frozen, for use as a reference. ``replays_routing``: experts can be chosen for its routers.
+    ``value_head``: it gives values instead of logits. Raises ConfigurationError for what would be trained wrongly.
+    """
+    hf_config.check_model(hf_config.read_config(directory), directory)
+    bridge = AutoBridge.from_hf_pretrained(str(directory))
+    config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
+    hf_config.check_model(config, directory)
+    provider = make_provider(bridge, config, model, platform, load_weights=True)
+    if replays_routing:
+        provider.moe_enable_routing_replay, provider.moe_router_fusion = True, False  # a fused router asks nobody
+
+    adapted = trainable and model.lora_rank > 0
+    ahead = ahead_layers(config) if trainable and not value_head and model.enable_mtp_training else 0
+
+    def prepare(modules: list[Module]) -> list[Module]:
+        for module in modules:
+            if ahead and module.post_process:
+                add_ahead_layers(module, provider, ahead, platform)
+            dtypes.enforce(module, provider.params_dtype)
+            if module.post_process:
+                return_hidden_states(module)
+        coverage.check(bridge, modules)
+        return modules
+
+    provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's own, which loads the weights
+    if adapted:
+        provider.register_pre_wrap_hook(partial(add_adapters, model=model))  # after it
+        if model.lora_adapter_path is not None:
+            provider.register_pre_wrap_hook(partial(_with_first_adapter, model.lora_adapter_path, bridge))
+    if value_head:
+        provider.register_pre_wrap_hook(add_value_heads)  # after it, too: the checkpoint has logits
+    if not parallel_state.is_initialized():
+        # Without it megatron (0.16) gives the groups of its own 30 minutes, whatever the default group has.
+        provider.initialize_model_parallel(
+            seed=model.seed, distributed_timeout_minutes=model.distributed_timeout_minutes
+        )
+    settings = megatron_settings(model.megatron_extra)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, **overrides.config_values(settings.ddp, platform)
+    )
+    modules = provider.provide_distributed_model(
+        ddp_config=ddp if trainable else None,
+        wrap_with_ddp=trainable,
+        # Every rank reads the same checkpoint: there is nothing to broadcast.
+        data_parallel_random_init=False,
+        use_cpu_initialization=platform.device == "cpu",
+        bf16=model.bf16,
+        mixed_precision_wrapper=dtypes.MixedPrecision,
+    )
+    if trainable:
+        config_of_model = get_model_config(modules[0])
+        config_of_model.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:  # only the last micro-batch's gradients are reduced
+            pauses = [module.no_sync for module in modules]
+            config_of_model.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+    for module in modules:
+        module.train(trainable)
+        if not trainable:
+            module.requires_grad_(False)
+        if model.share_prefixes:
+            shared_prefixes.check_module(module)
+    return LoadedModel(modules, bridge, adapted, model.share_prefixes, ahead > 0)
+
+
+def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:
+    read_adapter(directory, bridge, modules)
+    return modules
+
+
+def make_optimizer(
+    modules: list[Module],
+    arguments: OptimizerArguments,
+    model: ModelArguments,
+    platform: Platform,
+    *,
+    total_steps: int,
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps.
+
+    The schedule is stepped *before* the optimizer, so that step k of the warm-up has k / warm-up of the peak
+    rate and none is wasted at rate 0.
+    """
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=arguments.lr,
+            min_lr=arguments.min_lr,
+            weight_decay=arguments.weight_decay,
+            adam_beta1=arguments.adam_beta1,
+            adam_beta2=arguments.adam_beta2,
+            adam_eps=arguments.adam_eps,
+            clip_grad=arguments.clip_grad,
+            bf16=model.bf16,
+            params_dtype=torch.bfloat16 if model.bf16 else torch.float32,
+            use_distributed_optimizer=True,
+            **overrides.optimizer_values(megatron_settings(model.megatron_extra).optimizer, platform),
+        ),
+        modules,
+    )
+    dtypes.index_groups(optimizer)
+    adam_state.make_state(optimizer)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=arguments.lr,
+        min_lr=min(arguments.min_lr, arguments.lr),
+        lr_warmup_steps=arguments.lr_warmup_iters,
+        # Megatron wants the decay to outlast the warm-up, which short runs need not do.
+        lr_decay_steps=max(total_steps, arguments.lr_warmup_iters + 1),
+        lr_decay_style=arguments.lr_decay_style,
+        start_wd=arguments.weight_decay,
+        end_wd=arguments.weight_decay,
+        wd_incr_steps=max(total_steps, 1),
+        wd_incr_style="constant",
+        # A resumed run may have other flags (a longer --num-rollout, say): the flags win.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    return optimizer, scheduler
+
+
+def make_provider(
+    bridge: AutoBridge, config: JsonObject, model: ModelArguments, platform: Platform, *, load_weights: bool
+) -> GPTModelProvider:
+    """Return what builds this rank's modules. ``config``: config.json with transformers' defaults filled in."""
+    if hf_config.family_of(config).host_layers:
+        platform = platform.with_host_layers
+    provider = bridge.to_megatron_provider(load_weights=load_weights)
+    for name, value in provider_fields(config).items():
+        setattr(provider, name, value)
+    # The bridge (0.3) skips initialisation, as the weights are loaded anyway; but only initialisation marks
+    # parameters as tensor-parallel, and without the marks the gradient norm counts tensor rank 0's shards alone.
+    provider.perform_initialization = True
+    provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
+    provider.tensor_model_parallel_size = model.tensor_model_parallel_size
+    provider.context_parallel_size = model.context_parallel_size
+    provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size
+    virtual_stages = model.virtual_stages(provider.num_layers)
+    if virtual_stages > 1:
+        provider.virtual_pipeline_model_parallel_size = virtual_stages
+        # Two stages of a rank may talk to the same other rank at one time; batched, their tensors would be mixed up.
+        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+    provider.num_layers_in_first_pipeline_stage = model.decoder_first_pipeline_num_layers
+    provider.num_layers_in_last_pipeline_stage = model.decoder_last_pipeline_num_layers
+    provider.expert_model_parallel_size = model.expert_model_parallel_size
+    provider.expert_tensor_parallel_size = model.expert_tensor_size
+    provider.sequence_parallel = model.sequence_parallel and model.tensor_model_parallel_size > 1
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
+    provider.bf16, provider.fp16 = model.bf16, False
+    provider.attention_backend = AttnBackend.auto  # Gemma's choice suits an old Transformer Engine
+    settings = megatron_settings(model.megatron_extra).provider
+    for name, value in overrides.config_values(settings, platform).items():
+        setattr(provider, name, value)
+    for name, enabled in platform.fusions.items():  # after the user's: what is missing cannot be chosen
+        setattr(provider, name, enabled)
+    if provider.rotary_interleaved:  # the fused rotation of packed sequences (megatron-core 0.16) takes no notice of it
+        provider.apply_rope_fusion = False
+    # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
+    provider.calculate_per_token_loss = True
+    provider.variable_seq_lengths = True  # packed micro-batches differ in length
+    provider.moe_token_dispatcher_type = "alltoall"  # the only one that takes them
+    provider.moe_router_dtype = "fp32"  # engines route in fp32 too, and rounding would choose other experts
+    if provider.moe_router_enable_expert_bias:
+        provider.moe_router_score_function = "sigmoid"  # in transformers by definition, so config.json may omit it
+    # The policy gradient alone moves the weights: no balancing loss, no drift of router biases, no extra layers.
+    provider.moe_router_load_balancing_type = "none"
+    provider.moe_aux_loss_coeff = 0.0
+    provider.moe_z_loss_coeff = None
+    provider.moe_router_bias_update_rate = 0.0
+    provider.mtp_num_layers = None
+    if model.lora_rank:
+        provider.moe_grouped_gemm = False  # of a grouped product all experts would share one adapter
+    provider.recompute_granularity = model.recompute_granularity
+    if model.recompute_granularity == "full":
+        provider.recompute_method = model.recompute_method or "uniform"
+        provider.recompute_num_layers = model.recompute_num_layers or 1
+    elif model.recompute_modules:
+        provider.recompute_modules = list(model.recompute_modules)
+    provider.finalize()
+    return provider

@@ -1,0 +1,167 @@
+"""Layers for multi-token prediction (``--enable-mtp-training``): number k of them predicts the token k after the next.
+
+They are a draft of the policy, and learn to follow it. What they read of the policy (hidden states, embedding, output
+layer) gets no gradient from them, as in slime: the policy learns what it would without them. Only the norm of the
+gradient, by which it is clipped, is that of all parameters.
+
+Megatron-core (0.16) makes logits of all positions for their loss, which trains the policy too, and a second embedding
+that is trained on the last pipeline stage. So only its layers are taken. They run inside of the model's forward pass,
+which then gives back their hidden states after the policy's; log-probs are made of both alike (``scores``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from miles_async.backends.megatron.host.spec import RMSNorm
+
+if TYPE_CHECKING:
+    from megatron.bridge.models import GPTModelProvider
+    from torch.nn import Module
+
+    from miles_async.backends.megatron.platform import Platform
+
+
+class AheadLayer(MultiTokenPredictionLayer):
+    """One layer, for packed sequences without context parallelism."""
+
+    def _get_embeddings(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Callable[..., Tensor],
+        hidden_states: Tensor,
+        **_: object,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tokens one place further. A sample's last place gets a wrong one, which no other place reads."""
+        tokens = input_ids.roll(-1, -1)
+        with torch.no_grad():
+            embedded = embedding(tokens, position_ids)
+        return tokens, position_ids, embedded, hidden_states
+
+    def _checkpointed_forward(self, forward: Callable[..., Tensor], *, hidden_states: Tensor, decoder_input: Tensor,
+                              **settings: object) -> Tensor:  # fmt: skip
+        """Megatron's (0.16) hands the settings to autograd, which takes tensors only."""
+        run = partial(forward, **settings)
+        return tensor_parallel.checkpoint(run, False, hidden_states, decoder_input)
+
+
+class AheadLayers(MultiTokenPredictionBlock):
+    """The layers, on the last pipeline stage."""
+
+    embedding: Tensor | None
+    """Rows of the embedding, [V / TP, H], as they are on the first stage; None if that is this one."""
+
+    def forward(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, embed: Callable[..., Tensor], **settings: object
+    ) -> list[Tensor]:
+        """Hidden states of each layer, shaped like the policy's, which are ``hidden``."""
+        hidden = hidden.detach().requires_grad_()  # else recomputed layers would have no gradient
+        found = []
+        for layer in self.layers:
+            hidden, tokens, positions = layer(
+                input_ids=tokens, position_ids=positions, hidden_states=hidden, embedding=embed, **settings
+            )
+            found.append(hidden)
+        return found
+
+
+def add_ahead_layers(module: Module, provider: GPTModelProvider, count: int, platform: Platform) -> None:
+    """Give the last pipeline stage ``count`` layers, built like the policy's last, and let its output have theirs.
+
+    Before parameters get their dtype and weights are loaded.
+    """
+    model: Any = module
+    model.mtp = AheadLayers(provider, _layers_spec(provider, count, platform, model.vp_stage), vp_stage=model.vp_stage)
+    for part in model.mtp.modules():
+        if hasattr(part, "router_replay"):  # engines tell the experts of the policy's layers only
+            part.router_replay = None
+    weight = None
+    if not model.pre_process:
+        weight = torch.zeros_like(model.output_layer.weight, requires_grad=False)
+    model.mtp.register_buffer("embedding", weight, persistent=False)
+    embed = model.embedding if model.pre_process else partial(_embed, model)
+    plain = model._postprocess
+
+    def postprocess(*, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        if model.training:
+            passed = {name: inputs[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
+            later = model.mtp(hidden_states, inputs["input_ids"], inputs["position_ids"], embed, **passed)
+            hidden_states = torch.cat([hidden_states, *later])
+        return plain(hidden_states=hidden_states, **inputs)
+
+    model._postprocess = postprocess
+
+
+def share_embedding(modules: Sequence[Module]) -> None:
+    """Bring the last stage's copy of the embedding up to date. Collective over the first and the last stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    first, last = unwrap_model(modules[0]), unwrap_model(modules[-1])
+    if first.pre_process:
+        weight = first.embedding.word_embeddings.weight
+    elif last.post_process:
+        weight = last.mtp.embedding
+    else:
+        return
+    group = parallel_state.get_embedding_group()
+    dist.broadcast(weight.detach(), dist.get_process_group_ranks(group)[0], group=group)
+
+
+def split_output(model: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    """The policy's hidden states and those of each layer, of what a forward pass returned: [1, layers · T, H]."""
+    layers = len(model.mtp.layers) if model.training and hasattr(model, "mtp") else 0
+    return hidden.chunk(1 + layers, dim=1)
+
+
+def _layers_spec(
+    provider: GPTModelProvider, count: int, platform: Platform, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules:
+    build: Any = provider.transformer_layer_spec
+    norm, linear = RMSNorm, LocalSpecProvider().column_parallel_linear()
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        norm, linear = TESpecProvider().layer_norm(), TESpecProvider().column_parallel_linear()
+    layer = ModuleSpec(
+        module=AheadLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm,
+            hnorm=norm,
+            eh_proj=linear,
+            transformer_layer=build(provider, vp_stage=vp_stage).layer_specs[-1],
+            layer_norm=norm,
+        ),
+    )
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * count)
+
+
+def _embed(model: Any, tokens: Tensor, _positions: Tensor) -> Tensor:
+    """Embeddings of tokens [1, T] from the copy: [T, 1, H], under sequence parallelism this rank's [T / TP, 1, H]."""
+    weight, group = model.mtp.embedding, parallel_state.get_tensor_model_parallel_group()
+    row = tokens[0] - group.rank() * len(weight)
+    inside = (row >= 0) & (row < len(weight))
+    own = F.embedding(row.clamp(0, len(weight) - 1), weight) * inside[:, None]
+    whole = reduce_from_tensor_model_parallel_region(own[:, None])
+    return scatter_to_sequence_parallel_region(whole) if model.config.sequence_parallel else whole

@@ -1,0 +1,84 @@
+"""Log-probs, entropy and values of packed tokens from the model's output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch import Tensor
+
+from miles_async.backends.megatron.model.output import ModelOutput
+from miles_async.backends.megatron.model.vocab_logprobs import VocabSettings, vocab_logprobs
+from miles_async.backends.megatron.packing.pack import PackedSequences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """fp32 [N], differentiable: entry ``i`` describes ``tokens[i]`` given its prefix, 0 where no log-prob is needed."""
+
+    logprobs: Tensor
+    entropy: Tensor | None  # of the distribution that the token is drawn from; None if not asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorer:
+    """Scores the tokens of a micro-batch that need log-probs."""
+
+    temperature: float
+    chunk: int  # tokens whose logits exist at one time
+
+    def __call__(self, output: ModelOutput, packed: PackedSequences, *, entropy: bool = False) -> Scores:
+        """Score on the last pipeline stage. Collective over tensor- and context-parallel ranks.
+
+        Every context-parallel rank gets all values; the gradient of each goes to the rank that it came from.
+        """
+        settings = self._settings(output, entropy=entropy)
+        logprobs, entropies = vocab_logprobs(output.hidden[packed.rows], output.weight, packed.labels, settings)
+        return Scores(
+            logprobs=_of_tokens(logprobs, packed),
+            entropy=None if entropies is None else _of_tokens(entropies, packed),
+        )
+
+    def logprobs(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
+        """The log-probs alone."""
+        return self(output, packed).logprobs
+
+    def ahead(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
+        """Log-probs of the same tokens by each layer for multi-token prediction, fp32 [layers, N]: layer ``k``, from 1,
+        predicted them k tokens earlier than the policy; 0 where there was no such token. The output layer gets no
+        gradient.
+        """
+        settings = self._settings(output)
+        position, found = packed.position_ids[0, packed.rows], []
+        for k, hidden in enumerate(output.ahead, start=1):
+            rows = (packed.rows - k).clamp(min=0)
+            logprobs, _ = vocab_logprobs(hidden[rows], output.weight.detach(), packed.labels, settings)
+            found.append(_of_tokens(logprobs * (position >= k), packed))  # before that, the row is another sample's
+        return torch.stack(found)
+
+    def _settings(self, output: ModelOutput, *, entropy: bool = False) -> VocabSettings:
+        return VocabSettings(
+            temperature=self.temperature,
+            chunk=self.chunk,
+            softcap=output.softcap,
+            entropy=entropy,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            zero_gradient=output.awaits_gradient,
+        )
+
+
+def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
+    """A critic's values, fp32 [N]: entry ``i`` is that of the prefix of ``tokens[i]``, 0 where no log-prob is needed.
+
+    On the last pipeline stage. Collective over context-parallel ranks, as :class:`Scorer` is.
+    """
+    return _of_tokens(output.hidden[packed.rows].float() @ output.weight[0].float(), packed)
+
+
+def _of_tokens(values: Tensor, packed: PackedSequences) -> Tensor:
+    """Put values of the scored tokens, [n], where these stand among all, [N], with those of context-parallel ranks."""
+    own = values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)
+    # Adds up over the group; the gradient goes through as it is.
+    return reduce_from_tensor_model_parallel_region(own, group=parallel_state.get_context_parallel_group())

@@ -1,0 +1,1 @@
+"""Packed sequences: samples in, positions in the model out."""

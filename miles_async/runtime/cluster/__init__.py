@@ -1,0 +1,1 @@
+"""Ray: the cluster, its nodes, places on them, calls to actors."""

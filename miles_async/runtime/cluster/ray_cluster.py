@@ -1,0 +1,110 @@
+"""Ray: starting or joining a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+
+import ray
+
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.cluster.own_ray import OwnRay
+from miles_async.runtime.cluster.ray_address import TOKEN_MODE, find_entry
+
+OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
+SHUTDOWN_SECONDS = 30.0
+_HANDLER_SECONDS = 0.02
+
+
+@asynccontextmanager
+async def ray_cluster(address: str | None, environment: Mapping[str, str], own: OwnRay | None) -> AsyncIterator[None]:
+    """Connect to Ray for the duration of a run: to the cluster at ``address``, or to a new one on this machine.
+
+    ``own`` is told when our own is shut down. Raises ConfigurationError if there is no cluster at ``address``, or no
+    room for one on this machine.
+    """
+    # Somewhere on its way Ray's C++ core installs a handler of its own, which dumps stacks and aborts. What
+    # `getsignal` tells is Python's handler, whoever has replaced it in C.
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    thread = _RayThread(lambda: _connect(address, environment))
+    thread.start()
+    try:
+        while not thread.connected.done():
+            await asyncio.wait([thread.connected], timeout=_HANDLER_SECONDS)
+            signal.signal(signal.SIGTERM, on_sigterm)
+        thread.connected.result()
+        try:
+            yield
+        finally:
+            if own is not None:
+                own.ends()
+    finally:
+        thread.close()
+        with suppress(TimeoutError):  # its processes die with this one
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                await thread.closed
+
+
+class _RayThread(threading.Thread):
+    """Connects and disconnects in a thread, so that the event loop stays free for signals.
+
+    One thread for both: a cluster of our own ends with the thread that started it (PR_SET_PDEATHSIG). In this thread
+    Ray does not replace the handler of SIGTERM either.
+    """
+
+    def __init__(self, connect: Callable[[], None]) -> None:
+        super().__init__(name="ray", daemon=True)
+        self._connect = connect
+        self._over = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self.connected: asyncio.Future[None] = self._loop.create_future()
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+
+    def run(self) -> None:
+        try:
+            self._connect()
+        except BaseException as error:  # supervision point: it is raised to whoever waits
+            self._settle(self.connected, error)
+        else:
+            self._settle(self.connected)
+            self._over.wait()
+        ray.shutdown()
+        self._settle(self.closed)
+
+    def close(self) -> None:
+        """Disconnect, waiting for a connection in progress."""
+        self._over.set()
+
+    def _settle(self, future: asyncio.Future[None], error: BaseException | None = None) -> None:
+        def settle() -> None:
+            if future.cancelled():
+                return
+            future.set_exception(error) if error else future.set_result(None)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(settle)
+
+
+def _connect(address: str | None, environment: Mapping[str, str]) -> None:
+    options: dict[str, object] = (
+        {"address": address}
+        if address
+        # "local", or Ray would join whatever `ray start` left on this machine. Actors ask for GPUs only: on a laptop
+        # more processes than cores is the normal case.
+        else {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    )
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our runtime environments: unused
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has variables of its own
+    where = f"--ray-address {address}" if address else "Ray cannot start on this machine"
+    if address and address != "auto" and find_entry(address) == "token":
+        os.environ[TOKEN_MODE] = "token"  # by itself Ray shows its token to no address that it was given
+        ray._raylet.Config.initialize("")  # Ray has read its environment when it was imported
+    try:
+        ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **options)
+    except Exception as error:  # supervision point: no cluster, another version, no memory; Ray raises what it likes
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error

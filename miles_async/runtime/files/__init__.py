@@ -1,0 +1,1 @@
+"""Directories of a run, and of its temporary files."""

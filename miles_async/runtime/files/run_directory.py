@@ -1,0 +1,142 @@
+"""The run directory: owned by one run at a time. An earlier run's is moved aside, anything else is left alone.
+
+``run.json`` marks the directory as a run's, says which process drives it, and is locked until that process ends,
+whatever way it ends.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.processes.run_process import (
+    RUN_FILE,
+    describe_driver,
+    find_driver,
+    note_run_process,
+    read_run_process,
+)
+
+CONFIG_FILE = "config.toml"  # every flag in force
+LEDGER_FILE = "ledger.sqlite"
+SCHEDULE_FILE = "schedule.msgpack"  # --record
+
+
+@contextmanager
+def claimed(directory: Path, control: Path) -> Iterator[None]:
+    """Claim ``directory`` for this process's run: empty but for ``run.json`` and a ``logs`` folder.
+
+    An earlier run's directory is renamed to ``<name>.<time>``. ``control``: the socket of this run (control.py).
+    Raises ConfigurationError where :func:`check_run_directory` does, and if the directory cannot be made.
+    """
+    check_run_directory(directory)
+    try:
+        lock = _locked_and_empty(directory)
+    except OSError as error:
+        raise ConfigurationError(f"--run-dir {directory}: {error}") from error
+    try:
+        note_run_process(directory, control)
+        (directory / "logs").mkdir()
+        yield
+    finally:
+        os.close(lock)
+
+
+def move_aside(directory: Path) -> Path:
+    """Rename the directory of a run that is over, as the next run would. Returns where it is then.
+
+    Raises ConfigurationError if the run is under way.
+    """
+    lock = _locked(directory)
+    try:
+        return _rename_by_time(directory)
+    finally:
+        os.close(lock)
+
+
+def check_run_directory(directory: Path) -> None:
+    """Raise ConfigurationError unless a run could claim ``directory`` now. Changes nothing."""
+    place = directory.resolve()
+    for name, path in {"working": Path.cwd(), "home": Path(os.path.expanduser("~")).resolve()}.items():
+        if path.is_relative_to(place):
+            raise ConfigurationError(
+                f"--run-dir {directory}: the {name} directory {path} is there or below, and a run directory is moved "
+                "aside by the next run: choose one of its own, such as runs/latest"
+            )
+    try:
+        if not directory.is_dir() or not any(directory.iterdir()):
+            return
+        if not (directory / RUN_FILE).is_file():
+            raise ConfigurationError(
+                f"--run-dir {directory}: expected no such directory, an empty one or that of an earlier run (which is "
+                f"moved aside), found files and no {RUN_FILE}: choose another --run-dir"
+            )
+        os.close(_locked(directory))
+    except OSError as error:
+        raise ConfigurationError(f"--run-dir {directory}: {error}") from error
+
+
+def check_directory(directory: Path) -> None:
+    """Check that the run directory exists. Raises ConfigurationError with the nearest name if not."""
+    if directory.is_dir():
+        return
+    siblings = [path.name for path in directory.parent.iterdir() if path.is_dir()] if directory.parent.is_dir() else []
+    nearest = difflib.get_close_matches(directory.name, siblings, n=1)
+    hint = f"; did you mean {directory.with_name(nearest[0])}?" if nearest else ""
+    raise ConfigurationError(f"there is no directory {directory}{hint}")
+
+
+def _locked_and_empty(directory: Path) -> int:
+    """Lock a new ``run.json``, even if other runs replace the directory meanwhile."""
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _locked(directory)
+        if not _is_that_of(lock, directory / RUN_FILE):  # another run moved it aside before it was locked
+            os.close(lock)
+        elif os.fstat(lock).st_size == 0:
+            return lock
+        else:  # no other run can move it while its lock is held
+            _rename_by_time(directory)
+            os.close(lock)
+
+
+def _rename_by_time(directory: Path) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
+    return directory.rename(_unused(directory.with_name(f"{directory.name}.{stamp}")))
+
+
+def _locked(directory: Path) -> int:
+    """Lock ``run.json`` and return its descriptor. Raises ConfigurationError naming the process that has it."""
+    lock = os.open(directory / RUN_FILE, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = False
+    except BlockingIOError:
+        taken = True
+    except OSError:  # a file system without locks: what the file says has to do
+        taken = os.fstat(lock).st_size > 0 and find_driver(read_run_process(directory)) is not None
+    if taken:
+        os.close(lock)
+        raise ConfigurationError(
+            f"--run-dir {directory} belongs to a run that is under way: {describe_driver(directory)}. Choose another "
+            f"--run-dir, or end that run with `miles-async stop {directory}`"
+        )
+    return lock
+
+
+def _is_that_of(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _unused(path: Path) -> Path:
+    candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000)))
+    return next(candidate for candidate in candidates if not candidate.exists())

@@ -1,0 +1,74 @@
+"""Scratch directories for large temporary files: in memory if there is room, else on a local disk.
+
+Processes that choose before any of them has written would all see the same free memory. So each directory in memory
+notes how much it claims, unused claims count as taken, and processes of one machine choose one after another.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from miles_async.runtime.files.file_systems import network_file_system
+from miles_async.runtime.files.owned_directory import PREFIX, OwnedDirectory, sweep
+from miles_async.runtime.memory import free_memory
+
+MEMORY = Path("/dev/shm")
+_CLAIM = ".claim"  # bytes that the owner of a directory may come to use
+
+
+def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEMORY) -> OwnedDirectory:
+    """Make a directory for ``room`` bytes: in ``memory`` if as much again stays free beside all claims, else on disk.
+
+    ``room``: None if it is not known, which is for disks. ``mode``: see ``OwnedDirectory``. Raises OSError, also where
+    TMPDIR is a network disk: every publication would wait for it, and all nodes would write to it at once.
+    """
+    if room is not None:
+        with suppress(OSError), _choosing(memory):
+            sweep(memory)
+            free = min(shutil.disk_usage(memory).free, free_memory())
+            if free - _claimed(memory) >= 2 * room:
+                directory = OwnedDirectory(memory, mode=mode)
+                (directory.path / _CLAIM).write_text(str(room))
+                return directory
+    disk = Path(tempfile.gettempdir())
+    if (kind := network_file_system(disk)) is not None:
+        raise OSError(
+            f"expected room in {memory} or a local disk, found TMPDIR {disk} on a network disk ({kind}): set TMPDIR to "
+            f"a local one, or make {memory} larger"
+        )
+    return OwnedDirectory(disk, mode=mode)
+
+
+@contextmanager
+def _choosing(memory: Path) -> Iterator[None]:
+    """One process after another; the lock is the directory's own, so that no file stays."""
+    lock = os.open(memory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _claimed(memory: Path) -> int:
+    """Bytes that are claimed and not used yet."""
+    unused = 0
+    for claim in memory.glob(f"{PREFIX}*/{_CLAIM}"):
+        with suppress(OSError, ValueError):  # gone meanwhile
+            unused += max(0, int(claim.read_text()) - _used(claim.parent))
+    return unused
+
+
+def _used(directory: Path) -> int:
+    found = {}
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            found[status.st_ino] = 512 * status.st_blocks  # a file may have several names
+    return sum(found.values())

@@ -1,0 +1,1 @@
+"""Addresses, ports, doors and their keys."""

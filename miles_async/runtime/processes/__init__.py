@@ -1,0 +1,1 @@
+"""Processes of a run: children, fork servers, the driver and its restarts."""

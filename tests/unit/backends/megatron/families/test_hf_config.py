@@ -1,0 +1,236 @@
+"""Configs that would be trained wrongly without a sign of it are refused, with the field that is the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.parser import parse_arguments
+from miles_async.backends.megatron.families import hf_config
+from miles_async.errors import ConfigurationError
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "attention_bias": False,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": []}
+GEMMA = QWEN3 | {"model_type": "gemma", "hidden_act": "gelu"}
+MISTRAL = {name: value for name, value in QWEN3.items() if name != "use_sliding_window"} | {"model_type": "mistral"}
+GEMMA3 = QWEN3 | {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_sliding_window": True,
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+    },
+}
+OLMOE = QWEN3 | {"model_type": "olmoe", "num_experts": 4, "num_key_value_heads": 4, "clip_qkv": None}
+GPT_OSS = QWEN3 | {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "num_local_experts": 4,
+    "intermediate_size": 6,
+    "use_sliding_window": True,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 5e5,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        QWEN3,
+        MOE,
+        QWEN3 | {"rope_parameters": LLAMA3_ROPE},
+        QWEN3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None},  # written by transformers 4
+        QWEN3 | {"sliding_window": 4096},  # there, but switched off
+        GEMMA,
+        MISTRAL,
+        OLMOE,
+        OLMOE | {"norm_topk_prob": False},
+        GPT_OSS,
+        GEMMA3,
+        GEMMA3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},  # by transformers 4
+    ],
+)
+def test_verified_configs_pass(config: dict[str, Any]) -> None:
+    hf_config.check_model(config, Path("model"))
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (MOE | {"norm_topk_prob": False}, "norm_topk_prob"),
+        ({k: v for k, v in MOE.items() if k != "norm_topk_prob"}, "norm_topk_prob"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (QWEN3 | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        (QWEN3 | {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "linear"),
+        (QWEN3 | {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 4096}}, "original_max"),
+        (QWEN3 | {"sliding_window": 128, "use_sliding_window": True}, "sliding_window"),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias"),
+        (QWEN3 | {"mlp_bias": True}, "mlp_bias"),
+        (GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        (MOE | {"tie_word_embeddings": True}, "tie_word_embeddings true"),
+        (GEMMA | {"hidden_act": "silu"}, "hidden_act"),
+        (OLMOE | {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        (OLMOE | {"num_key_value_heads": 2}, "num_key_value_heads"),
+        (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4"),
+        (MISTRAL | {"sliding_window": 4096}, "sliding_window: .* write null"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of full_att"),
+        (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "of sliding_attention"),
+        (GEMMA3 | {"model_type": "qwen3", "layer_types": None, "sliding_window": None}, "one rotary base"),
+    ],
+)
+def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) -> None:  # covers: M21
+    with pytest.raises(ConfigurationError, match=field):
+        hf_config.check_model(config, Path("model"))
+
+
+def test_a_family_that_is_not_trained_is_refused_with_the_reason_and_what_to_do() -> None:  # covers: M21
+    with pytest.raises(
+        ConfigurationError, match=r"'gemma3' is not trained: .* use one of the text model.*mistral.*docs"
+    ):
+        hf_config.check_model(QWEN3 | {"model_type": "gemma3"}, Path("model"))
+    with pytest.raises(ConfigurationError, match="'bloom' is not trained: it was not compared with transformers"):
+        hf_config.check_model(QWEN3 | {"model_type": "bloom"}, Path("model"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, 3, "3 trainer ranks"),
+        ({"context_parallel_size": 2}, 3, "--context-parallel-size 2"),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2, "does not divide"),
+        ({"pipeline_model_parallel_size": 4}, 4, "num_hidden_layers 2"),
+        ({"tensor_model_parallel_size": 0}, 1, "--tensor-model-parallel-size 0"),
+    ],
+)
+def test_impossible_layouts_are_refused(layout: dict[str, int], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        hf_config.check_layout(QWEN3, ModelArguments(**layout), world_size)
+
+
+MIXTURE = MOE | {"moe_intermediate_size": 6}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "world_size", "message"),
+    [
+        (QWEN3, {"expert_model_parallel_size": 2}, 2, "model_type 'qwen3'.* has no experts"),
+        (QWEN3, {"expert_tensor_parallel_size": 2}, 2, "has no experts"),
+        (MIXTURE, {"expert_model_parallel_size": 3}, 3, "--expert-model-parallel-size 3 does not divide 4 experts"),
+        (MIXTURE, {"expert_tensor_parallel_size": 4}, 4, "does not divide moe_intermediate_size 6"),
+        (MIXTURE, {"expert_model_parallel_size": 2}, 3, "3 trainer ranks"),
+        (MIXTURE, {"expert_tensor_parallel_size": 2}, 2, "2 other than --tensor-model-parallel-size 1 with"),
+        (MIXTURE, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, 2, "--no-sequence-parallel"),
+        (GPT_OSS, {"tensor_model_parallel_size": 2}, 2, "splits experts of model_type 'gpt_oss' in the wrong places"),
+        (GPT_OSS, {"lora_rank": 4}, 1, "--lora-rank: adapters of model_type 'gpt_oss'"),
+        (GPT_OSS, {"expert_tensor_parallel_size": 4}, 4, "does not divide intermediate_size 6"),
+    ],
+)
+def test_impossible_layouts_of_experts_are_refused(
+    config: dict[str, Any], layout: dict[str, Any], world_size: int, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        hf_config.check_layout(config, ModelArguments(**layout), world_size)
+
+
+def test_layers_for_multi_token_prediction_are_trained_where_they_are_known() -> None:
+    asked, one = ModelArguments(enable_mtp_training=True), {"num_nextn_predict_layers": 1}
+    deepseek = MIXTURE | one | {"model_type": "deepseek_v3"}
+    hf_config.check_layout(deepseek, asked, 1)
+    for config, message in (
+        (MIXTURE | {"model_type": "deepseek_v3"}, "found no num_nextn_predict_layers in config.json"),
+        (MIXTURE | one, "of model_type 'qwen3_moe' were not compared .* use a model of glm4_moe, deepseek_v3, kimi_k2"),
+        (deepseek | {"tie_word_embeddings": True}, "tie_word_embeddings true"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            hf_config.check_layout(config, asked, 1)
+
+
+@pytest.mark.parametrize(("heads", "tensor", "possible"), [(2, 4, True), (4, 2, True), (3, 2, False), (2, 3, False)])
+def test_ranks_and_heads_of_keys_divide_one_way_or_the_other(heads: int, tensor: int, possible: bool) -> None:
+    config = QWEN3 | {"num_attention_heads": 12, "num_key_value_heads": heads, "intermediate_size": 12}
+    config["vocab_size"] = 12
+    refused = pytest.raises(ConfigurationError, match=f"num_key_value_heads {heads}")
+    with contextlib.nullcontext() if possible else refused:
+        hf_config.check_layout(config, ModelArguments(tensor_model_parallel_size=tensor), tensor)
+
+
+def test_possible_layouts_pass() -> None:
+    split = ModelArguments(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    hf_config.check_layout(MIXTURE, split, 8)
+    both = ModelArguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    hf_config.check_layout(QWEN3, both, 8)
+
+
+@pytest.mark.parametrize(
+    ("preset", "published", "ranks"),
+    [
+        ("qwen3-4b", {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}, 2),
+        (
+            "qwen3-30b-a3b",
+            MOE
+            | {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936}
+            | {"num_experts": 128, "moe_intermediate_size": 768},
+            16,
+        ),
+    ],
+)
+def test_presets_split_the_models_that_they_are_for(preset: str, published: dict[str, Any], ranks: int) -> None:
+    """By the figures of their config.json on huggingface.co/Qwen."""
+    parsed = parse_arguments([f"@preset:{preset}"], prog="test").arguments
+    hf_config.check_layout(QWEN3 | published, parsed.model, ranks)
+
+
+def test_rope_theta_of_both_formats() -> None:
+    assert hf_config.rope_theta(QWEN3) == 1e4
+    assert hf_config.rope_theta({"rope_theta": 1e6}) == 1e6
+    with pytest.raises(ConfigurationError, match="rope_theta"):
+        hf_config.rope_theta({})
+
+
+def test_missing_or_broken_config_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        hf_config.read_config(tmp_path / "absent")
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        hf_config.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="not JSON"):
+        hf_config.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert hf_config.read_config(tmp_path) == QWEN3
+
+
+def test_config_of_an_export_says_the_dtype_of_its_weights() -> None:
+    older = {"torch_dtype": "bfloat16", "hidden_size": 8}
+    assert hf_config.with_dtype(older, "float32") == {"torch_dtype": "float32", "hidden_size": 8}
+    assert hf_config.with_dtype({"hidden_size": 8}, "bfloat16") == {"dtype": "bfloat16", "hidden_size": 8}

@@ -1,0 +1,44 @@
+"""Where tokens stand in a packed sequence whose samples share what they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_async.backends.megatron.packing.shared_places import SharedPlaces, share_places
+
+
+def places_of(samples: Sequence[Sequence[int]]) -> SharedPlaces:
+    tokens = np.array([token for sample in samples for token in sample], dtype=np.int64)
+    return share_places(tokens, np.cumsum([0, *map(len, samples)]))
+
+
+def test_samples_share_what_they_begin_with_and_leave_out_their_last_token() -> None:
+    shared = places_of([[5, 6, 1, 9], [5, 6, 2, 9], [5, 7, 1, 9], [5, 6, 1, 9], [5, 6, 1, 3, 9]])
+    assert shared.places.tolist() == [0, 1, 2, 0, 1, 3, 0, 4, 5, 0, 1, 2, 0, 1, 2, 6]
+    assert np.diff(shared.samples).tolist() == [3, 3, 3, 3, 4]
+    assert shared.own.tolist() == [3, 1, 2, 0, 1]
+    assert np.flatnonzero(~shared.read).tolist() == [3, 7, 11, 15, 20]
+
+
+def test_equal_tokens_after_other_ones_are_not_shared() -> None:
+    assert places_of([[1, 5, 5, 0], [2, 5, 5, 0]]).places.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_samples_of_one_token_are_read_and_no_samples_have_no_places() -> None:
+    assert places_of([[4], [4]]).places.tolist() == [0, 0]
+    assert places_of([]).places.tolist() == []
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6)))
+def test_every_position_is_one_prefix(samples: list[list[int]]) -> None:
+    shared = places_of(samples)
+    read = [sample[:-1] or sample for sample in samples]
+    prefixes = [tuple(sample[: end + 1]) for sample in read for end in range(len(sample))]
+    assert shared.places.max(initial=-1) + 1 == len(set(prefixes)) == shared.own.sum()
+    assert len(set(zip(shared.places.tolist(), prefixes, strict=True))) == len(set(prefixes))
+    ends = [shared.places[end - own : end] for end, own in zip(shared.samples[1:], shared.own, strict=True)]
+    assert np.concatenate([*ends, []]).tolist() == list(range(len(set(prefixes))))

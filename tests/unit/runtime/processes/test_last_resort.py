@@ -1,0 +1,139 @@
+"""A run ends within seconds of a signal, whatever its main thread is stuck in; and when its Ray is gone."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from miles_async.runtime.cluster.own_ray import OwnRay
+
+# covers: C10
+
+DRIVER = """
+import asyncio, os, signal, sys, time
+from miles_async.runtime.processes import last_resort
+
+def end(interrupted, reason):
+    print("ended at once:", interrupted, reason, flush=True)
+    os._exit(9)
+
+async def main(resort):
+    resort.interrupts_this_task()
+    if "up" in sys.argv:
+        resort.all_is_up()
+    if "alarm" in sys.argv:
+        signal.alarm(2)
+    print("ready", flush=True)
+    if "stuck" in sys.argv:
+        while True:
+            time.sleep(300)
+    await asyncio.sleep(300)
+
+if "stuck" in sys.argv or "lost" in sys.argv:
+    last_resort.STARTING_SECONDS, last_resort.GRACE_SECONDS = 0.5, 0.5
+lost_at = time.monotonic() + (0.5 if "lost" in sys.argv else 1000)
+try:
+    with last_resort.LastResort(end, lambda: "Ray is gone" if time.monotonic() > lost_at else "") as resort:
+        asyncio.run(main(resort))
+except asyncio.CancelledError:
+    print("ended in order", resort.interrupted, flush=True)
+"""
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def driver(drivers: list[subprocess.Popen[str]], *manners: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, *manners], stdout=subprocess.PIPE, text=True)
+    drivers.append(process)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_sigterm_cancels_the_run(drivers: list[subprocess.Popen[str]]) -> None:
+    process = driver(drivers)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=50)[0] == "ended in order True\n"
+
+
+def test_a_main_thread_that_is_stuck_is_not_waited_for(drivers: list[subprocess.Popen[str]]) -> None:
+    process = driver(drivers, "stuck")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=50)[0] == "ended at once: True the run did not end within 0.5 s\n"
+
+
+def test_a_run_that_is_up_gets_time_to_end(drivers: list[subprocess.Popen[str]]) -> None:
+    process = driver(drivers, "stuck", "up")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    assert process.poll() is None
+
+
+def test_an_alarm_that_rays_handler_set_does_not_end_it(drivers: list[subprocess.Popen[str]]) -> None:
+    process = driver(drivers, "stuck", "up", "alarm")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(4)
+    assert process.poll() is None
+
+
+def test_without_ray_a_run_ends(drivers: list[subprocess.Popen[str]]) -> None:
+    process = driver(drivers, "lost")
+    assert process.communicate(timeout=50)[0] == "ended at once: False Ray is gone\n"
+
+
+@pytest.fixture
+def ray_processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Children of this process with the names of Ray's."""
+    processes = {}
+    for name in ("gcs_server", "raylet"):
+        program = tmp_path / name
+        shutil.copy(str(shutil.which("sleep")), program)
+        processes[name] = subprocess.Popen([str(program), "60"])
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait(10)
+
+
+def until_named(processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + 10
+    while {psutil.Process(process.pid).name() for process in processes.values()} != set(processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_loss_of_either_of_rays_processes_is_noticed(ray_processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    until_named(ray_processes)
+    own = OwnRay()
+    assert own.lost() == ""
+    ray_processes["raylet"].kill()
+    deadline = time.monotonic() + 10
+    while not own.lost() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert own.lost() == f"Ray has ended: raylet (process {ray_processes['raylet'].pid})"
+
+
+def test_ray_may_be_shut_down(ray_processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    until_named(ray_processes)
+    own = OwnRay()
+    assert own.lost() == ""
+    own.ends()
+    for process in ray_processes.values():
+        process.kill()
+        process.wait(10)
+    assert own.lost() == ""
