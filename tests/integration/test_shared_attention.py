@@ -40,7 +40,7 @@ def attend(share: bool, **settings: Any) -> tuple[int, Tensor, Tensor]:
     )
     states = words[packed.tokens[0]] + places[packed.position_ids[0]]
     query, key, value = states.split([HEADS, KEY_HEADS, KEY_HEADS], 1)
-    output = attention(query, key, value, packed_seq_params=packed.attention)[packed.rows]
+    output = attention(query, key, value, packed_seq_params=packed.attention)[packed.rows][packed.row_of]
     weights = torch.randn(output.shape, dtype=torch.float64, generator=draw)
     gradients = torch.autograd.grad((output * weights).sum(), [words, places])
     return packed.tokens.numel(), output, torch.cat(gradients)

@@ -35,7 +35,8 @@ class Scorer:
         Every context-parallel rank gets all values; the gradient of each goes to the rank that it came from.
         """
         settings = self._settings(output, entropy=entropy)
-        logprobs, entropies = vocab_logprobs(output.hidden[packed.rows], output.weight, packed.labels, settings)
+        hidden = output.hidden[packed.rows]
+        logprobs, entropies = vocab_logprobs(hidden, output.weight, packed.labels, settings, packed.row_of)
         return Scores(
             logprobs=_of_tokens(logprobs, packed),
             entropy=None if entropies is None else _of_tokens(entropies, packed),
@@ -51,9 +52,10 @@ class Scorer:
         gradient.
         """
         settings = self._settings(output)
-        position, found = packed.position_ids[0, packed.rows], []
+        row = packed.rows[packed.row_of]
+        position, found = packed.position_ids[0, row], []
         for k, hidden in enumerate(output.ahead, start=1):
-            rows = (packed.rows - k).clamp(min=0)
+            rows = (row - k).clamp(min=0)
             logprobs, _ = vocab_logprobs(hidden[rows], output.weight.detach(), packed.labels, settings)
             found.append(_of_tokens(logprobs * (position >= k), packed))  # before that, the row is another sample's
         return torch.stack(found)
@@ -74,7 +76,8 @@ def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
 
     On the last pipeline stage. Collective over context-parallel ranks, as :class:`Scorer` is.
     """
-    return _of_tokens(output.hidden[packed.rows].float() @ output.weight[0].float(), packed)
+    values = output.hidden[packed.rows].float() @ output.weight[0].float()
+    return _of_tokens(values[packed.row_of], packed)
 
 
 def _of_tokens(values: Tensor, packed: PackedSequences) -> Tensor:

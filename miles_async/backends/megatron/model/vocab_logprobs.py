@@ -28,74 +28,82 @@ class VocabSettings:
 
 
 def vocab_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, settings: VocabSettings
+    hidden: Tensor, weight: Tensor, labels: Tensor, settings: VocabSettings, row_of: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of ``labels``, and entropies or None: each fp32 [n] and differentiable.
 
-    ``hidden``: [n, H], in ``weight``'s dtype. ``weight``: this rank's rows of the output layer, [V / TP, H].
-    ``labels``: int64 [n], in [0, V). With tensor parallelism the gradient of ``hidden`` is this rank's part of a sum
-    over ranks. The gradient of ``weight`` is added to ``weight.main_grad`` where DistributedDataParallel made one.
+    ``hidden``: [m, H], in ``weight``'s dtype. ``weight``: this rank's rows of the output layer, [V / TP, H].
+    ``labels``: int64 [n], in [0, V). ``row_of``: int64 [n], in [0, m), the row of ``hidden`` that predicts each label;
+    labels of one row share its logits. By default row ``i`` predicts label ``i``.
+
+    With tensor parallelism the gradient of ``hidden`` is this rank's part of a sum over ranks. The gradient of
+    ``weight`` is added to ``weight.main_grad`` where DistributedDataParallel made one.
     """
-    logprobs, entropy = _VocabLogprobs.apply(hidden, weight, labels, settings)
-    return logprobs, entropy if settings.entropy else None
+    if row_of is None:
+        row_of = torch.arange(len(labels), device=labels.device)
+    logprobs, entropy = _VocabLogprobs.apply(hidden, weight, labels, row_of, settings)
+    return logprobs, entropy[row_of] if settings.entropy else None
 
 
 class _VocabLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, settings: VocabSettings
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, row_of: Tensor, settings: VocabSettings
     ) -> tuple[Tensor, Tensor]:
+        """Returns log-probs of labels, [n], and entropies of rows, [m]."""
         dtype = _dtype(weight)
-        logprobs, normalizers, entropies = hidden.new_zeros(3, len(labels), dtype=dtype)
-        for rows in _chunks(len(labels), weight, settings.chunk, entropy=settings.entropy):
+        of_labels = hidden.new_zeros(len(labels), dtype=dtype)
+        largests, log_totals, entropies = hidden.new_zeros(3, len(hidden), dtype=dtype)
+        for rows in _chunks(len(hidden), weight, settings.chunk, entropy=settings.entropy):
             logits, _ = _logits(hidden[rows], weight, settings)
             largest = _reduced(logits.amax(-1), dist.ReduceOp.MAX, settings.group)
             logits -= largest[:, None]
-            column, inside = _columns(labels[rows], weight, settings.group)
-            sums = [logits.gather(1, column[:, None])[:, 0] * inside]
+            row, column, inside = _places(rows, row_of, labels, weight, settings.group)
+            of_labels += logits[row, column] * inside
             weights = logits.exp() if settings.entropy else logits.exp_()
-            sums.append(weights.sum(-1))
+            sums = [weights.sum(-1)]
             if settings.entropy:
                 sums.append(weights.mul_(logits).sum(-1))
-            label, total, *weighted = _reduced(torch.stack(sums), dist.ReduceOp.SUM, settings.group)
-            logprobs[rows] = label - total.log()
-            normalizers[rows] = largest + total.log()
+            total, *weighted = _reduced(torch.stack(sums), dist.ReduceOp.SUM, settings.group)
+            largests[rows], log_totals[rows] = largest, total.log()
             if settings.entropy:
-                entropies[rows] = total.log() - weighted[0] / total  # H = log Z − Σ p·z
+                entropies[rows] = log_totals[rows] - weighted[0] / total  # H = log Z − Σ p·z
             del logits, weights  # before the next ones are made
-        ctx.save_for_backward(hidden, weight, labels, normalizers, entropies)
+        logprobs = _reduced(of_labels, dist.ReduceOp.SUM, settings.group) - log_totals[row_of]
+        ctx.save_for_backward(hidden, weight, labels, row_of, largests + log_totals, entropies)
         ctx.settings, ctx.main_grad = settings, getattr(weight, "main_grad", None)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
+        hidden, weight, labels, row_of, normalizers, entropies = ctx.saved_tensors
         settings: VocabSettings = ctx.settings
         of_logprobs, of_entropies = (
-            torch.zeros_like(normalizers) if gradient is None else gradient / settings.temperature
-            for gradient in gradients
+            normalizers.new_zeros(count) if gradient is None else gradient / settings.temperature
+            for gradient, count in zip(gradients, (len(labels), len(hidden)), strict=True)
         )
+        of_rows = torch.zeros_like(normalizers).index_add_(0, row_of, of_logprobs)
         with_entropy = gradients[1] is not None
         of_hidden = torch.empty_like(hidden)
         of_weight = ctx.main_grad
         if of_weight is None and ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight, dtype=_dtype(weight))
         softcapped = settings.softcap is not None
-        for rows in _chunks(len(labels), weight, settings.chunk, entropy=with_entropy, softcapped=softcapped):
+        for rows in _chunks(len(hidden), weight, settings.chunk, entropy=with_entropy, softcapped=softcapped):
             logits, slope = _logits(hidden[rows], weight, settings, with_slope=True)
-            # dL/dlogits = dL/dlogprob · (one at the label − probabilities)
+            # dL/dlogits = sum over the row's labels of dL/dlogprob · (one at the label − probabilities)
             #              − dL/dentropy · probabilities · (log-probabilities + entropy)
             logits.sub_(normalizers[rows, None])
             if with_entropy:
                 probabilities = logits.exp()
-                logits.add_(entropies[rows, None]).mul_(-of_entropies[rows, None]).sub_(of_logprobs[rows, None])
+                logits.add_(entropies[rows, None]).mul_(-of_entropies[rows, None]).sub_(of_rows[rows, None])
                 logits.mul_(probabilities)
                 del probabilities
             else:
-                logits.exp_().mul_(-of_logprobs[rows, None])
-            column, inside = _columns(labels[rows], weight, settings.group)
-            logits.scatter_add_(1, column[:, None], (of_logprobs[rows] * inside)[:, None])
+                logits.exp_().mul_(-of_rows[rows, None])
+            row, column, inside = _places(rows, row_of, labels, weight, settings.group)
+            logits.index_put_((row, column), of_logprobs * inside, accumulate=True)
             if slope is not None:
                 logits.mul_(slope)
             logits = logits.to(weight.dtype)
@@ -104,8 +112,8 @@ class _VocabLogprobs(torch.autograd.Function):
                 _add_product(of_weight, logits, hidden[rows])
             del logits, slope
         if ctx.main_grad is not None:
-            return of_hidden, torch.zeros_like(weight) if settings.zero_gradient else None, None, None
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
+            return of_hidden, torch.zeros_like(weight) if settings.zero_gradient else None, None, None, None
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
 
 
 def _dtype(weight: Tensor) -> torch.dtype:
@@ -139,11 +147,14 @@ def _logits(
     return logits.div_(settings.temperature), slope
 
 
-def _columns(labels: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Columns of this rank's logits that belong to ``labels``, and which of the labels this rank has (bool)."""
+def _places(
+    rows: slice, row_of: Tensor, labels: Tensor, weight: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row and column of every label in this rank's logits of ``rows``, and which of the labels are there (bool)."""
     width = weight.shape[0]
-    column = labels - (group.rank() * width if group is not None else 0)
-    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+    row, column = row_of - rows.start, labels - (group.rank() * width if group is not None else 0)
+    inside = (row_of >= rows.start) & (row_of < rows.stop) & (column >= 0) & (column < width)
+    return row.clamp(0, rows.stop - rows.start - 1), column.clamp(0, width - 1), inside
 
 
 def _reduced(values: Tensor, operation: Any, group: dist.ProcessGroup | None) -> Tensor:

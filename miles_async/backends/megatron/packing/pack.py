@@ -4,7 +4,8 @@ The samples stand one behind another; ``cu_seqlens`` keeps attention and positio
 sequence without loss, rounds T up to what sequence parallelism needs.
 
 With ``--share-prefixes`` samples that begin with the same tokens have one position for each of these
-(``shared_prefixes``), and the last token of a sample, from which nothing follows, has none.
+(``shared_prefixes``), which predicts a token of each sample, and the last token of a sample, from which nothing
+follows, has none.
 
 Under context parallelism every sample is padded to a multiple of 2 × ranks, and each rank gets its part of every sample
 (``context_split``). What goes into the model is split; arrays for the loss are whole on every rank, in the order of the
@@ -40,7 +41,8 @@ class PackedSequences:
     tokens: Tensor  # int64 [1, T / CP]
     position_ids: Tensor  # int64 [1, T / CP], from 0 in every sample
     scored: Tensor  # int64 [n]: tokens in [0, N) whose log-probs are needed and come from this rank's positions
-    rows: Tensor  # int64 [n]: the positions in [0, T / CP) that predict them
+    rows: Tensor  # int64 [m], m <= n: the positions in [0, T / CP) that predict them
+    row_of: Tensor  # int64 [n], in [0, m): which of these positions predicts which token
     labels: Tensor  # int64 [n]: these tokens
     attention: PackedSeqParams  # of all T positions
     num_tokens: int  # N
@@ -135,11 +137,12 @@ def _pack(
     all_tokens = np.zeros(boundaries[-1], dtype=np.int64)
     all_tokens[places[read]] = tokens[read]
     held = positions_of_rank(boundaries, layout.context_size, layout.context_rank)
-    row_of = np.full(boundaries[-1], -1)
-    row_of[held] = np.arange(len(held))
+    held_row = np.full(boundaries[-1], -1)
+    held_row[held] = np.arange(len(held))
     scored = np.flatnonzero(needed & (depths > 0))
-    rows = row_of[places[scored - 1]]
+    rows = held_row[places[scored - 1]]
     scored, rows = scored[rows >= 0], rows[rows >= 0]
+    rows, row_of = np.unique(rows, return_inverse=True)
     attention = _sequences(boundaries, device)
     if shared is not None:
         attention = SharedPrefixes(
@@ -159,6 +162,7 @@ def _pack(
         position_ids=_tensor(positions[held], torch.int64, device)[None],
         scored=_tensor(scored, torch.int64, device),
         rows=_tensor(rows, torch.int64, device),
+        row_of=_tensor(row_of, torch.int64, device),
         labels=_tensor(tokens[scored], torch.int64, device),
         attention=attention,
         num_tokens=len(tokens),

@@ -63,6 +63,37 @@ def test_values_and_gradients_for_any_size_of_chunk(chunk: int, entropy: bool, s
         assert entropies is None
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_labels_that_one_row_predicts_share_its_logits(chunk: int, entropy: bool, softcap: float | None) -> None:
+    """Row 3 predicts two labels, one of them twice, row 0 labels far apart, and row 7 none."""
+    hidden, weight, _ = make(rows=9)
+    row_of = torch.tensor([0, 3, 3, 1, 2, 3, 4, 5, 6, 6, 8, 0])
+    labels = torch.tensor([4, 16, 23, 8, 15, 16, 42, 4, 8, 15, 16, 96])
+    sharing = settings(chunk, entropy=entropy, softcap=softcap)
+    found = vocab_logprobs(hidden, weight, labels, sharing, row_of)
+    expected = vocab_logprobs(hidden[row_of], weight, labels, sharing)
+    torch.testing.assert_close(found, expected)
+    coefficients = torch.linspace(-1, 2, len(labels))
+    gradients = [
+        torch.autograd.grad(
+            logprobs @ coefficients + (0 if entropies is None else entropies @ coefficients.flip(0)), (hidden, weight)
+        )
+        for logprobs, entropies in (found, expected)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_are_made_once_per_row() -> None:
+    hidden, weight, _ = make(rows=2, vocabulary=2048)
+    row_of, labels = torch.tensor([0] * 200 + [1] * 200), torch.arange(400)
+    with torch.no_grad(), LiveBytes(but=[hidden, weight, row_of, labels]) as live:
+        vocab_logprobs(hidden, weight, labels, settings(1000), row_of)
+    assert live.most < 20 * 2048 * 4
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_derivatives_in_float64(entropy: bool, softcap: float | None) -> None:
@@ -131,6 +162,6 @@ def test_both_passes_take_one_chunk_of_logits_whatever_the_number_of_tokens(
     with LiveBytes(but=[hidden, weight, labels, weight.main_grad]) as live:  # type: ignore[attr-defined]
         logprobs, found = vocab_logprobs(hidden, weight, labels, settings(chunk, entropy=entropy, softcap=softcap))
         (logprobs if found is None else logprobs + found).sum().backward()
-    beside = rows * (2 * WIDTH * hidden.element_size() + 40)  # gradient of hidden states; numbers per row
+    beside = rows * (2 * WIDTH * hidden.element_size() + 80)  # gradient of hidden states; numbers per row
     assert live.most <= chunk * vocabulary * 4 + beside
     assert live.most >= 0.5 * chunk * vocabulary * 4  # it was counted
