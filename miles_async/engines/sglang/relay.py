@@ -11,6 +11,9 @@ are, and a node receives and stores them once::
 
 A rank that may not open the memory of another of its node receives by itself, as a node of its own. The memory is an
 anonymous file, which the kernel removes with the last process that has it.
+
+Ranks keep their places and their memory as long as the process groups: getting memory from the system, page by page,
+may cost a CPU more than all the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,13 +43,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Relay:
-    """Implements Line: this rank's place in the chain."""
+    """Implements Line: this rank's place in the chain, and memory that publications of a process group share."""
 
     def __init__(self, group: dist.ProcessGroup, at_once: int, largest: int) -> None:
         """Find out, with all ranks of ``group`` but the sender's, which of them share a node.
 
         ``at_once``: buckets that are received or loaded at the same time. ``largest``: bytes of the largest one.
         """
+        self._size = at_once, largest
         slots = at_once + 1  # one more, so that nobody loads in step with those that get it from here
         slot_bytes = max(1, -(-largest // mmap.PAGESIZE)) * mmap.PAGESIZE
         own = os.memfd_create("weights")  # takes no memory until somebody writes to it
@@ -62,6 +67,18 @@ class Relay:
         self._slots = [_Slot(part) for part in parts]
         self._started = 0
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, at_once: int, largest: int) -> Relay:
+        """The relay of the group's last publication if this one has buckets alike, else a new one.
+
+        Every rank decides the same, since all know of the same buckets.
+        """
+        if (kept := _relays.get(group)) is None or kept._size != (at_once, largest):
+            _relays.pop(group, None)  # its memory is free before more is taken
+            del kept
+            kept = _relays[group] = cls(group, at_once, largest)
+        return kept
+
     def start(self, group: dist.ProcessGroup, size: int) -> _Arriving:
         """See ``Line``."""
         slot = self._slots[self._started % len(self._slots)]
@@ -73,6 +90,10 @@ class Relay:
         """See ``Line``."""
         for slot in self._slots:
             slot.clear()
+        self._started = 0  # the next publication touches no more memory than this one
+
+
+_relays: WeakKeyDictionary[dist.ProcessGroup, Relay] = WeakKeyDictionary()  # a relay ends with its group
 
 
 @dataclass(frozen=True, slots=True)

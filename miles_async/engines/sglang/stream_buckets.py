@@ -72,7 +72,7 @@ def received(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Gener
     at_once = 1 + min(len(groups), MOST_RECEIVED_AHEAD)
     if device.type == "cpu":
         largest = max((sum(bucket.sizes()) for bucket in buckets), default=0)
-        yield from receive(buckets, Relay(groups[0], at_once, largest), at_once)
+        yield from receive(buckets, Relay.of(groups[0], at_once, largest), at_once)
     else:
         yield from receive(buckets, Broadcasts(device), at_once)
 

@@ -31,8 +31,14 @@ DEADLINE = 120.0  # seconds; only an engine that is never told of a failure take
 MIDDLE = 3  # tensors
 
 
-def weights() -> dict[str, torch.Tensor]:
-    return {f"{module}.a.weight": torch.full((ELEMENTS,), float(module)) for module in range(MODULES)}
+def weights(version: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors of version 2 are twice as long."""
+    elements = ELEMENTS * (2 if version == 2 else 1)
+    return {f"{module}.a.weight": torch.full((elements,), float(module + version)) for module in range(MODULES)}
+
+
+def sums_of(version: int) -> dict[str, float]:
+    return {name: float(tensor.sum()) for name, tensor in weights(version).items()}
 
 
 def manager(groups: dict[str, Any], load: Callable[[list[tuple[str, torch.Tensor]]], tuple[bool, str]]) -> Any:
@@ -67,9 +73,10 @@ def engine(
     may_receive: Any,
     answers: Any,
     done: Any,
+    versions: int,
 ) -> None:
-    """Answers with why it failed, or the sums of all tensors in the order in which they came, and whether it had them
-    in memory that it shares.
+    """Answers with why it failed; per version the sums of all tensors in the order in which they came; whether it had
+    them in memory that it shares; and how many relays there were, and are left without process groups.
     """
     world_size = 1 + len(nodes)
     relay._node = lambda: nodes[rank - 1]
@@ -79,23 +86,35 @@ def engine(
         f"g{sender}": init_custom_process_group("127.0.0.1", port, f"g{sender}", rank, world_size)
         for sender, port in enumerate(ports)
     }
-    sums: dict[str, float] = {}
-
+    sums: list[dict[str, float]] = []
     shared = []
+    relays: list[int] = []
+    find_route = relay._find_route
+
+    def counted(group: dist.ProcessGroup, own: int) -> Any:
+        relays.append(own)
+        return find_route(group, own)
+
+    relay._find_route = counted
 
     def load(tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
         try:
-            if in_the_middle and len(sums) == MIDDLE:
+            if in_the_middle and len(sums[-1]) == MIDDLE:
                 in_the_middle()
         except Refuses:
             return False, "does not fit"
         shared.append("memfd:weights" in Path("/proc/self/maps").read_text())
-        sums.update({name: float(tensor.sum()) for name, tensor in tensors})
+        sums[-1].update({name: float(tensor.sum()) for name, tensor in tensors})
         return True, ""
 
     may_receive.wait()
-    problem = weight_stream._loaded(manager(groups, load), list(groups))
-    answers.put((rank, problem, sums, any(shared)))
+    problem = None
+    for _ in range(versions):
+        sums.append({})
+        problem = problem or weight_stream._loaded(manager(groups, load), list(groups))
+    for name in list(groups):
+        dist.destroy_process_group(groups.pop(name))
+    answers.put((rank, problem, sums, any(shared), len(relays), len(relay._relays)))
     done.wait()
 
 
@@ -112,30 +131,35 @@ def stream(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
         count: int = 2,
         failing: Mapping[int, Callable[[], None]] = MappingProxyType({}),
         late: int | None = None,
+        versions: int = 1,
     ) -> list[Any]:
         answers, events = FORK.Queue(), [FORK.Event() for _ in nodes]
         for sender in range(count):
             staging = StagingOptions(parent=tmp_path, bucket_bytes=ELEMENTS * 4, sender=sender, senders=count)
             side = RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=DEADLINE)
             senders.append(DistributedSender(side))
-            senders[-1].copy(0, weights().items())
-            senders[-1].stage(0)
         ports = [sender.open_group(f"g{index}", 1 + len(nodes))[1] for index, sender in enumerate(senders)]
         for rank, may_receive in enumerate(events, start=1):
-            arguments = (ports, rank, nodes, failing.get(rank), may_receive, answers, done)
+            arguments = (ports, rank, nodes, failing.get(rank), may_receive, answers, done, versions)
             processes.append(FORK.Process(target=engine, args=arguments))
             processes[-1].start()
             if rank != late:
                 may_receive.set()
         for index, joining in enumerate(senders):
             joining.join_group(f"g{index}")
+        sent: list[str | None] = []
         with ThreadPoolExecutor(count) as threads:
-            sent = [threads.submit(sender.send, f"g{index}", 0, True) for index, sender in enumerate(senders)]
-            if late is not None:
-                events[late - 1].set()
+            for version in range(versions):
+                for each in senders:
+                    each.copy(version, weights(version).items())
+                    each.stage(version)
+                sending = [threads.submit(each.send, f"g{index}", version, True) for index, each in enumerate(senders)]
+                if late is not None:
+                    events[late - 1].set()
+                sent += [each.result(2 * DEADLINE) for each in sending]
             answering = len(nodes) - list(failing.values()).count(die)
             found = sorted(answers.get(timeout=2 * DEADLINE) for _ in range(answering))
-        return [*found, [each.result() for each in sent]]
+        return [*found, sent]
 
     yield run
     done.set()
@@ -152,11 +176,26 @@ def test_all_that_senders_send_at_the_same_time_arrives_in_the_manifests_order(
     # covers: C8
     *engines, sent = stream(nodes=nodes, count=senders, late=late)
     assert sent == [None] * senders
-    for node, (_, problem, sums, shared) in zip(nodes, engines, strict=True):
+    for node, (_, problem, [sums], shared, *_) in zip(nodes, engines, strict=True):
         assert problem is None
-        assert sums == {name: float(tensor.sum()) for name, tensor in weights().items()}
+        assert sums == sums_of(0)
         assert list(sums) == list(weights()), "bucket i is of sender i % senders"
         assert shared == (nodes.count(node) > 1)
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 0, 1)])
+def test_memory_stays_as_long_as_process_groups_and_sizes_of_buckets(
+    stream: Callable[..., list[Any]], nodes: Sequence[int]
+) -> None:
+    """Versions 0 and 1, which are alike, and two more sizes."""
+    # covers: C8
+    *engines, sent = stream(nodes=nodes, versions=4)
+    assert sent == [None] * 8
+    for _, problem, sums, _, relays, left in engines:
+        assert problem is None
+        assert sums == [sums_of(version) for version in range(4)]
+        assert relays == 3
+        assert left == 0, "memory is given back with the process groups"
 
 
 @pytest.mark.parametrize(("rank", "failure"), [(1, die), (3, refuse), (4, die)])
@@ -167,9 +206,10 @@ def test_a_failure_in_the_middle_is_known_to_all_at_once(
     # covers: C8, C10
     *engines, _ = stream(nodes=(0, 1, 1, 2), failing={rank: failure})
     assert len(engines) == (3 if failure is die else 4)
-    for problem in (problem for _, problem, *_ in engines):
+    for _, problem, *_, left in engines:
         assert problem is not None
         assert "Timed out" not in problem
+        assert left == 0, "memory is given back with the process groups"
     assert failure is die or "does not fit" in engines[rank - 1][1]
 
 
