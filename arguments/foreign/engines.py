@@ -11,6 +11,11 @@ _KEYS = (
     "MILES_ASYNC_API_KEY and MILES_ASYNC_ADMIN_KEY in the environment"
 )
 
+_METRICS = (
+    "the router's metrics have neither a key nor TLS, so they stay on loopback, where the run reads them and "
+    "shows them as router/...: remove it"
+)
+
 _TLS = "use --tls-certificate, --tls-key and --tls-ca, which are for all servers of the run"
 
 
@@ -70,5 +75,7 @@ ENGINES: tuple[ForeignFlag, ...] = (
     _refused("--router-policy", "use --sglang-router-policy"),
     _refused("--router-port", "use --sglang-router-port"),
     _refused("--router-host", "the address of the router is chosen by the run: remove it"),
+    _refused("--router-prometheus-host", _METRICS),
+    _refused("--router-prometheus-port", _METRICS),
     _refused("--router-worker-urls", "engines are registered by the run: remove it", "many"),
 )

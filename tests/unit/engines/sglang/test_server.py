@@ -9,9 +9,10 @@ import textwrap
 from pathlib import Path
 
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.router import router_command
+from miles_async.engines.router import router_command, tls_flags
 from miles_async.engines.sglang.server import server_command
 from miles_async.runtime.network.addresses import LOOPBACK
+from miles_async.runtime.network.tls import Tls
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
 RENDEZVOUS = ("10.0.0.6", 2)
@@ -95,6 +96,13 @@ def test_the_users_own_arguments_come_last() -> None:
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32", extra=("--max-running-requests=7",))
     assert server_command(spec, LOOPBACK, 1, RENDEZVOUS, 0, 0)[-1] == "--max-running-requests=7"
     assert router_command(LOOPBACK, 1, 2, "random", ("--log-level=info",))[-1] == "--log-level=info"
+
+
+def test_a_routers_metrics_stay_on_loopback_wherever_it_listens() -> None:  # covers: C13
+    """They have neither a key nor TLS."""
+    tls = tls_flags(Tls(certificate="node.pem", key="node.key", ca=None))
+    command = router_command("10.0.0.7", 1, 2, "random", tls)
+    assert {"--host=10.0.0.7", f"--prometheus-host={LOOPBACK}"} <= set(command)
 
 
 def test_absent_packages_can_be_mentioned_and_not_used() -> None:
