@@ -60,6 +60,11 @@ class StalenessArguments:
         """Oldest age that is trained: 0 with ``--on-policy``, None if not bounded."""
         return 0 if self.on_policy else self.max_weight_staleness
 
+    @property
+    def versions(self) -> int:
+        """Versions that tokens of one batch may have, the newest included; 1 if ages are not bounded."""
+        return 1 + (self.bound or 0)
+
     def min_samples(self, group_size: int) -> int:
         """Fewest samples that a group of ``group_size`` is trained with."""
         return max(1, math.ceil(round(self.min_group_fraction * group_size, 9)))

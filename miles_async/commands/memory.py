@@ -18,6 +18,7 @@ NOTES = """\
 Counted with Megatron's own model on fake tensors: host layers, where Transformer Engine's fuse some; one sequence of
 --max-tokens-per-gpu tokens; experts that get equal shares. Not counted: CUDA's context, NCCL's buffers, fragmentation.
 Host copy: host memory from which the first of the data-parallel ranks writes checkpoints (--async-save with --save).
+Kept weights: host memory of every rank for weights of earlier versions (--prox-logp-method snapshots).
 """
 
 
@@ -25,7 +26,9 @@ def memory_report(arguments: Arguments) -> str:
     """Return tables for trainer ranks and engines. Raises ConfigurationError if ``--gpu-memory-gb`` is too little."""
     directory, model = arguments.model.hf_checkpoint, arguments.model
     assert directory is not None
-    world_size, needs = arguments.cluster.trainer_world_size, make_objective(arguments.algorithm).needs
+    world_size = arguments.cluster.trainer_world_size
+    objective = make_objective(arguments.algorithm, kept_versions=arguments.staleness.versions)
+    needs = objective.needs
     stages = measure(
         StageRequest(
             directory=directory,
@@ -47,6 +50,7 @@ def memory_report(arguments: Arguments) -> str:
             critic="values" in needs,
             bucket=arguments.weights.update_weight_buffer_size,
             copies_saves=arguments.checkpoint.save is not None and arguments.checkpoint.async_save,
+            kept_versions=objective.kept_versions if objective.old_policy == "kept" else 0,
         )
         for stage in stages
     ]
@@ -92,13 +96,13 @@ def _text(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[En
     fullest = max(ranks, key=lambda rank: rank.total)
     trainer = Table(
         "stage", "weights", "gradients", "optimizer", "reference", "critic", "activations", "staging", "sum",
-        "host copy",
+        "host copy", "kept weights",
         title=f"Trainer, GiB per rank, micro-batches of {arguments.optimizer.max_tokens_per_gpu} tokens",
     )  # fmt: skip
     for rank in ranks:
         numbers = (
             rank.weights, rank.gradients, rank.optimizer, rank.reference, rank.critic, rank.activations, rank.staging,
-            rank.total, rank.saved_copy,
+            rank.total, rank.saved_copy, rank.kept_weights,
         )  # fmt: skip
         first, last = rank.stages.start, rank.stages.stop - 1
         name = f"{first}" if first == last else f"{first} to {last}"

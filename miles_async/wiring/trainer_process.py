@@ -119,9 +119,7 @@ def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironmen
         critic=arguments.critic,
         total_steps=arguments.rollout.num_rollout * arguments.optimizer_steps_per_rollout,
         temperature=arguments.rollout.rollout_temperature,
-        objective=partial(
-            make_objective, arguments.algorithm, kept_versions=(arguments.staleness.max_weight_staleness or 0) + 1
-        ),
+        objective=partial(make_objective, arguments.algorithm, kept_versions=arguments.staleness.versions),
         device=device,
         ref_hf_checkpoint=arguments.algorithm.ref_hf_checkpoint,
         **rank,

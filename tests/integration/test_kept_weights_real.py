@@ -74,6 +74,7 @@ def observe(rank: int, world_size: int, store: dist.Store, directory: Path) -> O
 
     run("snapshots", "snapshots", 3)
     run("too few", "snapshots", 2)
+    run("resumed", "snapshots", 1)
     run("recomputed", "recompute", 3)
     return observed
 
@@ -100,6 +101,14 @@ def test_tokens_of_a_version_that_is_not_kept_are_counted(seen: Observed) -> Non
     few = seen.metrics["too few"]
     assert few["unkept_version_fraction"] == pytest.approx(1 / 3, abs=0.1)
     assert few["tis_weight_max"] > 1.05
+
+
+def test_after_a_resume_the_present_weights_score_all_tokens(seen: Observed) -> None:
+    """Checkpoints hold no kept weights: the first step has the present ones only, as without this method."""
+    resumed, recomputed = seen.metrics["resumed"], seen.metrics["recomputed"]
+    assert resumed["unkept_version_fraction"] == pytest.approx(2 / 3, abs=0.1)
+    for metric in ("loss", "ratio_max", "tis_weight_mean", "tis_weight_max"):
+        assert resumed[metric] == pytest.approx(recomputed[metric], rel=1e-5, abs=1e-6), metric
 
 
 def test_scoring_with_kept_weights_leaves_the_model_as_it_was(seen: Observed) -> None:

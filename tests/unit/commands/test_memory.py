@@ -58,6 +58,7 @@ def test_tables(arguments: Arguments) -> None:
         "0.5",
         "12.5",
         "0.0",
+        "0.0",
     ]
     engine = next(line for line in lines if "engine" in line)
     # 2 KV heads on 4 ranks: each has one of them; (0.85 × 80 − 0.25) GiB for 4 layers × 2 × 64 × 2 bytes.
@@ -71,7 +72,16 @@ def test_tables(arguments: Arguments) -> None:
 def test_saves_meanwhile_take_host_memory(arguments: Arguments, checkpoint: CheckpointArguments, host: str) -> None:
     lines = memory.memory_report(replace(arguments, checkpoint=checkpoint)).splitlines()
     trainer = next(line for line in lines if line.startswith("│ 0 "))
-    assert [cell.strip() for cell in trainer.split("│")[-3:-1]] == ["12.5", host]
+    assert [cell.strip() for cell in trainer.split("│")[-4:-1]] == ["12.5", host, "0.0"]
+
+
+def test_kept_versions_take_host_memory(arguments: Arguments) -> None:
+    """1 GiB for each of three versions that a token may have, and for one that is about to be kept."""
+    algorithm = replace(arguments.algorithm, prox_logp_method="snapshots", use_tis=True)
+    staleness = replace(arguments.staleness, max_weight_staleness=2)
+    lines = memory.memory_report(replace(arguments, algorithm=algorithm, staleness=staleness)).splitlines()
+    trainer = next(line for line in lines if line.startswith("│ 0 "))
+    assert [cell.strip() for cell in trainer.split("│")[-4:-1]] == ["12.5", "0.0", "4.0"]
 
 
 def test_room_for_tokens_is_not_guessed(arguments: Arguments) -> None:

@@ -72,6 +72,7 @@ class RankBytes:
     activations: int  # of all micro-batches that are under way at once
     staging: int  # one bucket of exported weights
     saved_copy: int  # in host memory, on the first of the data-parallel ranks: what --async-save writes from
+    kept_weights: int  # in host memory: trained weights of earlier versions
 
     @property
     def total(self) -> int:
@@ -102,9 +103,11 @@ def rank_bytes(
     critic: bool,
     bucket: int,
     copies_saves: bool,
+    kept_versions: int = 0,
 ) -> RankBytes:
     """Sum up one rank. ``reference``, ``critic``: it holds another model, frozen or trained. ``bucket``: bytes of
     ``--update-weight-buffer-size``. ``copies_saves``: it writes checkpoints from a copy of its state.
+    ``kept_versions``: sets of weights that old log-probs are computed with (``kept_weights.py``).
 
     The critic is as large as the policy, but for a value head in place of the output layer. Its activations are not
     there at the same time as the policy's, which are more.
@@ -145,6 +148,8 @@ def rank_bytes(
         staging=bucket,
         # Checkpoints hold the trained weights, their fp32 copies and both moments, gathered from all replicas.
         saved_copy=(per_weight + 12) * (trained + expert_trained + critic_parameters) if copies_saves else 0,
+        # One more while the newest is added, or while the model has the weights of another version.
+        kept_weights=per_weight * (trained + expert_trained) * (kept_versions + 1) if kept_versions else 0,
     )
 
 

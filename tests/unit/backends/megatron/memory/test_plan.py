@@ -72,12 +72,14 @@ def test_gradients_and_optimizer_are_those_of_adapters() -> None:
         critic=False,
         bucket=0,
         copies_saves=True,
+        kept_versions=3,
     )
     assert found.weights == 2 * (9000 + 120)
     assert found.reference == 2 * 9000
     assert found.gradients == 4 * 120
     assert found.optimizer == 12 * (80 // 8 + 40 // 4)
     assert found.saved_copy == 14 * 120
+    assert found.kept_weights == 4 * 2 * 120
 
 
 def test_a_critic_is_a_trained_model_with_a_value_head_for_an_output_layer() -> None:
