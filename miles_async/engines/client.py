@@ -17,13 +17,12 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 
-import aiohttp
-import msgspec
 import structlog
 
 from miles_async.arguments.routing import RouterShape
-from miles_async.engines.http import ERROR_TEXT, Http
+from miles_async.engines.http import ERROR_TEXT
 from miles_async.engines.kind import InferenceServer
+from miles_async.engines.posting.http_post import Answer, Post
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.routed_experts import experts_of
 from miles_async.engines.traffic import Traffic
@@ -33,9 +32,6 @@ from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.types import GenerateRequest, Generation, VersionSpan
 
 log = structlog.get_logger(__name__)
-
-ROUTING_KEY = "X-SMG-Routing-Key"  # the only header that consistent hashing looks at
-ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 
 _ABORT_SECONDS = 1.0
 _ABORT_CALLS = 256  # at once
@@ -51,23 +47,13 @@ at dispatch, tokens that the engine may have in flight) → spans. Raises Versio
 """
 
 
-class _Response(msgspec.Struct, frozen=True, kw_only=True):
-    """One answered request."""
-
-    status: int
-    body: bytes
-    content_type: str
-    engine_url: str
-    dispatch_version: int
-
-
 class RouterClient:
     """Implements ``api.EngineClient``. One per run, on one event loop."""
 
     def __init__(
         self,
         server: InferenceServer,
-        http: Http,
+        post: Post,
         registry: EngineRegistry,
         traffic: Traffic,
         *,
@@ -80,13 +66,14 @@ class RouterClient:
         backoff_seconds: float = 0.2,
         routers: RouterShape | None = None,
     ) -> None:
-        """``keep_aborted``: when a publication aborts requests, return what was generated instead of repeating them.
+        """``post``: to the path ``server.generate_path``.
+        ``keep_aborted``: when a publication aborts requests, return what was generated instead of repeating them.
         ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
         ``backoff_seconds``: before the first retry, with jitter; doubles up to 10 s.
         ``routers``: of the model, if requests ask for the experts that they choose.
         """
         self._traffic = traffic
-        self._http = http
+        self._post = post
         self._registry = registry
         self._server = server
         self._router_url = router_url
@@ -111,10 +98,6 @@ class RouterClient:
         """Seconds so far with at least one request at an engine."""
         return self._traffic.busy_seconds()
 
-    async def close(self) -> None:
-        """Close the shared HTTP session."""
-        await self._http.close()
-
     async def generate(self, request: GenerateRequest) -> Generation:
         """See ``api.EngineClient``. Raises StalledError when no engine serves within the gate's deadline."""
         tried, backoff = 0, self._backoff_seconds
@@ -138,10 +121,11 @@ class RouterClient:
     async def _try(self, request: GenerateRequest, tried: int) -> Generation:
         for _ in range(_ABORTS):
             await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
-            response = await self._request(request, tried)
+            version = self._registry.version
+            answer = await self._request(request, version, tried)
             await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
-            await self._verified(response.engine_url)
-            generation = self._generation(response, request)
+            await self._verified(answer.engine_url)
+            generation = self._generation(answer, request, version)
             if self._keep_aborted or generation.finish_reason != "abort":
                 return generation
         raise TransientEngineError(f"{generation.engine_id} aborted a request {_ABORTS} times in a row")
@@ -157,8 +141,8 @@ class RouterClient:
             waited = complaint.format(f"{self._gate_timeout:g} s")
             raise StalledError(f"{waited}: {self._registry.describe()}") from None
 
-    async def _request(self, request: GenerateRequest, tried: int) -> _Response:
-        request_id, version = uuid.uuid4().hex, self._registry.version
+    async def _request(self, request: GenerateRequest, version: int, tried: int) -> Answer:
+        request_id = uuid.uuid4().hex
         experts = self._routers is not None
         body = self._server.encode(request, request_id=request_id, version=version, experts=experts)
         url = self._router_url()
@@ -167,33 +151,18 @@ class RouterClient:
         try:
             with self._traffic.request(request_id, request.routing_key, version):
                 async with asyncio.timeout(self._request_timeout):
-                    response = await self._post(url, body, request.routing_key, version)
-        except aiohttp.ClientError as error:  # first: that there is no connection in time is a TimeoutError, too
-            await self._abort(request_id)
-            raise TransientEngineError(f"connection to {url} failed: {error!r}") from error
+                    answer = await self._post(url, request.routing_key, body)
         except TimeoutError:
             await self._abort(request_id)
             raise TransientEngineError(
                 f"no answer within {self._request_timeout:g} s (--request-timeout): {self._registry.describe()}"
             ) from None
-        except asyncio.CancelledError:
+        except (TransientEngineError, asyncio.CancelledError):
             await self._abort(request_id)
             raise
-        if response.status != 200:
-            raise http_error(response.status, response.body.decode(errors="replace"))
-        return response
-
-    async def _post(self, url: str, body: bytes, routing_key: str, version: int) -> _Response:
-        """Post to ``url``, an engine's or that of the router, which names the engine that it asked."""
-        headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._http.as_client}
-        async with self._http.session.post(url + self._server.generate_path, data=body, headers=headers) as response:
-            return _Response(
-                status=response.status,
-                body=await response.read(),
-                content_type=response.headers.get("Content-Type", ""),
-                engine_url=response.headers.get(ROUTED_WORKER, url),
-                dispatch_version=version,
-            )
+        if answer.status != 200:
+            raise http_error(answer.status, answer.body.decode(errors="replace"))
+        return answer
 
     async def _abort(self, request_id: str) -> None:
         """End a request that nobody waits for, since engines notice closed connections late.
@@ -228,34 +197,31 @@ class RouterClient:
         if self._registry.answering_at(engine_url) is None:
             raise TransientEngineError(f"engine at {engine_url} was fenced while it answered")
 
-    def _generation(self, response: _Response, request: GenerateRequest) -> Generation:
-        answer = self._server.decode(response.body, response.content_type, response.engine_url)
-        engine = self._registry.answering_at(response.engine_url)
+    def _generation(self, answer: Answer, request: GenerateRequest, dispatched: int) -> Generation:
+        """``dispatched``: version under which the request was sent."""
+        read = self._server.decode(answer.body, answer.content_type, answer.engine_url)
+        engine = self._registry.answering_at(answer.engine_url)
         assert engine is not None
         spans = self._parse_versions(
-            answer.weight_versions,
-            answer.weight_version,
-            len(answer.output_ids),
-            response.dispatch_version,
-            engine.tokens_in_flight,
+            read.weight_versions, read.weight_version, len(read.output_ids), dispatched, engine.tokens_in_flight
         )
-        if spans and spans[0].version < response.dispatch_version:
+        if spans and spans[0].version < dispatched:
             raise TransientEngineError(
-                f"{response.engine_url} began a request of version {response.dispatch_version} with version "
-                f"{spans[0].version}: the router still listed it when it was out"
+                f"{answer.engine_url} began a request of version {dispatched} with version {spans[0].version}: "
+                "the router still listed it when it was out"
             )
         experts = None
         if self._routers is not None:
-            experts = experts_of(answer, request, self._routers, response.engine_url)
+            experts = experts_of(read, request, self._routers, answer.engine_url)
         self._traffic.completed[engine.engine_id] += 1
         return Generation(
-            output_ids=answer.output_ids,
-            logprobs=answer.logprobs,
+            output_ids=read.output_ids,
+            logprobs=read.logprobs,
             spans=spans,
-            finish_reason=answer.finish_reason,
+            finish_reason=read.finish_reason,
             engine_id=engine.engine_id,
-            cached_tokens=answer.cached_tokens,
-            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=read.cached_tokens,
+            prompt_tokens=read.prompt_tokens,
             routed_experts=experts,
         )
 

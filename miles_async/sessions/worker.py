@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class Child(Protocol):
-    """The process (``runtime.child_process.ChildProcess``)."""
+    """The process (``runtime.processes.child_process.ChildProcess``)."""
 
     def start(self) -> None: ...
 

@@ -143,7 +143,8 @@ class StackMaker:
             name=name,
             port=port,
             keys=self.keys,
-            routers=_replayed_routers(self.arguments) if of_role(groups, "train") else None,
+            routers=_replayed_routers(arguments) if of_role(groups, "train") else None,
+            client_processes=arguments.engines.rollout_client_processes if of_role(groups, "train") else 0,
         )
 
     def _group(self, group: ServerGroup) -> EngineGroup:

@@ -1,9 +1,9 @@
-"""How many requests one client process carries: 1,000 fake engines over real HTTP, with as many requests in flight as
-the limit of open files allows, up to 64 for each engine.
+"""How many requests the rollout process carries, by the number of client processes beside it: 1,000 fake engines over
+real HTTP, with as many requests in flight as the limit of open files allows, up to 64 for each engine.
 
 The engines are one other process with a port for each: no more than what reads a request and writes the same packed
 answer after a drawn time. The time decides how many requests per second that makes; it is shortened until timers of the
-client's event loop are late.
+rollout process's event loop are late.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import psutil
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
+from miles_async.engines.posting.http_post import posting_over
+from miles_async.engines.posting.processes import ClientProcesses
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import MEDIA_TYPE, pack
 from miles_async.engines.sglang.api import SGLangServer
@@ -31,12 +33,14 @@ from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest
+from tests.benchmarks.client_processes import client_processes, cpu_seconds
 from tests.benchmarks.loop_lag import GOAL_MS, Turns, lag
 from tests.benchmarks.report import Row
 
 ENGINES = 1000
 PER_ENGINE = 64
 TOKENS = 256  # of an answer, and of a prompt
+CLIENT_PROCESSES = (0, 1, 2)
 OTHER_FILES = 2000  # of either process, listening sockets included
 RATES = (500, 1000, 1500, 2000, 3000)  # requests per second
 SECONDS = 15.0  # per row, after all requests have been answered once
@@ -99,8 +103,9 @@ def most_in_flight() -> int:
     return min(ENGINES * PER_ENGINE, limit - OTHER_FILES)
 
 
-async def measure(urls: Sequence[str], in_flight: int, rate: int, turns: Turns) -> Row:
+async def measure(urls: Sequence[str], in_flight: int, rate: int, clients: ClientProcesses, turns: Turns) -> Row:
     registry, http, traffic = EngineRegistry(), Http(), Traffic()
+    server = SGLangServer(http)
     for number, url in enumerate(urls):
         engine_id = f"engine-{number}"
         registry.engines[engine_id] = EngineRecord(
@@ -110,8 +115,8 @@ async def measure(urls: Sequence[str], in_flight: int, rate: int, turns: Turns) 
     registry.notify()
     engine: ContextVar[str] = ContextVar("engine")  # of a task, so that its connection is used again
     client = RouterClient(
-        SGLangServer(http), http, registry, traffic, router_url=engine.get, parse_versions=parse_spans,
-        request_timeout=600.0, retries=5, gate_timeout=60.0,
+        server, clients.post if clients.processes else posting_over(http, server.generate_path), registry, traffic,
+        router_url=engine.get, parse_versions=parse_spans, request_timeout=600.0, retries=5, gate_timeout=60.0,
     )  # fmt: skip
     seconds, chance = in_flight / rate, random.Random(0)
     prompt = np.arange(TOKENS, dtype=np.int32)
@@ -129,15 +134,18 @@ async def measure(urls: Sequence[str], in_flight: int, rate: int, turns: Turns) 
     async with asyncio.TaskGroup() as scope:
         tasks = [scope.create_task(one_after_another(number)) for number in range(in_flight)]
         await asyncio.sleep(2.0 * seconds)
-        first, answered, cpu = len(turns.cpu), done, time.process_time()
+        first, answered, cpu, others = len(turns.cpu), done, time.process_time(), cpu_seconds(clients)
         started = time.perf_counter()
         delays = await lag(SECONDS)
         wall, cpu, answered = time.perf_counter() - started, time.process_time() - cpu, done - answered
+        others = cpu_seconds(clients) - others
         row = {
+            "client_processes": len(clients.processes),
             "in_flight": client.in_flight,
             "asked_per_second": rate,
             "requests_per_second": round(answered / wall),
             "cpu_us_per_request": round(1e6 * cpu / answered),
+            "with_client_processes": round(1e6 * (cpu + others) / answered),
             "of_a_core": round(cpu / wall, 2),
             "lag_ms_p50": round(1e3 * float(np.percentile(delays, 50)), 1),
             "lag_ms_p99": round(1e3 * float(np.percentile(delays, 99)), 1),
@@ -151,24 +159,37 @@ async def measure(urls: Sequence[str], in_flight: int, rate: int, turns: Turns) 
 
 
 def rows() -> Iterator[Row]:
-    """One row per rate, up to the first that is more than the client can do."""
+    """One row per rate and number of client processes, up to the first rate that is more than can be done without."""
     garbage.settle()
     in_flight = most_in_flight()
     for rate in RATES:
-        turns = Turns()
-        command = [sys.executable, "-m", "tests.benchmarks.in_flight"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engines:
-            assert engines.stdin is not None
-            assert engines.stdout is not None
-            try:
-                urls = msgspec.json.decode(engines.stdout.readline(), type=list[str])
-                with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:  # noqa: B023
-                    row = runner.run(measure(urls, in_flight, rate, turns))
-            finally:
-                engines.stdin.close()
-        yield {**row, "meets_goal": row["turns_ms_p99"] < GOAL_MS}
-        if row["of_a_core"] > 0.9 or row["requests_per_second"] < 0.6 * rate:
+        without = one(in_flight, rate, 0)
+        yield without
+        for processes in CLIENT_PROCESSES[1:]:
+            row = one(in_flight, rate, processes)
+            yield {**row, "gain": round(without["cpu_us_per_request"] / row["cpu_us_per_request"], 2)}
+        if without["of_a_core"] > 0.9 or without["requests_per_second"] < 0.6 * rate:
             return
+
+
+def one(in_flight: int, rate: int, processes: int) -> Row:
+    turns = Turns()
+
+    async def with_processes(urls: Sequence[str]) -> Row:
+        async with client_processes(processes) as clients:
+            return await measure(urls, in_flight, rate, clients, turns)
+
+    command = [sys.executable, "-m", "tests.benchmarks.in_flight"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engines:
+        assert engines.stdin is not None
+        assert engines.stdout is not None
+        try:
+            urls = msgspec.json.decode(engines.stdout.readline(), type=list[str])
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+                row = runner.run(with_processes(urls))
+        finally:
+            engines.stdin.close()
+    return {**row, "meets_goal": row["turns_ms_p99"] < GOAL_MS}
 
 
 if __name__ == "__main__":

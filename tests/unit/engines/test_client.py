@@ -13,8 +13,9 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from miles_async.arguments.routing import RouterShape
-from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
+from miles_async.engines.client import RouterClient, http_error
 from miles_async.engines.http import Http
+from miles_async.engines.posting.http_post import ROUTING_KEY, posting_over
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import PACK
 from miles_async.engines.sglang.api import SGLangServer
@@ -73,7 +74,7 @@ async def setup(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
         traffic, http = Traffic(), Http()
         client = RouterClient(
             SGLangServer(http),
-            http,
+            posting_over(http, "/generate"),
             registry,
             traffic,
             router_url=lambda: engine.url,
