@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.cluster.machines import Machine, Machines
-from tests.integration.real_run import MARK, REVERSE, RealRun, real_run, traceback_in
+from tests.integration.imported_server import MARK
+from tests.integration.real_run import REVERSE, RealRun, real_run, traceback_in
 from tests.integration.trained_prompts import trained
 
 RUN_DIR = "/tmp/run"  # on each machine its own

@@ -9,7 +9,8 @@ import pytest
 
 from tests.cluster.machines import Machines, machines, needs_machines
 from tests.cluster.runs import NO_EVALUATION, RUN_DIR, assert_each_trained_once
-from tests.integration.real_run import MARK, ROOT, real_run
+from tests.integration.imported_server import MARK
+from tests.integration.real_run import ROOT, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600), needs_machines]
 

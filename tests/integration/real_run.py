@@ -18,12 +18,13 @@ from typing import Any
 import psutil
 
 from examples.quickstart.prepare import main as prepare_quickstart
+from tests.integration.imported_server import MARK
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
-MARK = "MILES_ASYNC_TEST_RUN"  # an environment variable: every process of a run inherits it, however it detaches
 LEAVING_SECONDS = 15.0
-REVERSE = (sys.executable, "-m", "miles_async", "train", "@examples/quickstart/reverse.args")
+TRAIN_REVERSE = ("train", "@examples/quickstart/reverse.args")
+REVERSE = (sys.executable, "-m", "miles_async", *TRAIN_REVERSE)
 SHORT_RUN = ("--save-hf", "none", "--no-use-wandb", "--lr-warmup-iters", "0")  # a warm-up may be longer than the run
 
 

@@ -83,9 +83,9 @@ def as_trained(row: AttemptRecord) -> Trained:
     )
 
 
-def test_on_policy_is_the_plain_loop(tmp_path: Path) -> None:
+def test_on_policy_is_the_plain_loop(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
     flags = ("--num-rollout", str(NUM_STEPS), *ON_POLICY)
-    with real_run(tmp_path / "run", *flags) as run:
+    with real_run(tmp_path / "run", *flags, command=imported_reverse) as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
     rows = attempts(run.run_dir)
@@ -106,12 +106,12 @@ def test_on_policy_is_the_plain_loop(tmp_path: Path) -> None:
 
 
 def test_batches_are_those_of_the_plain_loop_to_the_last_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_imports: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_imports: Path, imported_reverse: tuple[str, ...]
 ) -> None:
     flags = ("--num-rollout", "3", "--rollout-batch-size", "4", "--rollout-num-gpus", "1", *ON_POLICY)
     flags += ("--actor-num-gpus-per-node", "1", "--rollout-concurrency-per-engine", "1")
     monkeypatch.chdir(ROOT)
-    with real_run(tmp_path / "run", *flags, "--record") as run:
+    with real_run(tmp_path / "run", *flags, "--record", command=imported_reverse) as run:
         arguments = with_absolute_paths(parse_arguments([f"@{QUICKSTART}/reverse.args", *flags]).arguments)
         steps = asyncio.run(_plain_steps(arguments, tmp_path, engine_imports))
         assert run.wait(RUN_SECONDS) == 0, run.output

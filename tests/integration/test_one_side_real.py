@@ -32,11 +32,12 @@ def logs(run: RealRun) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> str:
+def dumps(tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[str, ...]) -> str:
     """What rollouts without a trainer left, for ``--load-debug-rollout-data``."""
     root = tmp_path_factory.mktemp("rollouts")
     dumps = str(root / "{rollout_id}.parquet")
-    with real_run(root / "run", *FLAGS, "--debug-rollout-only", "--save-debug-rollout-data", dumps) as run:
+    flags = (*FLAGS, "--debug-rollout-only", "--save-debug-rollout-data", dumps)
+    with real_run(root / "run", *flags, command=imported_reverse) as run:
         generated = finished(run)
         summary = run.summary
     assert not {"trainer-0.log", "rank_imports.log"} & logs(run)
@@ -51,13 +52,15 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(dumps: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+def trained(
+    dumps: str, tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[str, ...]
+) -> Callable[[int], list[dict[str, Any]]]:
     """Number of ranks → the steps of a trainer alone."""
 
     @functools.cache
     def by(ranks: int) -> list[dict[str, Any]]:
         flags = (*FLAGS, "--actor-num-gpus-per-node", str(ranks), "--load-debug-rollout-data", dumps)
-        with real_run(tmp_path_factory.mktemp("trainer") / "run", *flags) as run:
+        with real_run(tmp_path_factory.mktemp("trainer") / "run", *flags, command=imported_reverse) as run:
             steps = finished(run)
         assert not {"engine-0.0.log", "engine_imports.log", "rollout.log"} & logs(run)
         return steps

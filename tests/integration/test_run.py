@@ -207,9 +207,12 @@ def test_sigterm_to_the_group_ends_a_start_within_seconds(tmp_path: Path) -> Non
     assert run.summary["ending"] == "interrupted"
 
 
-def test_engine_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+def test_engine_that_does_not_come_up_is_an_error_with_its_last_words(
+    tmp_path: Path, imported_reverse: tuple[str, ...]
+) -> None:
     # covers: C10, A7
-    with real_run(tmp_path / "run", "--sglang-mem-fraction-static=-1", *ONE_EACH) as run:
+    flags = ("--sglang-mem-fraction-static=-1", *ONE_EACH)
+    with real_run(tmp_path / "run", *flags, command=imported_reverse) as run:
         assert run.wait(RUN_SECONDS) == 1
         run.assert_nothing_left()
     assert re.search(r"^error: engine-\d \(SGLang, .* ended with status", run.output, re.MULTILINE), run.output

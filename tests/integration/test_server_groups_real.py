@@ -55,7 +55,9 @@ def ask(port: int, key: str) -> str:
         return json.loads(response.read())["choices"][0]["finish_reason"]
 
 
-def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_engines_that_grow_and_shrink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported_reverse: tuple[str, ...]
+) -> None:
     # covers: C8, R4
     monkeypatch.setenv("MILES_ASYNC_API_KEY", "chosen")
     with HeldPort(LOOPBACK) as held:
@@ -64,7 +66,7 @@ def test_groups_of_engines_that_grow_and_shrink(tmp_path: Path, monkeypatch: pyt
     fleet.write_text(FLEET.format(port=port))
     flags = ("--server-groups", str(fleet), "--num-rollout", "1000", "--eval-interval", "2")
     flags += ("--actor-num-gpus-per-node", "1", "--save-hf", "none")
-    with real_run(tmp_path / "run", *flags) as run:
+    with real_run(tmp_path / "run", *flags, command=imported_reverse) as run:
         run.wait_for_steps(1, SECONDS)
         assert "train-0 serving" in fleet_of(run)
         assert "judge-0 serving" in fleet_of(run)

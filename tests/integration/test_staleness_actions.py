@@ -32,10 +32,10 @@ FLAGS = (
 )
 
 
-def test_recycle_gives_the_prompt_another_attempt(tmp_path: Path) -> None:
+def test_recycle_gives_the_prompt_another_attempt(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
     # covers: C11
     recycle = ("--max-weight-staleness", "1", "--stale-group-action", "recycle")
-    run, rows = _finished(tmp_path, "Overtaken", *recycle, "--record")
+    run, rows = _finished(tmp_path, imported_reverse, "Overtaken", *recycle, "--record")
     assert len(list(Replay.of_run(run.run_dir))) == NUM_STEPS
     assert run.summary["age_max"] <= 1
     assert run.summary["groups"]["dropped"] == 0
@@ -49,8 +49,10 @@ def test_recycle_gives_the_prompt_another_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_drop_lets_a_fresh_prompt_take_its_place(tmp_path: Path) -> None:
-    run, rows = _finished(tmp_path, "Overtaken", "--max-weight-staleness", "1", "--stale-group-action", "drop")
+def test_drop_lets_a_fresh_prompt_take_its_place(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
+    run, rows = _finished(
+        tmp_path, imported_reverse, "Overtaken", "--max-weight-staleness", "1", "--stale-group-action", "drop"
+    )
     assert run.summary["age_max"] <= 1
     assert run.summary["groups"]["recycled"] == 0
     dropped = _stale(rows, Outcome.STALE_DROPPED)
@@ -62,8 +64,8 @@ def test_drop_lets_a_fresh_prompt_take_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_without_a_bound_they_are_trained_however_old(tmp_path: Path) -> None:
-    run, rows = _finished(tmp_path, "Overtaken", "--max-weight-staleness", "none")
+def test_without_a_bound_they_are_trained_however_old(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
+    run, rows = _finished(tmp_path, imported_reverse, "Overtaken", "--max-weight-staleness", "none")
     assert run.summary["age_max"] >= 2
     assert run.summary["groups"]["recycled"] == run.summary["groups"]["dropped"] == 0
     assert _trained_prompts(rows) == sorted(source_order(NUM_GROUPS))
@@ -73,8 +75,10 @@ def test_without_a_bound_they_are_trained_however_old(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_wait_holds_publications_back_until_they_are_trained(tmp_path: Path) -> None:
-    run, rows = _finished(tmp_path, "Late", "--max-weight-staleness", "1", "--stale-group-action", "wait")
+def test_wait_holds_publications_back_until_they_are_trained(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
+    run, rows = _finished(
+        tmp_path, imported_reverse, "Late", "--max-weight-staleness", "1", "--stale-group-action", "wait"
+    )
     assert run.summary["age_max"] == 1
     assert run.summary["groups"]["recycled"] == run.summary["groups"]["dropped"] == 0
     assert _trained_prompts(rows) == sorted(source_order(NUM_GROUPS))
@@ -87,10 +91,14 @@ def test_wait_holds_publications_back_until_they_are_trained(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_what_engines_are_too_slow_for_is_aborted_there_and_replayed(tmp_path: Path) -> None:
+def test_what_engines_are_too_slow_for_is_aborted_there_and_replayed(
+    tmp_path: Path, imported_reverse: tuple[str, ...]
+) -> None:
     # covers: C11
     uneven = ("--rollout-temperature", "2.5", "--rollout-max-response-len", "100")  # most end soon, some never do
-    run, rows = _finished(tmp_path, None, *uneven, "--max-weight-staleness", "1", "--num-rollout", "16", "--record")
+    run, rows = _finished(
+        tmp_path, imported_reverse, None, *uneven, "--max-weight-staleness", "1", "--num-rollout", "16", "--record"
+    )
     aborted = [row for row in rows if row.stage is Stage.IN_FLIGHT]
     assert aborted
     assert all((row.target_version or 0) >= row.issued_version + 2 for row in aborted)
@@ -98,10 +106,12 @@ def test_what_engines_are_too_slow_for_is_aborted_there_and_replayed(tmp_path: P
     assert len(list(Replay.of_run(run.run_dir))) == 16
 
 
-def _finished(tmp_path: Path, stragglers: str | None, *flags: str) -> tuple[RealRun, list[AttemptRecord]]:
+def _finished(
+    tmp_path: Path, command: tuple[str, ...], stragglers: str | None, *flags: str
+) -> tuple[RealRun, list[AttemptRecord]]:
     """A run to its end, and its ledger, which balances and agrees with what the run says of itself."""
     hook = ("--custom-generate-function-path", f"tests.integration.stragglers:{stragglers}") if stragglers else ()
-    with real_run(tmp_path / "run", *FLAGS, *flags, *hook) as run:
+    with real_run(tmp_path / "run", *FLAGS, *flags, *hook, command=command) as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
     summary, rows = run.summary, attempts(run.run_dir)

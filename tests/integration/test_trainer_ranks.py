@@ -24,13 +24,13 @@ from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.errors import CheckpointError, ConfigurationError, ProcessLostError, StalledError, TrainerError
+from miles_async.runtime.processes.fork_server_process import ForkServer
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import StagedWeights
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed.driver import Broadcasts
 from miles_async.weights.transports.spec import RankSide
-from tests.integration.conftest import Imported
 from tests.integration.tiny_models import save_tiny_qwen3
 from tests.integration.toy_batches import to_shards, toy_samples
 from tests.integration.weight_receiver import import_all, receive
@@ -90,7 +90,7 @@ def make_sender(directory: Path, address: str, *, sender: int, senders: int) -> 
 
 
 @pytest.fixture(scope="module")
-def resources(rank_imports: Imported) -> RankResources:
+def resources(rank_imports: ForkServer) -> RankResources:
     return RankResources.for_device("cpu", {}, rank_imports.interpreter("ray::TrainerActor"))
 
 
