@@ -29,8 +29,9 @@ from miles_async.weights.transports.distributed.weight_group import GroupBrokenE
 from tests.integration.weight_receiver import init_custom_process_group
 
 SECONDS = 1.0
-JOIN_SECONDS = 120.0  # members are new processes, which import torch
-SPAWN = multiprocessing.get_context("spawn")
+JOIN_SECONDS = 120.0  # importing torch included
+FORK = multiprocessing.get_context("forkserver")  # torch is imported once for all members
+FORK.set_forkserver_preload(["tests.integration.weight_receiver"])
 
 
 def member(port: int, rank: int, world_size: int, behaviour: str, done: Any) -> None:
@@ -66,14 +67,14 @@ def until_nobody_listens(port: int) -> None:
 def group_of() -> Iterator[Callable[..., WeightGroup]]:
     """Makes a group whose members behave as named."""
     made: list[Any] = []
-    done = SPAWN.Event()
+    done = FORK.Event()
 
     def make(*behaviours: str, world_size: int | None = None) -> WeightGroup:
         size = world_size or 1 + len(behaviours)
         options: dict[str, Any] = {"address": "127.0.0.1", "backend": "gloo", "device": torch.device("cpu")}
         group = WeightGroup("g", size, timeout_seconds=JOIN_SECONDS if behaviours else SECONDS, **options)
         for rank, behaviour in enumerate(behaviours, start=1):
-            made.append(SPAWN.Process(target=member, args=(group.port, rank, size, behaviour, done)))
+            made.append(FORK.Process(target=member, args=(group.port, rank, size, behaviour, done)))
             made[-1].start()
         return group
 
