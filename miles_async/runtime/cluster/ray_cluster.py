@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 import ray
 
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.cluster import worker_setup
 from miles_async.runtime.cluster.own_ray import OwnRay
 from miles_async.runtime.cluster.ray_address import TOKEN_MODE, find_entry
 
@@ -100,6 +101,8 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our runtime environments: unused
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has variables of its own
+    if not address:
+        worker_setup.install()
     where = f"--ray-address {address}" if address else "Ray cannot start on this machine"
     if address and address != "auto" and find_entry(address) == "token":
         os.environ[TOKEN_MODE] = "token"  # by itself Ray shows its token to no address that it was given
