@@ -35,6 +35,9 @@ CASES: tuple[tuple[torch.dtype, DeltaEncoding | None], ...] = (
 )
 
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
 class AnonymousMemory:
     """Of this process, above what it was at the start: the pages of files that it maps can be dropped at any time."""
 
@@ -44,7 +47,11 @@ class AnonymousMemory:
         self._thread = threading.Thread(target=self._watch)
 
     def __enter__(self) -> AnonymousMemory:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed, and would be used again unseen
+        libc = ctypes.CDLL(None)
+        # Larger blocks go back to the system when they are freed. By itself glibc raises that size up to 32 MiB as it
+        # sees such blocks freed, and keeps some of what is freed from then on.
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)
+        libc.malloc_trim(0)  # what was freed, and would be used again unseen
         self._before = self._now()
         self._thread.start()
         return self
