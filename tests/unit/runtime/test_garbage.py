@@ -22,6 +22,7 @@ def _as_before() -> Iterator[None]:
 
 
 async def test_the_rollout_process_settles_when_its_parts_are_there() -> None:  # covers: C10
+    gc.unfreeze()  # what there was before tests began (tests/conftest.py)
     seen: list[int] = []
 
     async def build() -> RolloutParts:
