@@ -183,7 +183,7 @@ class _ClientProcess:
 
         Seconds are counted one by one: while this process's own event loop stands still, the other is not silent.
         """
-        silent, limit = 0, _START_SECONDS
+        silent, limit = 0, _SILENT_SECONDS if self.link.heard.is_set() else _START_SECONDS
         while silent < limit:
             if self.link.over:
                 return "ended"

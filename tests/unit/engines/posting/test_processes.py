@@ -188,16 +188,17 @@ async def test_a_process_that_dies_costs_its_requests_a_try(tmp_path: Path) -> N
 
 
 async def test_a_process_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # covers: C10
-    async with listening() as echo, started(tmp_path) as clients, supervised(clients):
+    async with listening() as echo, started(tmp_path) as clients:
         monkeypatch.setattr(processes_module, "_SILENT_SECONDS", 2)
-        hung = clients.processes[0].child
-        kill(clients, 0, signal.SIGSTOP)
-        with pytest.raises(TransientEngineError, match="client process 0 is gone"):
-            await clients.post(echo.url, "a", body(hold=True))
-        monkeypatch.undo()
-        await until(lambda: clients.processes[0].child is not hung)
-        assert (await clients.post(echo.url, "a", body())).status == 200
-        assert not psutil.pid_exists(hung.pid)
+        async with supervised(clients):
+            hung = clients.processes[0].child
+            kill(clients, 0, signal.SIGSTOP)
+            with pytest.raises(TransientEngineError, match="client process 0 is gone"):
+                await clients.post(echo.url, "a", body(hold=True))
+            monkeypatch.undo()
+            await until(lambda: clients.processes[0].child is not hung)
+            assert (await clients.post(echo.url, "a", body())).status == 200
+            assert not psutil.pid_exists(hung.pid)
 
 
 async def test_a_process_that_dies_too_often_ends_the_run(tmp_path: Path) -> None:  # covers: C10
