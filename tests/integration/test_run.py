@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from miles_async.wiring.replay import Replay
@@ -135,6 +136,7 @@ def test_rolling_publications_from_two_pipeline_stages_until_it_is_interrupted(t
     flags += ("--pipeline-model-parallel-size", "2")
     with real_run(tmp_path / "run", *flags) as run:
         run.wait_for_steps(4, RUN_SECONDS)
+        assert {process.nice() for process in run.processes()} == {psutil.Process().nice()}, "one side comes first"
         ctrl_c(run)
         assert_interrupted(run)
     summary = run.summary

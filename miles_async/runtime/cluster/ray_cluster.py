@@ -101,6 +101,7 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our runtime environments: unused
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has variables of its own
+    os.environ.setdefault("RAY_worker_niceness", "0")  # not 15: engines, which are no workers, would come first
     if not address:
         worker_setup.install()
     where = f"--ray-address {address}" if address else "Ray cannot start on this machine"
