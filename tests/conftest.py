@@ -1,4 +1,4 @@
-"""What all tests have in common."""
+"""Settings of all tests: Hypothesis, threads, garbage collection."""
 
 from __future__ import annotations
 

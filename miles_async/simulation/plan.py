@@ -64,7 +64,7 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutProcessUse:
-    """What the rollout process needs, as far as samples cost it."""
+    """CPU time of the rollout process that grows with the number of samples."""
 
     samples_per_second: float
     client_processes: bool  # --rollout-client-processes

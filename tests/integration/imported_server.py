@@ -20,7 +20,7 @@ from miles_async.runtime.processes.forking import listen
 
 MARK = "MILES_ASYNC_TEST_RUN"  # every process of a test's run inherits it, however it detaches
 ROOM_FOR_MARKS = dict.fromkeys((run_process.MARK, MARK), "0" * 32)
-"""What the environment of the process that everything is forked from has to have, for :func:`show_marks`."""
+"""Variables that the first process has to be started with, so that :func:`show_marks` finds room in its forks."""
 
 
 def show_marks(environment: Mapping[str, str]) -> None:

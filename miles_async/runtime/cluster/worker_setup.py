@@ -1,7 +1,7 @@
 """Becomes a Ray worker in its runtime environment, as Ray's ``setup_worker.py`` (2.60) does, but without importing Ray.
 
-That import takes half a second of CPU for every worker. A run's own Ray is started with this script instead
-(:func:`install`); what no run asks for, such as containers and other languages, is left to Ray's.
+Importing Ray takes half a second of CPU for every worker. A run's own Ray is started with this script in place of
+Ray's (:func:`install`). Containers and other languages, which no run asks for, are left to Ray's script.
 Standard library only.
 """
 

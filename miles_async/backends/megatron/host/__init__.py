@@ -1,1 +1,1 @@
-"""What Megatron needs where there is no CUDA and no Transformer Engine."""
+"""Layers, limits and stand-ins for machines without CUDA or without Transformer Engine."""

@@ -1,1 +1,1 @@
-"""What a rank needs, without allocating it."""
+"""Measure the memory that a rank will need, without allocating it."""

@@ -125,7 +125,7 @@ def body(**asked: object) -> bytes:
 
 
 async def check_answers(post: Post, echo: Echo) -> None:
-    """What every way of posting has to do."""
+    """Answers, statuses, errors and cancellation go through ``post`` as they are."""
     assert await post(echo.url, "a", body(name="plain")) == Answer(
         status=200, content_type="test/a", engine_url=echo.url, body=body(name="plain")
     )
