@@ -86,7 +86,7 @@ class FakeEngine:
                 web.get("/v1/loads", self._loads),
                 web.get("/v1/models", self._models),
                 web.get("/ready", self._ready),
-                web.get("/health", self._ready),
+                web.get("/health", self._healthy),
                 web.post("/generate", self._generate),
                 web.post("/pause_generation", self._pause),
                 web.post("/continue_generation", self._continue),
@@ -173,6 +173,9 @@ class FakeEngine:
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self._paused else 200)
+
+    async def _healthy(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     # -------------------------------------------------------------------------------------- generation
     async def _generate(self, request: web.Request) -> web.Response:

@@ -91,6 +91,8 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "SGLANG_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE_SECONDS,
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # log-probs at the sampling temperature, as the trainer's are
+        # The router asks for /health twice before it takes an engine, and by default each answer takes a second.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
