@@ -8,7 +8,7 @@ from typing import Literal
 
 from miles_async.arguments.flag import ModuleAttr, flag
 
-AdvantageEstimatorName = Literal["grpo", "rloo", "reinforce", "token_rewards", "on_policy_distillation"]
+AdvantageEstimatorName = Literal["grpo", "rloo", "opob", "reinforce", "token_rewards", "on_policy_distillation"]
 TokenAdvantagesName = Literal["gae", "kl_in_reward"]
 LossType = Literal["policy_loss", "sft_loss"]
 PolicyLossName = Literal[
@@ -37,7 +37,9 @@ class AlgorithmArguments:
     advantage_estimator: AdvantageEstimatorName | ModuleAttr = flag(
         "grpo",
         "advantage of a sample. grpo: (r − mean) / (std + 1e-4) within the group; rloo: r − mean of the others; "
-        "reinforce: r; token_rewards: r and, for single tokens, what environments and rewards gave them, with "
+        "opob: grpo with a mean that weighs each sample by the square of its importance weight × the norm of its "
+        "gradient, which takes a forward and backward pass of its own for every sample (VCPO); reinforce: r; "
+        "token_rewards: r and, for single tokens, what environments and rewards gave them, with "
         "--token-advantages gae; on_policy_distillation: 0, to learn from the teacher of --use-opd alone",
     )
     grpo_std_normalization: bool = flag(True, "divide by the group's standard deviation (no: Dr. GRPO)")

@@ -25,6 +25,7 @@ from miles_async.algorithms.proximal import interpolated
 from miles_async.algorithms.reference_updates import ReferenceUpdates
 from miles_async.algorithms.token_advantages.kl_in_reward import KlInReward
 from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories, minus_optimal_baseline
 from miles_async.algorithms.whole_batch.second_moment import within_second_moment
 from miles_async.algorithms.whole_batch.whiten import whiten
 from miles_async.api import (
@@ -81,6 +82,7 @@ class Objective:
     kl: KlEstimator | None = None
     kl_coefficient: KlCoefficient | None = None  # of that estimate in the loss
     reference_updates: ReferenceUpdates | None = None  # None: the reference model stays as it is
+    optimal_baseline: bool = False  # advantages get that of their group, which takes norms of gradients
     token_advantages: TokenAdvantages | None = None  # comes before the first optimizer step on a batch
     critic_advantages: TokenAdvantages | None = None  # that returns are made of; None: the policy's
     normalize_advantages: bool = False
@@ -121,8 +123,8 @@ class Objective:
     @property
     def prepares_batches(self) -> bool:
         """True if batches get something before the first optimizer step, such as other advantages."""
-        changed = self.token_advantages is not None or self.normalize_advantages or self.m2_threshold is not None
-        return changed or isinstance(self.policy_loss, Surveys)
+        changed = self.optimal_baseline or self.token_advantages is not None or self.normalize_advantages
+        return changed or self.m2_threshold is not None or isinstance(self.policy_loss, Surveys)
 
     @property
     def needs_for_advantages(self) -> frozenset[Need]:
@@ -131,14 +133,21 @@ class Objective:
         compares = self.m2_threshold is not None or isinstance(self.policy_loss, Surveys)
         return frozenset(needs | ({"old_logprobs"} if compares else set()))
 
-    def prepared(self, batches: Sequence[TokenBatch], gather: Gather) -> list[TokenBatch]:
-        """All micro-batches of a rollout batch with their advantages (of tokens, then whitened, then masked) and with
-        what the policy loss finds in the batch as a whole. Collective.
+    def prepared(
+        self, batches: Sequence[TokenBatch], gather: Gather, trajectories: Trajectories | None = None
+    ) -> list[TokenBatch]:
+        """All micro-batches of a rollout batch with their advantages (with the optimal baseline, of tokens, then
+        whitened, then masked) and with what the policy loss finds in the batch as a whole. Collective.
+
+        ``trajectories``: some of the batch, each on one rank; for the optimal baseline.
         """
 
         def replaced(advantages: Iterable[Tensor]) -> list[TokenBatch]:
             return [replace(batch, advantages=one) for batch, one in zip(batches, advantages, strict=True)]
 
+        if self.optimal_baseline:
+            assert trajectories is not None, "the optimal baseline weighs trajectories"
+            batches = replaced(minus_optimal_baseline(batches, trajectories, gather))
         batches = replaced(self.advantages(batch) for batch in batches)
         if self.normalize_advantages:
             batches = replaced(whiten(batches, gather))
@@ -213,6 +222,7 @@ def make_objective(arguments: AlgorithmArguments, *, kept_versions: int = 1) -> 
             value=arguments.kl_loss_coef, target=arguments.kl_target, horizon=arguments.kl_horizon
         ),
         reference_updates=ReferenceUpdates.of(arguments),
+        optimal_baseline=arguments.advantage_estimator == "opob",
         token_advantages=registry.token_advantages(arguments),
         critic_advantages=registry.critic_advantages(arguments),
         normalize_advantages=arguments.normalize_advantages,

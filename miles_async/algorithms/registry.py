@@ -30,6 +30,7 @@ HERE = "miles_async.algorithms"
 ADVANTAGE_ESTIMATORS = {
     "grpo": f"{HERE}.advantages.grpo:Grpo",
     "rloo": f"{HERE}.advantages.rloo:Rloo",
+    "opob": f"{HERE}.advantages.grpo:Grpo",  # from which the trainer takes another mean: whole_batch.optimal_baseline
     "reinforce": f"{HERE}.advantages.reinforce:Reinforce",
     "token_rewards": f"{HERE}.advantages.token_rewards:RewardPerToken",
     "on_policy_distillation": f"{HERE}.advantages.on_policy_distillation:OnPolicyDistillation",

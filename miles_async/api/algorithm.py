@@ -56,6 +56,7 @@ class TokenBatch:
     loss_mask: Tensor  # float32 [N]: 1 where the token carries loss, else 0
     advantages: Tensor  # float32 [N], 0 where no loss is carried
     rewards: Tensor  # float32 [S], of the sequence's sample
+    group_ids: Tensor  # int64 [S], of the sample's group in the rollout batch; negative if the sequence is a filler
     rollout_logprobs: Tensor  # float32 [N], by the engine that sampled the token
     weight_versions: Tensor  # int64 [N], NO_VERSION where no engine generated the token
     oldest_versions: Tensor  # int64 [N]: the oldest version in the token's sequence

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from miles_async.algorithms.advantages.rewards import rewards_of
+from miles_async.algorithms.advantages.rewards import rewards_of, sizes_of
 from miles_async.errors import ConfigurationError, ContractViolation
 from miles_async.staleness.versions import count_versions
 from miles_async.types import Branch, Float32, Group, Int32, Int64, RoutedExperts, TrainBatch
@@ -34,6 +34,7 @@ class BranchTable:
     advantages: Float32  # [S] of the sample, or per token, as in TrainBatch
     rewards: Float32  # [S] of the sample
     sample_ids: Int64  # [S] the sample's position in the batch
+    group_ids: Int64  # [S] that of its group
     routed: bool = False  # experts of every token go with it
     taught: bool = False  # so do log-probs of a teacher
 
@@ -51,6 +52,7 @@ class BranchTable:
             advantages=self._advantages(chosen),
             rewards=self.rewards[chosen],
             sample_ids=self.sample_ids[chosen],
+            group_ids=self.group_ids[chosen],
             routed_experts=np.concatenate([experts_of(branch) for branch in branches]) if self.routed else None,
             teacher_logprobs=np.concatenate([teacher_of(branch) for branch in branches]) if self.taught else None,
         )
@@ -100,6 +102,7 @@ def tabulate(
         advantages=_checked(np.asarray(advantages, dtype=np.float32), branches, sample_ids),
         rewards=rewards_of(groups)[sample_ids],
         sample_ids=sample_ids,
+        group_ids=np.repeat(np.arange(len(groups), dtype=np.int64), sizes_of(groups))[sample_ids],
         routed=routed,
         taught=taught,
     )
@@ -156,6 +159,7 @@ def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
         advantages=batch.advantages[branches if _per_branch(batch) else tokens],
         rewards=batch.rewards[branches],
         sample_ids=batch.sample_ids[branches],
+        group_ids=batch.group_ids[branches],
         routed_experts=None if batch.routed_experts is None else batch.routed_experts[tokens],
         teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[tokens],
     )

@@ -16,7 +16,7 @@ from miles_async.train_data.work import sequence_work
 from miles_async.types import Int64, TrainBatch, TrainShard
 
 FILLER = -1
-"""Sample id of a single token without loss, which only makes the number of micro-batches equal."""
+"""Sample and group id of a single token without loss, which only makes the number of micro-batches equal."""
 
 
 def split(
@@ -102,6 +102,7 @@ def _filler(table: BranchTable, index: int) -> TrainBatch:
         advantages=np.zeros(1, dtype=np.float32),
         rewards=np.zeros(1, dtype=np.float32),
         sample_ids=np.full(1, FILLER, dtype=np.int64),
+        group_ids=np.full(1, FILLER, dtype=np.int64),
         routed_experts=experts_of(branch)[:1].copy() if table.routed else None,
         teacher_logprobs=np.zeros(1, dtype=np.float32) if table.taught else None,
     )

@@ -29,6 +29,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: Float32  # [S] or [N], see above
     rewards: Float32  # [S]
     sample_ids: Int64  # [S] the sample's position in the batch before any split; the same for all its branches
+    group_ids: Int64  # [S] that of the sample's group
     routed_experts: RoutedExperts | None = None  # [N, ...] as in Branch, if they are replayed
     teacher_logprobs: Float32 | None = None  # [N] as in Branch, if there is a teacher
 

@@ -28,6 +28,7 @@ def token_batch(
         loss_mask=torch.tensor(mask or [1.0] * count),
         advantages=torch.tensor(advantages),
         rewards=torch.zeros(len(offsets) - 1),
+        group_ids=torch.arange(len(offsets) - 1),
         rollout_logprobs=torch.tensor(rollout or old),
         weight_versions=torch.zeros(count, dtype=torch.int64),
         oldest_versions=torch.zeros(count, dtype=torch.int64),

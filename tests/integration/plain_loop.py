@@ -69,6 +69,7 @@ def _batch(url: str, prompts: Sequence[Prompt], group_size: int, max_new_tokens:
         advantages=np.array(advantages, np.float32),
         rewards=np.array(rewards, np.float32),
         sample_ids=np.arange(size, dtype=np.int64),
+        group_ids=np.repeat(np.arange(len(prompts), dtype=np.int64), group_size),
     )
 
 

@@ -19,6 +19,8 @@ class ToySample:
     rollout_logprobs: np.ndarray
     weight_versions: np.ndarray
     advantage: float
+    number: int = 0  # in its rollout batch; the same for all branches of a trajectory
+    group: int = 0
 
     @property
     def teacher_logprobs(self) -> np.ndarray:
@@ -50,6 +52,8 @@ def toy_samples(count: int, *, vocab: int = 64, seed: int = 0) -> list[ToySample
                 rollout_logprobs=(draw.normal(-4.0, 0.3, prompt + response) * mask).astype(np.float32),
                 weight_versions=versions,
                 advantage=float(draw.normal()),
+                number=index,
+                group=index // 3,
             )
         )
     return samples
@@ -72,7 +76,8 @@ def to_batch(samples: Sequence[ToySample]) -> TrainBatch:
         oldest_versions=np.array(oldest, np.int32),
         advantages=np.array([sample.advantage for sample in samples], np.float32),
         rewards=np.zeros(count, np.float32),
-        sample_ids=np.arange(count),
+        sample_ids=np.array([sample.number for sample in samples], np.int64),
+        group_ids=np.array([sample.group for sample in samples], np.int64),
         teacher_logprobs=flat("teacher_logprobs", np.float32),
     )
 

@@ -35,6 +35,7 @@ def batch_of(lengths: list[int]) -> TrainBatch:
         advantages=np.zeros(count, np.float32),
         rewards=np.zeros(count, np.float32),
         sample_ids=np.arange(count),
+        group_ids=np.arange(count),
         routed_experts=choices(tokens),
     )
 

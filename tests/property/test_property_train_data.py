@@ -62,7 +62,7 @@ def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
         per_token = (
             batch.tokens, batch.loss_mask, batch.rollout_logprobs, batch.weight_versions, token_advantages(batch)
         )  # fmt: skip
-        per_branch = (batch.oldest_versions, batch.rewards, batch.sample_ids)
+        per_branch = (batch.oldest_versions, batch.rewards, batch.sample_ids, batch.group_ids)
         first = int(batch.tokens[batch.offsets[s]])
         result[first] = (*(tuple(a[tokens]) for a in per_token), *(a[s].item() for a in per_branch))
         if (experts := batch.routed_experts) is not None:  # they tell which token they belong to

@@ -28,10 +28,12 @@ from miles_async.algorithms.objective import LossSums, Objective
 from miles_async.algorithms.spread import spread_sums
 from miles_async.algorithms.step_scale import SUMS as STEP_SUMS
 from miles_async.algorithms.step_scale import StepScale, scaled_rates
+from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories
 from miles_async.api import Need
 from miles_async.backends.megatron.critic import Critic
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
 from miles_async.backends.megatron.forward import Pipeline, Scoring
+from miles_async.backends.megatron.gradient_norms import GradientNorms
 from miles_async.backends.megatron.kept_weights import KeptWeights
 from miles_async.backends.megatron.learner import Learner
 from miles_async.backends.megatron.metrics import accumulate, mean, step_metrics
@@ -78,7 +80,8 @@ class StepRunner:
             [pack_batch(batch, shard.target_version, self.layout, self.device) for batch in step]
             for step in shard.optimizer_steps
         ]
-        steps = self._prepared(self._with_values(self._with_logprobs(steps, present))) * self.epochs
+        steps = self._with_values(self._with_logprobs(steps, present))
+        steps = self._prepared(steps, self._trajectories(shard)) * self.epochs
         loss_tokens = shard.loss_tokens * self.epochs
         totals: dict[str, Tensor] = {}
         norms: list[float] = []
@@ -205,12 +208,19 @@ class StepRunner:
         remaining = iter(scored.numbers)
         return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
 
-    def _prepared(self, steps: list[Packs]) -> list[Packs]:
+    def _trajectories(self, shard: TrainShard) -> Trajectories | None:
+        """What the objective's baseline weighs, if it is one that does."""
+        if not self.objective.optimal_baseline:
+            return None
+        norms = GradientNorms(policy=self.policy.model, scorer=self.scorer, layout=self.layout, device=self.device)
+        return norms.of(shard)
+
+    def _prepared(self, steps: list[Packs], trajectories: Trajectories | None) -> list[Packs]:
         """What the objective makes of whole batches, where the losses are: on the last pipeline stage."""
         if not self.objective.prepares_batches or not parallel_state.is_pipeline_last_stage():
             return steps
         batches = [packed.batch for packs in steps for packed in packs]
-        found = iter(self.objective.prepared(batches, gather_from_replicas))
+        found = iter(self.objective.prepared(batches, gather_from_replicas, trajectories))
         return [[dataclasses.replace(packed, batch=next(found)) for packed in packs] for packs in steps]
 
     def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:

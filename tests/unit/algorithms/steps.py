@@ -197,6 +197,7 @@ def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
         loss_mask=mask,
         advantages=joined(step, "advantages", dtype) * mask,
         rewards=torch.zeros(len(step), dtype=dtype),
+        group_ids=torch.zeros(len(step), dtype=torch.int64),
         rollout_logprobs=joined(step, "rollout", dtype),
         weight_versions=torch.cat(versions) if versions else torch.zeros(0, dtype=torch.int64),
         oldest_versions=torch.cat([v.min().expand(len(v)) for v in versions])

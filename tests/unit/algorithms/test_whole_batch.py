@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.objective import Objective
-from miles_async.algorithms.whole_batch.gather import alone
+from miles_async.algorithms.whole_batch.gather import Gather, alone
 from miles_async.api import TokenBatch
 from tests.unit.algorithms.cases import CASES, objective_of
+from tests.unit.algorithms.ranks import on_ranks
 from tests.unit.algorithms.steps import Step, micro_batch
 
 
@@ -22,29 +22,17 @@ def seen(batch: TokenBatch) -> Tensor:
     return batch.computed.get("surveyed", batch.advantages)
 
 
-def on_ranks(step: Step, objective: Objective, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, Tensor]:
+def dealt(step: Step, objective: Objective, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, Tensor]:
     """What each sequence gets; ``ranks``: the sequences of each rank's micro-batches."""
-    meeting, given, found = threading.Barrier(len(ranks)), [torch.empty(0)] * len(ranks), dict[int, Tensor]()
 
-    def run(rank: int) -> None:
-        def gather(values: Tensor) -> Tensor:
-            given[rank] = values
-            meeting.wait(10)
-            everything = torch.cat(given)
-            meeting.wait(10)
-            return everything
-
-        parts = ranks[rank]
+    def run(rank: int, gather: Gather) -> dict[int, Tensor]:
+        parts, found = ranks[rank], dict[int, Tensor]()
         batches = [micro_batch([step[index] for index in part])[1] for part in parts]
         for part, batch in zip(parts, objective.prepared(batches, gather), strict=True):
             found.update(zip(part, seen(batch).split([len(step[index].old) for index in part]), strict=True))
+        return found
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found
+    return {index: values for of_rank in on_ranks(len(ranks), run) for index, values in of_rank.items()}
 
 
 @pytest.mark.parametrize("name", ["REINFORCE++", "m2po", "clip_cov, drawn", "kl_cov", "sat", "sat_gspo"])
@@ -56,7 +44,7 @@ def test_ranks_change_nothing(name: str, ranks: list[list[list[int]]]) -> None:
     step, objective = case.step(2), objective_of(case)
     whole = micro_batch(step)[1]
     expected = seen(objective.prepared([whole], alone)[0])
-    found = on_ranks(step, objective, ranks)
+    found = dealt(step, objective, ranks)
     assert torch.allclose(torch.cat([found[index] for index in range(len(step))]), expected, rtol=1e-12, atol=1e-12)
 
 

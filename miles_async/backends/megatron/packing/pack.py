@@ -85,6 +85,7 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
             loss_mask=_tensor(carries_loss, torch.float32, device),
             advantages=_tensor(token_advantages(batch), torch.float32, device),
             rewards=_tensor(batch.rewards, torch.float32, device),
+            group_ids=_tensor(batch.group_ids, torch.int64, device),
             rollout_logprobs=_tensor(np.where(carries_loss, batch.rollout_logprobs, 0.0), torch.float32, device),
             weight_versions=_tensor(batch.weight_versions, torch.int64, device),
             oldest_versions=_tensor(oldest_versions, torch.int64, device),

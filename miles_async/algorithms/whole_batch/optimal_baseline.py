@@ -1,0 +1,72 @@
+"""OPOB: the baseline of a group that gives the off-policy gradient the least variance.
+
+Huang et al., "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (VCPO), arXiv:2602.17616. Over the
+trajectories τ of a group, with w the product of π / π_rollout over the tokens of τ that carry loss, π the policy before
+the batch's first optimizer step::
+
+    b* = Σ w² ‖∇ log π(τ)‖² R / Σ w² ‖∇ log π(τ)‖²,    advantage R - b*
+
+The norm is that of the gradient in all trained weights, of the sum over the tokens; ``backends/megatron`` computes it.
+As in the authors' recipes w is not truncated here, whatever the loss does with its weights, and the deviation of the
+group's rewards divides the advantage (``--grpo-std-normalization``). That is grpo's advantage A minus the same mean of
+A, since A is the reward moved and scaled; what arrives here is A. Where all norms of a group are 0, b* is the mean.
+
+The authors' code takes the norm of the gradient that is weighed by the truncated w already, and so squares both
+weights; here the formula is the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles_async.algorithms.sequences import per_token
+from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.api import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectories:
+    """n trajectories of a rollout batch; each is on one data-parallel rank, with all of its branches."""
+
+    group_ids: Tensor  # int64 [n]
+    advantages: Tensor  # float64 [n], the reward but for a shift and a factor of its group
+    log_weights: Tensor  # float64 [n], log w
+    squared_norms: Tensor  # float64 [n], ‖∇ log π(τ)‖²
+
+
+def minus_optimal_baseline(batches: Sequence[TokenBatch], of_rank: Trajectories, gather: Gather) -> list[Tensor]:
+    """Advantages of each micro-batch minus b* of their groups, [N], 0 where no loss is carried. Collective."""
+    baselines = optimal_baselines(_gathered(of_rank, gather))
+    return [
+        ((batch.advantages.double() - per_token(baselines[batch.group_ids], batch.offsets)) * batch.loss_mask).to(
+            batch.advantages.dtype
+        )
+        for batch in batches
+    ]
+
+
+def optimal_baselines(trajectories: Trajectories) -> Tensor:
+    """b* of each group, float64 [G]."""
+    groups = trajectories.group_ids
+    logs = 2.0 * trajectories.log_weights + trajectories.squared_norms.log()
+    nothing = logs.new_zeros(int(groups.max()) + 1)
+    largest = torch.full_like(nothing, -torch.inf).scatter_reduce(0, groups, logs, "amax")
+    # Relative to the largest of the group: a product of thousands of ratios is beyond float64.
+    weights = (logs - largest.clamp(min=torch.finfo(logs.dtype).min)[groups]).exp()
+    total = nothing.index_add(0, groups, weights)
+    weighed = nothing.index_add(0, groups, weights * trajectories.advantages)
+    return weighed / total.clamp(min=1.0)  # it is at least 1, or 0
+
+
+def _gathered(of_rank: Trajectories, gather: Gather) -> Trajectories:
+    """The trajectories of all ranks."""
+    return Trajectories(
+        group_ids=gather(of_rank.group_ids),
+        advantages=gather(of_rank.advantages),
+        log_weights=gather(of_rank.log_weights),
+        squared_norms=gather(of_rank.squared_norms),
+    )
