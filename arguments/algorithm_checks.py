@@ -32,12 +32,13 @@ LOSSES_WITH: dict[str, frozenset[PolicyLossName]] = {
 def check_algorithm(arguments: Arguments) -> Iterator[str]:
     """The advantage has something to compare with, and switches are not given without what they switch."""
     algorithm, samples = arguments.algorithm, arguments.rollout.n_samples_per_prompt
-    if samples == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
+    compares = algorithm.advantage_estimator in ("grpo", "rloo", "opob")
+    if samples == 1 and compares:
         yield (
             f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a group of one has "
             "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator reinforce"
         )
-    elif arguments.staleness.min_samples(samples) == 1 and algorithm.advantage_estimator in ("grpo", "rloo"):
+    elif arguments.staleness.min_samples(samples) == 1 and compares:
         yield (
             f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
             f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"
@@ -82,6 +83,8 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward or gae"
     if algorithm.kl_reward_type != "k1" and not algorithm.has_kl_in_reward:
         yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without a --kl-coef in the reward"
+    if algorithm.advantage_estimator == "opob":
+        yield from _check_optimal_baseline(arguments)
     yield from _check_reference(arguments)
     end = algorithm.entropy_coef_end
     if end is not None and end == algorithm.entropy_coef:
@@ -106,6 +109,28 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
     own = own or ":" in (algorithm.token_advantages or "")
     if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.has_kl_in_reward or own):
         yield "--ref-hf-checkpoint has no effect without --use-kl-loss or a --kl-coef in the reward"
+
+
+def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
+    """Nothing takes the baseline away again, and every sample's gradient is within a replica of the model."""
+    algorithm, model, flag = arguments.algorithm, arguments.model, "--advantage-estimator opob"
+    if algorithm.token_advantages is not None:
+        yield (
+            f"{flag} with --token-advantages {algorithm.token_advantages}: the baseline is that of one reward per "
+            "sample; leave one of them out"
+        )
+    if algorithm.normalize_advantages:
+        yield f"{flag} with --normalize-advantages, which takes another mean away: leave one of them out"
+    if (ranks := model.expert_model_parallel_size) > 1:
+        yield (
+            f"{flag} with --expert-model-parallel-size {ranks}: gradients of experts are of the samples of several "
+            "data-parallel ranks, and each sample's own is needed; use 1, or --advantage-estimator grpo"
+        )
+    if (tensor := model.tensor_model_parallel_size) != model.expert_tensor_size:
+        yield (
+            f"{flag} with --expert-tensor-parallel-size {model.expert_tensor_size}: gradients of experts are added up "
+            f"over other ranks than the rest of a sample's; use {tensor}, which is --tensor-model-parallel-size"
+        )
 
 
 def _check_reference(arguments: Arguments) -> Iterator[str]:

@@ -6,9 +6,8 @@ Huang et al., "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", a
     share  = (Σ w)² / (B · Σ w²)                        over the B sequences of the optimizer step
     factor = min(1, share / full_share) ** power        power 1/2 for Adam ("sqrt"), 1 ("linear")
 
-The text leaves open what follows from a share above full_share; as in the authors' code the factor is 1.
-Their second part, a baseline that weights rewards with the squared gradient norm of each trajectory, takes a backward
-pass per sample and is not here.
+The text leaves open what follows from a share above full_share; as in the authors' code the factor is 1. The second
+part of VCPO is ``whole_batch/optimal_baseline.py``.
 """
 
 from __future__ import annotations

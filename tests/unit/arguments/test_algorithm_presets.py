@@ -34,6 +34,7 @@ def test_a_preset_contradicts_nothing(preset: Path) -> None:
         ("ppo", ['token-advantages = "gae"', "lambd = 0.95", 'advantage-estimator = "reinforce"']),
         ("sat", ['policy-loss = "sat"', "sat-quantile = 0.9", "use-rollout-logprobs = true"]),
         ("sao", ['policy-loss = "dis"', "lambd-length-alpha = 1.5", "critic-lambd = 1.0", "n-samples-per-prompt = 1"]),
+        ("vcpo", ['advantage-estimator = "opob"', 'ess-lr-scaling = "sqrt"', 'tis-level = "sequence"', "tis-clip = 8"]),
         ("reinforce-plus-plus", ["normalize-advantages = true", 'advantage-estimator = "reinforce"']),
     ],
 )
@@ -46,5 +47,15 @@ def test_print_config_expands_a_preset(name: str, shown: list[str], capsys: pyte
 
 def test_every_recipe_has_a_preset() -> None:
     wanted = {"grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce-plus-plus", "decoupled-ppo", "icepop", "m2po"}
-    wanted |= {"clip-cov", "kl-cov", "sft", "on-policy-distillation", "ppo", "sat", "sao", "decoupled-ppo-snapshots"}
+    wanted |= {
+        "clip-cov",
+        "kl-cov",
+        "sft",
+        "on-policy-distillation",
+        "ppo",
+        "sat",
+        "sao",
+        "vcpo",
+        "decoupled-ppo-snapshots",
+    }
     assert wanted <= {path.stem for path in PRESETS}

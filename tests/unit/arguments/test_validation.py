@@ -135,6 +135,21 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "--advantage-estimator rloo",
         ),
         case(
+            "group of one, opob",
+            {"n_samples_per_prompt": 1, "advantage_estimator": "opob"},
+            "--advantage-estimator opob: a group of one",
+        ),
+        case(
+            "opob, advantages of tokens",
+            {"advantage_estimator": "opob", "token_advantages": "kl_in_reward", "kl_coef": 0.1},
+            "--advantage-estimator opob with --token-advantages kl_in_reward",
+        ),
+        case(
+            "opob, whitened",
+            {"advantage_estimator": "opob", "normalize_advantages": True},
+            "--advantage-estimator opob with --normalize-advantages",
+        ),
+        case(
             "batch not divisible",
             {"global_batch_size": 100},
             "--rollout-batch-size 32 × --n-samples-per-prompt 8 = 256",
@@ -722,6 +737,19 @@ EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_si
             {EXPERT: 4, EXPERT_TENSOR: 2, "actor_num_gpus_per_node": 4},
             "4 trainer ranks do not divide into sets of experts on 8 ranks",
             "--expert-tensor-parallel-size 2 × --expert-model-parallel-size 4 × --pipeline-model-parallel-size 1",
+        ),
+        case(
+            "gradients of other ranks' samples",
+            MIXTURE,
+            {"advantage_estimator": "opob", EXPERT: 2, "actor_num_gpus_per_node": 2},
+            "--advantage-estimator opob with --expert-model-parallel-size 2",
+        ),
+        case(
+            "gradients over other ranks",
+            MIXTURE,
+            {"advantage_estimator": "opob", EXPERT_TENSOR: 2, "actor_num_gpus_per_node": 2},
+            "--advantage-estimator opob with --expert-tensor-parallel-size 2",
+            "use 1, which is --tensor-model-parallel-size",
         ),
         case("no size", MIXTURE, {EXPERT: 0}, "--expert-model-parallel-size: expected at least 1, found 0"),
     ],
