@@ -26,6 +26,7 @@ VARIANTS = {
     "REINFORCE++": ("@preset:reinforce-plus-plus",),
     "GSPO": ("@preset:gspo",),
     "CISPO": ("@preset:cispo",),
+    "VCPO": ("@preset:vcpo", "--no-use-rollout-logprobs"),
     "unbounded": ("--max-weight-staleness", "none", "--max-rollout-lead", "none"),
     "rolling": ("--publish-order", "rolling"),
     "client processes": ("--rollout-client-processes", "2"),
