@@ -56,10 +56,8 @@ class GradientNorms:
     device: torch.device
 
     def of(self, shard: TrainShard) -> Trajectories | None:
-        """The trajectories of the shard, and those that other shards have branches of: each on one data-parallel rank.
-        None before the last pipeline stage. Collective.
-
-        Overwrites gradients.
+        """Trajectories of the shard, each of the rollout batch on one data-parallel rank, whole; None before the last
+        pipeline stage. Overwrites gradients. Collective.
         """
         trajectories = _whole_trajectories(shard, self.device)
         squares, logs = torch.zeros(2, len(trajectories), dtype=torch.float64, device=self.device)
@@ -87,13 +85,12 @@ class GradientNorms:
         return _squared_norm(self.policy.modules, self.device), log_weight
 
     def _log_probability(self, packed: PackedBatch, output: ModelOutput) -> LossSums:
-        batch = packed.batch
-        logprobs = self.scorer.logprobs(output, packed.sequences)
-        ratio = (logprobs.detach().double() - batch.rollout_logprobs) * batch.loss_mask
+        # Both log-probs are 0 where no loss is carried.
+        logprobs, batch = self.scorer.logprobs(output, packed.sequences), packed.batch
         return LossSums(
-            loss=(logprobs * batch.loss_mask).sum(),
+            loss=logprobs.sum(),
             count=batch.loss_mask.count_nonzero(),
-            metrics={"log_weight": ratio.sum()},
+            metrics={"log_weight": (logprobs.detach().double() - batch.rollout_logprobs).sum()},
             batch=batch,
         )
 
