@@ -489,6 +489,24 @@ async def test_cancelled_requests_free_the_engine(running: Running) -> None:
             await asyncio.sleep(0.05)
 
 
+async def test_a_paused_engine_leaves_the_processor_to_others(running: Running) -> None:
+    await running.note_processes()
+    waiting = asyncio.ensure_future(_generate(running, LONG))
+    await _in_flight(running, 1)
+    server, [scheduler] = SGLangServer(running.stack.http), _schedulers(running)
+    await server.pause(running.url, "retract", DEADLINE)
+    before = scheduler.cpu_times()
+    await asyncio.sleep(1.0)
+    after = scheduler.cpu_times()
+    await server.resume(running.url, DEADLINE)
+    assert len((await waiting).output_ids) == LONG
+    assert after.user + after.system - before.user - before.system < 0.3
+
+
+def _schedulers(running: Running) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter(["name"]) if each.pid in running.pids and "scheduler" in each.name()]
+
+
 async def _idle(running: Running) -> bool:
     async with running.stack.http.session.get(running.url + "/v1/loads") as response:
         loads = (await response.json())["loads"]
@@ -510,7 +528,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
     await running.note_processes()
     interrupted = asyncio.ensure_future(_generate(running, LONG))
     await _in_flight(running, 1)
-    victims = [p for p in psutil.process_iter(["name"]) if p.pid in running.pids and "scheduler" in p.name()]
+    victims = _schedulers(running)
     assert victims
     for victim in victims:
         victim.kill()
