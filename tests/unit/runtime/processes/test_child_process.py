@@ -14,6 +14,7 @@ import pytest
 
 from miles_async.engines.kind import ServerSpec
 from miles_async.runtime.processes.child_process import ChildProcess
+from tests.unit.runtime.processes.waiting import number_in, until_gone
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
 
@@ -48,10 +49,10 @@ async def test_stop_reaps_grandchildren_that_ignore_sigterm(tmp_path: Path) -> N
     """)
     child = ChildProcess("c", ["-c", code], log_path=tmp_path / "c.log", environment={})
     child.start()
-    grandchild = await _number_in(child)
+    grandchild = await number_in(child)
     await child.stop(grace_seconds=0.3)
     assert child.returncode is not None
-    await _until_gone(grandchild)
+    await until_gone(grandchild)
 
 
 @pytest.mark.parametrize("died", [False, True])
@@ -96,20 +97,7 @@ async def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     """)
     parent = ChildProcess("p", ["-c", code], log_path=tmp_path / "p.log", environment={})
     parent.start()
-    child_pid = await _number_in(parent)
+    child_pid = await number_in(parent)
     psutil.Process(parent.pid).send_signal(signal.SIGKILL)  # no chance to clean up
     await parent.wait()
-    await _until_gone(child_pid)
-
-
-async def _number_in(child: ChildProcess) -> int:
-    async with asyncio.timeout(20):
-        while not child.tail(1).isdigit():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    return int(child.tail(1))
-
-
-async def _until_gone(pid: int) -> None:
-    async with asyncio.timeout(50):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until_gone(child_pid)

@@ -19,6 +19,7 @@ from miles_async.runtime.processes import forking
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.processes.fork_server_process import ForkServer, running
 from miles_async.runtime.processes.forking import ForkedProcess
+from tests.unit.runtime.processes.waiting import number_in, until_gone
 
 LATE = "LATE|PYTEST_CURRENT_TEST"
 HEAVY = """
@@ -113,26 +114,26 @@ async def test_a_child_is_found_by_command_and_environment(server: ForkServer, m
     """As processes of a run are, whichever way they started."""
     one = child(server, "one", "wait", "--an-option=x")
     await one.fork(server.path)
-    grandchild = await _number_in(one)
+    grandchild = await number_in(one)
     process = psutil.Process(one.pid)
     assert process.cmdline()[0].rstrip().endswith("-m wait --an-option=x")
     assert process.environ()["PYTHONPATH"] == psutil.Process(grandchild).environ()["PYTHONPATH"]
     await one.stop(grace_seconds=0)
     assert one.returncode == -signal.SIGKILL
-    await _until_gone(grandchild)
+    await until_gone(grandchild)
 
 
 async def test_a_child_dies_with_the_process_that_asked_for_it(server: ForkServer) -> None:
     # covers: C10
     asking = child(server, "asking", "ask", str(server.path), str(server.path.parent / "asked.log"))
     asking.start()
-    asked = await _number_in(asking)
+    asked = await number_in(asking)
     async with asyncio.timeout(20):
         while not (pids := [process.pid for process in psutil.Process(asked).children()]):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     os.kill(asking.pid, signal.SIGKILL)  # no chance to clean up
     for pid in (asked, *pids):
-        await _until_gone(pid)
+        await until_gone(pid)
     assert await asking.wait() == -signal.SIGKILL
 
 
@@ -142,7 +143,7 @@ async def test_a_child_dies_with_the_server_and_the_next_starts_by_itself(server
     os.kill(psutil.Process(one.pid).ppid(), signal.SIGKILL)
     async with asyncio.timeout(10):
         assert await one.wait() == -signal.SIGKILL
-    await _until_gone(one.pid)
+    await until_gone(one.pid)
     other = child(server, "other", "report")
     await other.fork(server.path)
     assert await other.wait() == 3
@@ -156,7 +157,7 @@ async def test_a_child_and_whoever_asked_for_it_may_end_at_once(server: ForkServ
         await one.fork(server.path)
         os.kill(pid_of(server), signal.SIGSTOP)  # it sees both ends together
         os.kill(one.pid, signal.SIGKILL)
-        await _until_gone(one.pid)
+        await until_gone(one.pid)
         assert isinstance(one._process, ForkedProcess)
         one._process._connection.close()
         os.kill(pid_of(server), signal.SIGCONT)
@@ -214,19 +215,6 @@ async def test_a_process_that_waits_too_long_for_imports_starts_by_itself(
     assert "imported" in one.tail().splitlines()
 
 
-async def _number_in(child: ChildProcess) -> int:
-    async with asyncio.timeout(20):
-        while not child.tail(1).isdigit():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    return int(child.tail(1))
-
-
-async def _until_gone(pid: int) -> None:
-    async with asyncio.timeout(50):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
 async def test_an_interpreter_for_ray_forks_a_script(server: ForkServer) -> None:
     """``py_executable`` of a runtime environment: a command that takes the place of python."""
     script = server.path.parent / "report.py"
@@ -245,7 +233,7 @@ async def test_the_forked_script_ends_with_its_interpreter(server: ForkServer) -
     assert psutil.Process(psutil.Process(grandchild).ppid()).cmdline()[0].rstrip() == "a title"
     process.kill()
     await process.wait()
-    await _until_gone(grandchild)
+    await until_gone(grandchild)
 
 
 async def test_an_interpreter_without_a_server_is_python(server: ForkServer) -> None:
