@@ -6,7 +6,7 @@ BIN := .venv/bin
 EXTRAS ?=
 # Fast tests wait now and then: one worker more than cores. Those that take seconds come first, so that all end together.
 FAST := -n $(shell echo $$(($$(nproc) + 1))) tests/simulation tests/property tests/unit
-# Files of tests with processes, in this order, the longest first; each worker may need 10 GB.
+# Files of tests with processes, in the order of tests/integration/conftest.py; each worker may need 10 GB.
 IN_PARALLEL := -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
 # Python 3.11 under its usual names; failing that any python3, which then says what is wrong with it.
 PYTHON ?= $(shell for python in python3.11 python3; do \

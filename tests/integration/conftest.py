@@ -28,10 +28,20 @@ LATE = (
     r"|TOKENIZERS_PARALLELISM|TORCHINDUCTOR_CACHE_DIR|SGLANG_CPU_OMP_THREADS_BIND|WANDB_SERVICE"
 )
 
+# Files that take a minute or more: `make test` has two workers, which end together if these come first.
+LONGEST = ("test_publication_faults", "test_run", "test_kill", "test_engines_real", "test_trainer_ranks")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, the others in their order."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
 
 @pytest.fixture(scope="session")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunForkServers]:
-    """The fork servers of a run of the quick start, for whoever asks. Their SGLang finds the plugins of tests."""
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunForkServers, ForkServer]]:
+    """The fork servers of a run of the quick start, and one with what they have in common, for whoever asks. Their
+    SGLang finds the plugins of tests.
+    """
     plugins, run_dir = tmp_path_factory.mktemp("plugins"), tmp_path_factory.mktemp("imported")
     declare_plugins(plugins, ("tests.integration.deaf_engine", "tests.integration.rounded_engine"))
     environment = worker_environment((), cpu=True)
@@ -42,9 +52,16 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunForkServer
         arguments = parse_arguments([f"@{QUICKSTART}/reverse.args"]).arguments
         described = fork_servers(arguments, run_dir, "cpu", Path(sockets), environment)
         servers = RunForkServers(**{server.path.name: replace(server, late=LATE) for server in described})
-        processes.fork(servers)
+        common = ForkServer(
+            path=Path(sockets, "common"),
+            modules=(),
+            environment=environment,
+            log_path=run_dir / "logs" / "common_imports.log",
+            late=LATE,
+        )
+        processes.fork((*servers, common))
         try:
-            yield servers
+            yield servers, common
         finally:
             asyncio.run(processes.stop())
     logs = (log for log in tmp_path_factory.getbasetemp().rglob("*.log") if log.is_file())
@@ -53,17 +70,29 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunForkServer
 
 
 @pytest.fixture(scope="session")
-def engine_imports(imported: RunForkServers) -> Path:
-    """Socket of a process that has imported SGLang, for ``ServerSpec.fork_server``."""
-    assert imported.engines is not None
-    return imported.engines.path
+def common_imports(imported: tuple[RunForkServers, ForkServer]) -> ForkServer:
+    """A process that has imported torch and transformers."""
+    return imported[1]
 
 
 @pytest.fixture(scope="session")
-def rank_imports(imported: RunForkServers) -> ForkServer:
+def sglang_imports(imported: tuple[RunForkServers, ForkServer]) -> ForkServer:
+    """A process that has imported SGLang."""
+    assert imported[0].engines is not None
+    return imported[0].engines
+
+
+@pytest.fixture(scope="session")
+def engine_imports(sglang_imports: ForkServer) -> Path:
+    """Its socket, for ``ServerSpec.fork_server``."""
+    return sglang_imports.path
+
+
+@pytest.fixture(scope="session")
+def rank_imports(imported: tuple[RunForkServers, ForkServer]) -> ForkServer:
     """A process that has imported Megatron, to fork a trainer's Ray workers from."""
-    assert imported.ranks is not None
-    return imported.ranks
+    assert imported[0].ranks is not None
+    return imported[0].ranks
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,8 @@
 
     python -m tests.integration.imported_run SOCKETS train ...
 
-SOCKETS is the directory with the session's sockets, which have the names of the run's.
+SOCKETS is the directory with the session's sockets, which have the names of the run's. With ``--max-run-restarts`` each
+life of the run is started so.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from miles_async.cli import main
+from miles_async.commands import keep_running
 from miles_async.runtime.processes import forking
 from miles_async.runtime.processes.child_process import ChildProcess, child_environment
 from miles_async.runtime.processes.fork_server_process import ForkServer
@@ -67,8 +70,19 @@ class ImportedServers:
         await gathered(*(process.stop(grace_seconds=0) for process in self._processes))
 
 
+class RunKeeper(keep_running.RunKeeper):
+    """Its lives are imported runs."""
+
+    def __init__(self, command: Sequence[str], *rest: Any) -> None:
+        interpreter, *program = command[:3]
+        assert program == ["-m", "miles_async"], "the user's command"
+        ours = (interpreter, "-m", "tests.integration.imported_run", str(ImportedServers.session))
+        super().__init__((*ours, *command[3:]), *rest)
+
+
 if __name__ == "__main__":
     ImportedServers.session = Path(sys.argv[1])
+    keep_running.RunKeeper = RunKeeper  # type: ignore[misc]
     early_imports.ForkServers = ImportedServers  # type: ignore[assignment, misc]
     forking.IMPORTS_SECONDS = START_SECONDS  # nothing is to import by itself, however busy the machine
     sys.argv[:2] = ["miles-async"]

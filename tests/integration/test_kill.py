@@ -39,7 +39,9 @@ class Kept:
     groups: tuple[Group, ...]  # finished and not trained
 
 
-def test_a_killed_driver_engine_and_rank_cost_nothing_but_time(tmp_path: Path) -> None:
+def test_a_killed_driver_engine_and_rank_cost_nothing_but_time(
+    tmp_path: Path, imported_reverse: tuple[str, ...]
+) -> None:
     """The first life ends with its driver. The second resumes it, loses both engines, then a rank, and restarts."""
     chance, num_steps = random.Random(SEED), 12
     checkpoints = tmp_path / "checkpoints"
@@ -52,7 +54,8 @@ def test_a_killed_driver_engine_and_rank_cost_nothing_but_time(tmp_path: Path) -
         run.assert_nothing_left()
     first = _check_checkpoint(checkpoints, run, None)
 
-    with real_run(tmp_path / "run", *flags, "--load", str(checkpoints), "--max-run-restarts", "1") as run:
+    resume = ("--load", str(checkpoints), "--max-run-restarts", "1")
+    with real_run(tmp_path / "run", *flags, *resume, command=imported_reverse) as run:
         run.wait_for_steps(1, START_SECONDS)
         for engine in chance.sample(run.engine_processes(), 2):
             _kill(run, engine.pid, chance)  # goes on by itself, also when no engine is left

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from miles_async.engines.sglang.known_flags import sglang_flags, unknown_flags
+from miles_async.runtime.processes.fork_server_process import ForkServer
+from tests.integration.forked_script import run_forked
 from tests.integration.served_models import save_served
 
 pytestmark = pytest.mark.integration
@@ -39,11 +39,11 @@ print(json.dumps({"nodes": nodes, "flags": [flag for flag in parser._option_stri
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(tmp_path_factory: pytest.TempPathFactory, sglang_imports: ForkServer) -> dict[str, Any]:
     """What a process with SGLang makes of the command of each of two nodes, and the flags that it knows."""
-    model = save_served("qwen3-tied", tmp_path_factory.mktemp("model") / "model", seed=0)
-    command = [sys.executable, "-c", PROGRAM, str(model), "--device=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    folder = tmp_path_factory.mktemp("flags")
+    model = save_served("qwen3-tied", folder / "model", seed=0)
+    done = run_forked(sglang_imports, folder / "program.py", PROGRAM, str(model), "--device=cpu")
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

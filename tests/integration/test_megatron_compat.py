@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ import torch.distributed as dist
 
 from miles_async.backends.megatron.backend import MegatronBackend
 from miles_async.errors import CheckpointError
+from miles_async.runtime.processes.fork_server_process import ForkServer
+from tests.integration.forked_script import run_forked
 from tests.integration.megatron_scenario import Case, Layout, each_case, export_differences, make_backend
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
@@ -60,14 +60,12 @@ FRESH = {
 
 
 @pytest.fixture(scope="module")
-def fresh() -> dict[str, subprocess.CompletedProcess[str]]:
-    """What became of fresh processes with these programs. All at once: each is busy importing, on one core."""
-
-    def run(code: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
-
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(FRESH, threads.map(run, FRESH.values()), strict=True))
+def fresh(
+    tmp_path_factory: pytest.TempPathFactory, common_imports: ForkServer
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What became of fresh processes with these programs; they have torch and transformers, as those of a run have."""
+    folder = tmp_path_factory.mktemp("fresh")
+    return {name: run_forked(common_imports, folder / f"{name}.py", program) for name, program in FRESH.items()}
 
 
 @without_cuda
