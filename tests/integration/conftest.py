@@ -29,7 +29,7 @@ LATE = (
 )
 
 # Files that take a minute or more: `make test` has two workers, which end together if these come first.
-LONGEST = ("test_publication_faults", "test_run", "test_kill", "test_engines_real", "test_trainer_ranks")
+LONGEST = ("test_publication_faults", "test_run", "test_kill", "test_engines_real", "test_megatron_layouts")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
