@@ -79,6 +79,7 @@ AT_LEAST: dict[str, int] = {
     "update_weight_buffer_size": 1,
     "rolling_engines": 1,
     "verify_weights_shares": 1,
+    "canary_length": 2,
     "debug_publication_lag": 0,
     "engine_max_restarts": 0,
     "request_retries": 0,

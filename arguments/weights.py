@@ -76,6 +76,7 @@ class WeightsArguments:
         "largest mean difference of log-probs that the canary accepts; at the 90 % quantile it accepts four times as "
         "much (default: 1e-3 in fp32, 0.25 in bf16)",
     )
+    canary_length: int = flag(256, "tokens of the canary; at most half of the context and one micro-batch")
     publication_timeout: float = flag(
         300.0, "seconds one publication may take (rolling: of one portion of the engines)", metavar="SECONDS"
     )

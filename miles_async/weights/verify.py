@@ -17,7 +17,6 @@ import numpy.typing as npt
 from miles_async.runtime.tensor_digest import total
 from miles_async.types import CanaryScore, Float32, HeldPart, HeldWeights, StagedWeights, TensorMeta, TensorShare
 
-CANARY_LENGTH = 256  # tokens
 QUANTILE = 0.9  # of the differences: a few tokens may differ by anything
 QUANTILE_TOLERANCE = 4.0  # this quantile may be so many tolerances; in a normal distribution it is 2 means
 MAX_STANDARD_ERROR = 0.1  # of the share of the way that the engine came: then the versions are 10 errors apart
@@ -27,7 +26,7 @@ EVERYTHING = TensorShare()
 
 
 def canary_tokens(
-    prompts: Iterable[Sequence[int]], vocab_size: int, *, length: int = CANARY_LENGTH, seed: int = 0
+    prompts: Iterable[Sequence[int]], vocab_size: int, *, length: int = 256, seed: int = 0
 ) -> tuple[int, ...]:
     """Join ``prompts`` up to ``length`` tokens; random tokens if they have less than two."""
     tokens: list[int] = []

@@ -146,9 +146,9 @@ def _quadratic_work(arguments: Arguments) -> float:
 
 
 def canary_length(arguments: Arguments) -> int:
-    """Tokens that the trainer can score in one micro-batch, and engines in the context that flags leave them."""
+    """``--canary-length``, if the trainer's micro-batches and the context that flags leave engines take as many."""
     contexts = [length // 2 for length in context_lengths(arguments)]
-    return min([arguments.micro_batch_tokens, *contexts])
+    return min([arguments.weights.canary_length, arguments.micro_batch_tokens, *contexts])
 
 
 def _template(arguments: Arguments) -> ChatTemplate:

@@ -29,8 +29,8 @@ _CPU_FLAGS = (
     "--disable-cuda-graph",
     "--disable-overlap-schedule",
     # The samples of a group have one prompt and come together, also after a pause that took them out of the engine.
-    # Of requests that begin alike this policy puts one to the front of the queue. As prefills are that small the others
-    # wait for the next one, and find the prompt in the cache; and an engine never computes long without listening.
+    # This policy puts requests first whose prompt is cached; shared_prefills.py has one of them compute it. Prefills
+    # are small: an engine never computes long without listening.
     "--schedule-policy=lpm",
     "--chunked-prefill-size=512",
 )

@@ -27,7 +27,7 @@ def canary(folder: Path, config: dict[str, Any], max_tokens: int = 1000) -> tupl
 @pytest.mark.parametrize(
     ("config", "max_tokens", "length"),
     [
-        ({"vocab_size": 256}, 1000, 256),
+        ({"vocab_size": 256}, 260, 260),
         ({"vocab_size": 256, "max_position_embeddings": 64}, 1000, 32),
         ({"text_config": {"vocab_size": 256, "max_position_embeddings": 512}}, 130, 130),
     ],
@@ -43,8 +43,10 @@ def test_the_first_prompts_as_far_as_model_and_trainer_take_them(
 @pytest.mark.parametrize(
     ("flags", "length"),
     [
-        ((), 8192),
-        (("--max-tokens-per-gpu", "300"), 300),
+        ((), 256),
+        (("--canary-length", "300"), 300),
+        (("--canary-length", "9000"), 8192),
+        (("--max-tokens-per-gpu", "100"), 100),
         (("--sglang-mem-fraction-static", "0.5", "--sglang-context-length", "200"), 100),
     ],
 )

@@ -1,0 +1,58 @@
+"""In the server's process: what several waiting requests begin with is computed by one of them, before the others.
+
+SGLang (0.5.23) caches prefixes, but requests that begin alike and enter one batch all compute their common beginning.
+Its in-batch prefix caching puts such requests behind others, and lets them in nevertheless if the batch has room. It is
+off while more than 128 requests wait, and leaves out requests that find more than 32 tokens in the cache, such as all
+that begin with one chat template. So the samples of a group, which arrive together, each computed their prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def register() -> None:
+    """Let the schedulers made from now on do so."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_SCHEDULER}.get_new_batch_prefill", _plan, HookType.AROUND)
+
+
+def _plan(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    scheduler.waiting_queue, later = divide(scheduler.waiting_queue, scheduler.tree_cache)
+    try:
+        return plan(scheduler, *args, **kwargs)
+    finally:
+        scheduler.waiting_queue = scheduler.waiting_queue + later
+
+
+def divide(waiting: list[Any], cache: Any) -> tuple[list[Any], list[Any]]:
+    """Split requests into those that may enter the next batch and those that wait for what these compute.
+
+    A request waits if an earlier one computes more than half of what it would compute itself: a few common tokens are
+    not worth a batch of their own. The first request never waits.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+    finds_all = cache.supports_prefix_sharing() and not (cache.supports_swa() or cache.supports_mamba())
+    if len(waiting) < 2 or not finds_all or cache.page_size != 1:
+        return waiting, []  # they might wait in vain
+    computed = RadixCache.create_simulated()
+    now, later = [], []
+    for request in waiting:
+        tokens = request.origin_input_ids + request.output_ids
+        key = RadixKey(token_ids=tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        shared = computed.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
+        if shared:
+            cached = cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
+            if 2 * (shared - cached) > len(tokens) - cached:
+                later.append(request)
+                continue
+        computed.insert(InsertParams(key=key, value=torch.empty(len(tokens), dtype=torch.bool)))
+        now.append(request)
+    return now, later
