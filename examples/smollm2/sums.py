@@ -11,6 +11,7 @@ from miles_async.types import JsonObject, Prompt, Sample
 LARGEST = 20
 HELD_OUT_PAIRS = 34  # of 210; 64 questions or a few less, as both orders of a pair are held out together
 SEED = 1234
+SOLVED = ((2, 3), (6, 12), (9, 19))  # none is held out; every prompt begins with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,17 @@ class Question:
     def row(self) -> JsonObject:
         """Row of the prompt data.
 
-        >>> Question(17, 5, held_out=False).row()["prompt"][0]["content"]
-        'What is 17 + 5? Reply with only the number.'
+        >>> Question(17, 5, held_out=False).row()["prompt"][-3:]
+        [{'role': 'user', 'content': '9 + 19'}, {'role': 'assistant', 'content': '28'},
+         {'role': 'user', 'content': '17 + 5'}]
         """
-        text = f"What is {self.a} + {self.b}? Reply with only the number."
+        solved = [
+            {"role": role, "content": content}
+            for a, b in SOLVED
+            for role, content in (("user", f"{a} + {b}"), ("assistant", str(a + b)))
+        ]
         return {
-            "prompt": [{"role": "user", "content": text}],
+            "prompt": [*solved, {"role": "user", "content": f"{self.a} + {self.b}"}],
             "label": str(self.a + self.b),
             "metadata": {"held_out": self.held_out},
         }
@@ -53,8 +59,8 @@ def _questions(pairs: list[tuple[int, int]], *, held_out: bool) -> list[Question
 
 
 async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_async/api.py
-    """1 for the sum and nothing else, 0.1 for another number: almost no sample of the untrained model is right, and
-    rewards that are all equal teach nothing.
+    """1 for the sum and nothing else; 0.1 for another number, and up to 0.4 more for its digits that are right, if it
+    has as many as the sum. Few samples of the untrained model are right, and rewards that are all equal teach nothing.
 
     Of answers to held-out questions only right ones count, so that their mean is the accuracy.
     """
@@ -63,4 +69,8 @@ async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_a
         return 0.0
     if text == prompt.label:
         return 1.0
-    return 0.1 if text.isdecimal() and text.isascii() and not prompt.metadata["held_out"] else 0.0
+    if prompt.metadata["held_out"] or not (text.isdecimal() and text.isascii()):
+        return 0.0
+    if len(text) != len(prompt.label):
+        return 0.1
+    return 0.1 + 0.4 * sum(a == b for a, b in zip(text, prompt.label, strict=True)) / len(text)

