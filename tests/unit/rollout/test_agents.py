@@ -327,7 +327,9 @@ async def test_processes_that_a_command_leaves_behind_cost_no_time_and_end_with_
 
 
 async def test_a_command_that_is_not_wanted_any_more_is_gone_with_all_that_it_started(tmp_path: Path) -> None:
-    task = asyncio.ensure_future(command(tmp_path, left_behind(tmp_path, "time.sleep(60)"))("http://x/v1", PROMPT))
+    task = asyncio.ensure_future(
+        command(tmp_path, left_behind(tmp_path, "import time; time.sleep(60)"))("http://x/v1", PROMPT)
+    )
     pids = await started(tmp_path)
     assert not any(map(gone, pids))
     task.cancel()
