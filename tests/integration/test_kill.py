@@ -19,7 +19,7 @@ from miles_async.checkpoints.files import find_checkpoint
 from miles_async.rollout.checkpoint import read_snapshot
 from miles_async.runtime.processes.restarted import read_restarts
 from miles_async.types import Group
-from tests.integration.real_run import RealRun, real_run, traceback_in
+from tests.integration.real_run import LEAVING_SECONDS, RealRun, real_run, traceback_in
 from tests.integration.trained_prompts import attempts, position, settled, source_order, trained
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -49,9 +49,13 @@ def test_a_killed_driver_engine_and_rank_cost_nothing_but_time(
 
     with real_run(tmp_path / "driver", *flags) as run:
         run.wait_for_steps(3, START_SECONDS)  # the checkpoint of the step before is whole
+        # Ray's agents write their titles over what tells whose they are.
+        rays = [child for process in run.processes() if process.name() == "raylet" for child in process.children()]
+        assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {process.name() for process in rays}
         _kill(run, run.process.pid, chance)
         assert run.wait(ENDING_SECONDS) == -9, run.output
         run.assert_nothing_left()
+        assert not psutil.wait_procs(rays, timeout=LEAVING_SECONDS)[1]
     first = _check_checkpoint(checkpoints, run, None)
 
     resume = ("--load", str(checkpoints), "--max-run-restarts", "1")

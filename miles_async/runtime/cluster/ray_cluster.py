@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 import ray
 
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.cluster import worker_setup
+from miles_async.runtime.cluster import agent_setup, worker_setup
 from miles_async.runtime.cluster.own_ray import OwnRay
 from miles_async.runtime.cluster.ray_address import TOKEN_MODE, find_entry
 
@@ -104,6 +104,7 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # not 15: engines, which are no workers, would come first
     if not address:
         worker_setup.install()
+        agent_setup.install()
     where = f"--ray-address {address}" if address else "Ray cannot start on this machine"
     if address and address != "auto" and find_entry(address) == "token":
         os.environ[TOKEN_MODE] = "token"  # by itself Ray shows its token to no address that it was given
