@@ -37,8 +37,8 @@ class AlgorithmArguments:
     advantage_estimator: AdvantageEstimatorName | ModuleAttr = flag(
         "grpo",
         "advantage of a sample. grpo: (r − mean) / (std + 1e-4) within the group; rloo: r − mean of the others; "
-        "opob: grpo with a mean that weighs each sample by the square of its importance weight × the norm of its "
-        "gradient, which takes a forward and backward pass of its own for every sample (VCPO); reinforce: r; "
+        "opob: as grpo, but samples count in the mean by the square of importance weight × gradient norm (VCPO; costs "
+        "another forward and backward pass per sample); reinforce: r; "
         "token_rewards: r and, for single tokens, what environments and rewards gave them, with "
         "--token-advantages gae; on_policy_distillation: 0, to learn from the teacher of --use-opd alone",
     )

@@ -63,7 +63,7 @@ FRESH = {
 def fresh(
     tmp_path_factory: pytest.TempPathFactory, common_imports: ForkServer
 ) -> dict[str, subprocess.CompletedProcess[str]]:
-    """What became of fresh processes with these programs; they have torch and transformers, as those of a run have."""
+    """Exit status and output of each program, run in a process of its own that has imported torch and transformers."""
     folder = tmp_path_factory.mktemp("fresh")
     return {name: run_forked(common_imports, folder / f"{name}.py", program) for name, program in FRESH.items()}
 

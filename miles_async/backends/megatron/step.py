@@ -209,7 +209,7 @@ class StepRunner:
         return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
 
     def _trajectories(self, shard: TrainShard) -> Trajectories | None:
-        """What the objective's baseline weighs, if it is one that does."""
+        """Weights and gradient norms of the shard's samples, if the objective's baseline needs them."""
         if not self.objective.optimal_baseline:
             return None
         norms = GradientNorms(policy=self.policy.model, scorer=self.scorer, layout=self.layout, device=self.device)

@@ -112,7 +112,7 @@ def reference(every: Sequence[Trajectory], *, normalize: bool) -> list[float]:
 
 
 def given(one: Trajectory, every: Sequence[Trajectory], *, normalize: bool) -> float:
-    """What the rollout side gives the trajectory: GRPO's advantage."""
+    """GRPO's advantage, as the rollout side computes it."""
     rewards = rewards_of(every, one.group)
     return (one.reward - sum(rewards) / len(rewards)) / deviation(rewards, normalize=normalize)
 
@@ -212,7 +212,7 @@ def test_neither_ranks_nor_packing_change_advantages(parts: list[list[list[int]]
 
 
 def baselines(log_weights: list[float], squared_norms: list[float], advantages: list[float]) -> list[float]:
-    """Of one group."""
+    """b* of one group whose samples have these values."""
     found = optimal_baselines(
         Trajectories(
             group_ids=torch.zeros(len(advantages), dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""What tests of processes wait for."""
+"""Waits of tests that start processes."""
 
 from __future__ import annotations
 
