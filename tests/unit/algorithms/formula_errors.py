@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -45,6 +45,18 @@ class Errors:
             yield
         finally:
             self.wrong = None
+
+
+def unnoticed(module: ModuleType, agrees: Callable[[], bool], *, metrics: bool = False) -> list[str]:
+    """The expressions whose errors leave ``agrees()`` true, which it must be without any. ``metrics``: as below."""
+    with instrumented(module, metrics=metrics) as errors:
+        assert agrees()
+        found = []
+        for number in sorted(errors.reached):
+            with errors.in_expression(number):
+                if agrees():
+                    found.append(errors.expressions[number].split(": ", 1)[1])
+    return found
 
 
 @contextlib.contextmanager

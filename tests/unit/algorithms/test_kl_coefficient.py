@@ -13,7 +13,7 @@ from miles_async.algorithms.objective import Objective, make_objective
 from miles_async.algorithms.token_advantages.kl_in_reward import KlInReward
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch
-from tests.unit.algorithms.formula_errors import instrumented
+from tests.unit.algorithms.formula_errors import unnoticed
 
 KLS = (0.011, 0.0085, 0.1, 0.0, 0.0101)
 SEQUENCES = (64.0, 640.0, 100.0, 32.0, 64.0)
@@ -36,13 +36,7 @@ def test_the_coefficient_moves_towards_the_target_by_a_bounded_share() -> None:
 
 
 def test_an_error_of_a_thousandth_is_noticed() -> None:
-    with instrumented(kl_coefficient) as errors:
-        assert not disagrees()
-        unnoticed = []
-        for number in sorted(errors.reached):
-            with errors.in_expression(number):
-                unnoticed += [] if disagrees() else [errors.expressions[number].split(": ", 1)[1]]
-    assert unnoticed == ["kl"]  # where it is asked whether it is finite
+    assert unnoticed(kl_coefficient, lambda: not disagrees()) == ["kl"]  # where it is asked whether it is finite
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])

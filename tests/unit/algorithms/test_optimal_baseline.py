@@ -22,7 +22,7 @@ from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories, op
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch
-from tests.unit.algorithms.formula_errors import instrumented
+from tests.unit.algorithms.formula_errors import unnoticed
 from tests.unit.algorithms.ranks import on_ranks
 
 SEEDS = range(4)
@@ -243,14 +243,7 @@ def test_an_error_of_a_thousandth_is_noticed() -> None:
         every = all(disagreement(seed, normalize=normalize) < 1e-6 for seed in SEEDS for normalize in (True, False))
         return every and baselines([900.0, 0.0], [1e-30, 1e30], [0.75, -0.75]) == [0.75]
 
-    with instrumented(optimal_baseline) as errors:
-        assert agree()
-        unnoticed = []
-        for number in sorted(errors.reached):
-            with errors.in_expression(number):
-                if agree():
-                    unnoticed.append(errors.expressions[number].split(": ", 1)[1])
-    assert set(unnoticed) == HARMLESS
+    assert set(unnoticed(optimal_baseline, agree)) == HARMLESS
 
 
 def test_other_estimators_need_no_norms() -> None:

@@ -8,7 +8,7 @@ import torch
 from miles_async.algorithms import reference_updates
 from miles_async.algorithms.reference_updates import ReferenceUpdates
 from miles_async.arguments.algorithm import AlgorithmArguments
-from tests.unit.algorithms.formula_errors import instrumented
+from tests.unit.algorithms.formula_errors import unnoticed
 
 POLICIES = ((1.0, -2.0), (0.5, 8.0), (-1.0, 0.25))
 
@@ -32,14 +32,11 @@ def test_the_reference_moves_by_its_share_of_the_way(alpha: float) -> None:
 
 
 def test_an_error_of_a_thousandth_is_noticed() -> None:
-    with instrumented(reference_updates) as errors:
-        assert not disagrees()
-        unnoticed = []
-        for number in sorted(errors.reached):
-            with errors.in_expression(number):
-                unnoticed += [] if disagrees() else [errors.expressions[number].split(": ", 1)[1]]
     returned = {"reference.lerp_(policy.to(reference), self.alpha)", "reference.copy_(policy)"}  # to nobody
-    assert set(unnoticed) <= returned | {"reference", "self.alpha"}  # its type; whether it is 1
+    assert set(unnoticed(reference_updates, lambda: not disagrees())) <= returned | {
+        "reference",
+        "self.alpha",
+    }  # its type; whether it is 1
 
 
 def test_the_reference_follows_at_its_interval() -> None:

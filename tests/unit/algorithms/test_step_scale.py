@@ -15,7 +15,7 @@ from miles_async.algorithms import step_scale
 from miles_async.algorithms.step_scale import SUMS, StepScale, scaled_rates
 from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
 from tests.fakes.token_batches import token_batch
-from tests.unit.algorithms.formula_errors import instrumented
+from tests.unit.algorithms.formula_errors import unnoticed
 from tests.unit.algorithms.steps import Step, micro_batch, random_step
 
 SEEDS = range(4)
@@ -67,14 +67,7 @@ def test_an_error_of_a_thousandth_is_noticed() -> None:
             for setting in SETTINGS
         )
 
-    with instrumented(step_scale, metrics=True) as errors:
-        assert agree()
-        unnoticed = []
-        for number in sorted(errors.reached):
-            with errors.in_expression(number):
-                if agree():
-                    unnoticed.append(errors.expressions[number].split(": ", 1)[1])
-    assert unnoticed == ["sums"]  # a factor of all three cancels
+    assert unnoticed(step_scale, agree, metrics=True) == ["sums"]  # a factor of all three cancels
 
 
 def test_fresh_data_has_the_whole_learning_rate() -> None:
