@@ -137,6 +137,7 @@ class Training:
     optimizer_steps: int = 1  # per rollout step and epoch
     epochs: int = 1
     ess_lr_scaling: EssLrScaling | None = None
+    exports: bool = True  # observe exported weights, and one more step, without advantages
 
 
 def observe_training(
@@ -176,17 +177,18 @@ def _observe(store: dist.Store, rank: int, world_size: int, training: Training, 
     observed = Observed(
         logprobs=backend.logprobs(SEQUENCES),
         logprobs_alone=[backend.logprobs([sequence])[0] for sequence in SEQUENCES],
-        export_differs=export_differences(backend, training.directory),
+        export_differs=export_differences(backend, training.directory) if training.exports else ["not observed"],
     )
     for samples in rollout_steps(training.optimizer_steps):
         shards = to_shards(samples, dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
         observed.steps.append(backend.train(shards[backend.data_parallel_rank]))
     observed.logprobs_after = backend.logprobs(SEQUENCES)
-    before = {name: tensor.clone() for name, tensor in backend.export_weights()}
-    samples = [dataclasses.replace(sample, advantage=0.0) for sample in toy_samples(12)]
-    shards = to_shards([samples], dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
-    observed.without_advantages = backend.train(shards[backend.data_parallel_rank])
-    observed.moved = [name for name, tensor in backend.export_weights() if not tensor.equal(before[name])]
+    if training.exports:
+        before = {name: tensor.clone() for name, tensor in backend.export_weights()}
+        samples = [dataclasses.replace(sample, advantage=0.0) for sample in toy_samples(12)]
+        shards = to_shards([samples], dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
+        observed.without_advantages = backend.train(shards[backend.data_parallel_rank])
+        observed.moved = [name for name, tensor in backend.export_weights() if not tensor.equal(before[name])]
     backend.close()
     return observed
 
