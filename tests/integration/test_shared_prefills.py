@@ -15,10 +15,13 @@ import json, sys
 from array import array
 from types import SimpleNamespace
 
+sys.argv = ["launcher", "--device", "cpu"]
+
 import miles_async.engines.sglang.launcher  # first: makes SGLang importable
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from miles_async.engines.sglang.shared_prefills import divide, _plan
 
@@ -46,6 +49,8 @@ def now(waiting, cached=(), version="1", **cache):
     assert sorted(request.number for request in scheduler.waiting_queue) == list(range(1, len(requests)))
     assert len(first) + len(later) == len(requests)
     return [request.number for request in first]
+
+assert "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill" in HookRegistry._hooks
 
 template = list(range(100, 180))
 prompts = [template + [number] * 10 for number in range(3)]

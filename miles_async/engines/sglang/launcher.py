@@ -96,6 +96,7 @@ sys.modules["megatron"] = None  # type: ignore[assignment]
 
 # After the packages that torch looks for.
 from miles_async.engines.sglang import (  # noqa: E402
+    extend_attention,
     host_buffers,
     load_file,
     paused_sleep,
@@ -108,6 +109,7 @@ paused_sleep.register()
 weight_stream.register()
 if _runs_on_cpu(sys.argv):
     shared_prefills.register()
+    extend_attention.register()
 if _runs_on_cpu(sys.argv) and host_buffers.FLAG in sys.argv:
     host_buffers.register()
 if HELD_WEIGHTS_VARIABLE in os.environ:
