@@ -19,6 +19,7 @@ from megatron.bridge.peft.utils import get_adapter_attributes_from_linear, is_ex
 
 from miles_async.arguments.adapters import target_layers
 from miles_async.arguments.model import ModelArguments
+from miles_async.backends.megatron.adapters import frozen_products
 from miles_async.backends.megatron.adapters.layers import Adapter, DoRALinear, merged_weight
 from miles_async.errors import ConfigurationError
 
@@ -71,6 +72,7 @@ def add_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
     """Freeze the loaded modules of this rank and adapt the layers that ``--target-modules`` names; at first this
     changes no output. Raises ConfigurationError if there is no such layer.
     """
+    frozen_products.flatten()
     targets = target_layers(model.target_modules)
     add = _Adapters(
         target_modules=list(targets), rank=model.lora_rank, alpha=model.lora_alpha, dora=model.lora_type == "dora"
