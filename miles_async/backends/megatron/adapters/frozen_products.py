@@ -1,9 +1,9 @@
 """Products with weights that are not trained, each as one of two matrices.
 
 torch.matmul multiplies [t, 1, in] with a weight in one product of matrices, or in t products of vectors: these, if the
-weight wants no gradient and the middle dimension has an unusual stride. It has one after megatron's embedding, which
-turns [1, t, in] into [t, 1, in]. On one core, the products of a layer of SmolLM2-135M with 1,300 tokens took four times
-as long.
+weight wants no gradient and the middle dimension has an unusual stride. Megatron's embedding gives it one when it turns
+[1, t, in] into [t, 1, in]. A step that trains adapters of SmolLM2-135M on one core took 8.3 s that way without
+recomputation, and takes 6.6 s; with full recomputation it takes as long as before.
 """
 
 from __future__ import annotations
