@@ -75,7 +75,9 @@ class Outcome:
 
 # --------------------------------------------------------------------------------------------- which tests
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """File → files of this project that it imports, as paths relative to ``root``."""
+    """File → files of this project that it imports or, as registries do, names as ``module:attr``; paths relative to
+    ``root``.
+    """
     files = [path for top in ("miles_async", "tests") for path in sorted((root / top).rglob("*.py"))]
     modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in files}
     graph = {}
@@ -87,6 +89,9 @@ def import_graph(root: Path) -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module)
                 names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
+                named = node.value.partition(":")[0]  # in f"{HERE}.losses.gspo:Gspo" the part from the dot on
+                names.update(name for name in modules if name == named or (named[0:1] == "." and name.endswith(named)))
         graph[str(path.relative_to(root))] = {str(modules[name].relative_to(root)) for name in names if name in modules}
     return graph
 
@@ -103,7 +108,8 @@ def tests_that_import(module: str, graph: dict[str, set[str]]) -> list[str]:
         for importer in sorted(importers[path] - distance.keys()):
             distance[importer] = distance[path] + 1
             reached.append(importer)
-    mirror = f"tests/unit/{Path(module).parent.relative_to('miles_async')}/"
+    folders = [Path("tests/unit", folder) for folder in Path(module).relative_to("miles_async").parents]
+    mirror = f"{next(folder for folder in folders if (ROOT / folder).is_dir())}/"
 
     def is_near(path: str) -> bool:
         """Many unit tests reach the core through a fake or an adapter, and say nothing about it."""
@@ -206,7 +212,9 @@ def time_tests(tree: Tree, tests: list[str], seed: int) -> dict[str, float]:
 
 
 def try_mutant(tree: Tree, path: str, mutant: Mutant, tests: list[str], seconds: dict[str, float], seed: int) -> str:
-    """The first test that fails with the mutant in place, "time" if it hangs, or "" if all pass."""
+    """The first test that fails with the mutant in place, "time" if it hangs, or "" if all pass or there is none."""
+    if not tests:  # of which pytest would make all
+        return ""
     with tree.mutated(path, mutant):
         status, output = tree.pytest("-x", *tests, seed=seed, limit=SLACK + 4 * sum(seconds[test] for test in tests))
     if status is None:

@@ -20,9 +20,10 @@ from miles_async.runtime.processes.child_process import ChildProcess, child_envi
 from miles_async.runtime.processes.forking import listen
 from miles_async.runtime.tasks import afterwards
 
-# Variables that no import reads: Ray, which reads its own, is never imported before a fork.
+# Variables that no import reads: Ray, which reads its own, is never imported before a fork. Every shell sets some.
 READ_LATE = (
-    r"TMPDIR|PYTHONPATH|MILES_ASYNC_.*|RAY_.*|(GLOO|NCCL)_SOCKET_IFNAME|PYTHONBREAKPOINT|(?i:(https?|all|no)_proxy)"
+    r"(OLD)?PWD|SHLVL|_|TMPDIR|PYTHONPATH|PYTHONBREAKPOINT|MILES_ASYNC_.*|RAY_.*|(GLOO|NCCL)_SOCKET_IFNAME"
+    r"|(?i:(https?|all|no)_proxy)"
 )
 _ROOM_FOR_TITLES = 600  # characters: servers and their children write theirs over the arguments of the process
 

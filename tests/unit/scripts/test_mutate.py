@@ -88,6 +88,20 @@ def test_the_nearest_tests_come_first(mutate: ModuleType) -> None:
     ]
 
 
+def test_files_that_a_registry_names_have_the_tests_of_the_registry(mutate: ModuleType) -> None:
+    graph = mutate.import_graph(ROOT)
+    for file in ("advantages/rloo.py", "corrections/importance.py", "losses/gspo.py", "token_advantages/gae.py"):
+        tests = mutate.tests_that_import(f"miles_async/algorithms/{file}", graph)
+        assert "tests/unit/algorithms/test_losses.py" in tests
+
+
+def test_every_file_of_the_core_has_tests(mutate: ModuleType) -> None:
+    graph = mutate.import_graph(ROOT)
+    files = [file for path in mutate.CORE for file in ([path] if path.endswith(".py") else mutate.python_files(path))]
+    without = [file for file in files if not mutate.tests_that_import(file, graph)]
+    assert [file for file in without if not file.endswith("/__init__.py")] == []
+
+
 def test_known_equivalents_are_mutants_of_the_sources_as_they_are(mutate: ModuleType) -> None:
     for (file, *lines), reason in mutate.known_equivalents().items():
         source = (ROOT / file).read_bytes()
