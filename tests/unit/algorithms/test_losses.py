@@ -137,6 +137,17 @@ def test_truncated_importance_weight_scales_the_loss_without_gradient() -> None:
     assert sums["tis_weight_mean"].item() == pytest.approx(weights.sum().item())
     assert sums["tis_weight_max"] == 2.0
     assert sums["tis_capped_fraction"] == 1
+    assert sums["tis_masked_fraction"] == 0
+
+
+def test_importance_weights_outside_of_the_bounds_mask_their_tokens() -> None:
+    batch = token_batch(old=[-1.0, -1.0, -1.0], rollout=[-1.5, -3.0, -0.1], advantages=[1.0, 1.0, 1.0])
+    total, sums = loss_of(
+        batch, torch.tensor([-1.0, -1.0, -1.0]), use_tis=True, tis_mode="mask", tis_clip=2.0, tis_clip_low=0.5
+    )
+    assert total.item() == pytest.approx(-math.exp(0.5), rel=1e-6)
+    assert sums["tis_capped_fraction"] == 2
+    assert sums["tis_masked_fraction"] == 2
 
 
 def test_kl_loss_is_k3_with_its_own_gradient() -> None:

@@ -163,6 +163,7 @@ async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setu
     [
         (500, "call_upstream_connection_failed", TransientEngineError),
         (503, "no_available_workers", TransientEngineError),
+        (408, "no request came", TransientEngineError),
         (429, "slow down", TransientEngineError),
         (404, '{"code":"model_not_found"}', TransientEngineError),
         (404, "Not Found", RequestRejectedError),
