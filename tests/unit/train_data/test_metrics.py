@@ -61,6 +61,12 @@ def test_metrics(groups: list[Group]) -> None:
     )
 
 
+def test_groups_that_are_all_right_are_not_taken_for_those_that_are_all_wrong(groups: list[Group]) -> None:
+    found = batch_metrics(groups[1:], table_of(groups[1:]), target_version=6)
+    assert found["zero_std/all_zero_percentage"] == 0.0
+    assert found["zero_std/all_one_percentage"] == 50.0
+
+
 def test_samples_that_groups_go_on_without_are_counted(groups: list[Group]) -> None:
     # covers: C5, C7
     groups[1] = structs.replace(groups[1], aborted=2)
