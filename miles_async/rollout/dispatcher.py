@@ -7,8 +7,9 @@ prompt of one that ended untrained, which groups are fresh at the cut. This file
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.generate import routing_key
 from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.rollout.sample_guard import check_sample
+from miles_async.runtime.clock import now
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.user_code import call_user_code, raised, run_user_code
 from miles_async.seams import PromptSource
@@ -99,7 +101,7 @@ class Dispatcher:
         self._dead_letters = dead_letters
         self._in_flight: dict[int, GroupInFlight] = {}  # by attempt id
         self._changed = asyncio.Condition()
-        self._progress = 0  # groups finished and versions committed: what a cut can wait for
+        self._progressed = -math.inf  # when a group finished or a version was committed, on the loop's clock
         self._taking = asyncio.Lock()  # the cursor has passed a prompt that the pool hasn't got yet
 
     # ------------------------------------------------------------------------------------------ producer
@@ -141,7 +143,7 @@ class Dispatcher:
                 self.pool.filtered(attempt, reason, group)
             else:
                 self.pool.finished(group)
-                self._progress += 1
+                self._progressed = now()
         await self._notify()
 
     @contextmanager
@@ -216,25 +218,22 @@ class Dispatcher:
         Raises StalledError when none does for ``--stall-timeout`` although some could: a pool that is full and
         idle waits for the trainer, and an outage of a service ends; both have deadlines of their own.
         """
-        loop = asyncio.get_running_loop()
-        deadline, seen = loop.time() + self._stall_timeout, self._progress
+        waits_since = now()
         async with self._changed:  # held from the look to the wait, so that no change falls in between
             self._abort_too_old(target_version)
             while (groups := self.pool.cut(target_version)) is None:
                 self._changed.notify_all()  # what was swept left room
-                if self._progress != seen or not self.pool.can_move():
-                    deadline, seen = loop.time() + self._stall_timeout, self._progress
-                try:
+                if not self.pool.can_move():
+                    waits_since = now()
+                waits_since = max(waits_since, self._progressed, self.services.paused_until())
+                if now() >= (deadline := waits_since + self._stall_timeout):
+                    raise StalledError(
+                        f"the trainer waits for a batch, and no group finished for {self._stall_timeout:g} s "
+                        f"(--stall-timeout): {self.pool.describe()}"
+                    )
+                with suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await self._changed.wait()
-                except TimeoutError as error:
-                    idle = loop.time() - self.services.paused_until()
-                    if self.pool.can_move() and idle >= self._stall_timeout:
-                        raise StalledError(
-                            f"the trainer waits for a batch, and no group finished for {self._stall_timeout:g} s "
-                            f"(--stall-timeout): {self.pool.describe()}"
-                        ) from error
-                    deadline = loop.time() + self._stall_timeout - max(0.0, idle)
             self._changed.notify_all()
         return groups
 
@@ -272,7 +271,7 @@ class Dispatcher:
     async def commit(self, version: int) -> None:
         """``version`` is visible: what was trained makes room."""
         self.pool.commit(version)
-        self._progress += 1
+        self._progressed = now()
         await self._notify()
 
     async def _notify(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -32,13 +32,14 @@ from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.rollout.teacher import Teacher
 from miles_async.runtime import services
+from miles_async.runtime.clock import now
 from miles_async.runtime.services import Services
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import Float32, GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
+from miles_async.types import Attempt, Float32, GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
 from tests.fakes.fake_sides import FakeEngineLoads
 
 BATCH = 2
@@ -365,6 +366,31 @@ async def test_an_attempt_in_flight_that_is_too_old_is_aborted_and_replaced_once
         assert balance.reasons == {"stale_recycled: aborted at age 2": 2 * BATCH}
         assert balance.issued == 4 * BATCH
         assert bench.dispatcher.concurrency.slots.in_use <= 2 * BATCH * 2
+        bench.dispatcher.pool.check()
+
+
+async def test_prompts_of_aborted_attempts_come_again_though_the_cut_waited_for_nothing() -> None:
+    # covers: C1, C2, C3, P3
+    later = asyncio.Event()
+
+    def wrap(generate: SingleTurnGenerate) -> Any:
+        async def hang_or_wait(client: Engine, attempt: Attempt, index: int) -> Sample:
+            hangs = attempt.prompt.prompt_id in ("p0", "p1") and attempt.stale_count == 0
+            if not hangs:
+                await later.wait()
+            client.hangs_after = 0 if hangs else 1 << 30
+            return await generate(client, attempt, index)
+
+        return hang_or_wait
+
+    async with running(Bench(wrap=wrap)) as bench:
+        await until(lambda: len(bench.engine.dispatched) == 2 * BATCH)
+        bench.engine.version = 2
+        later.set()
+        await until(lambda: bench.balance()["buffered"] == BATCH)
+        groups = await bench.dispatcher.cut(2)
+        assert {group.attempt.prompt.prompt_id for group in groups} == {"p2", "p3"}
+        await until(lambda: bench.balance()["buffered"] == BATCH)
         bench.dispatcher.pool.check()
 
 
@@ -804,19 +830,23 @@ async def test_commit_restarts_the_stall_timer() -> None:
         assert len(await waiting) == BATCH
 
 
-def test_an_outage_is_no_stall_whose_time_begins_when_the_service_is_back() -> None:
+def test_a_group_that_finishes_restarts_the_stall_timer_and_so_does_a_service_that_is_back() -> None:
     # covers: C6, C10
-    async def stall() -> tuple[float, int]:
-        bench, looks = Bench(stall_timeout=10.0), itertools.count()
-        bench.engine.hangs_after = 0
-        bench.services.paused_until = lambda: next(looks) * 0.0 + 9.5  # when the service came back
+    async def stalls_at(*, groups: int = 0, back_at: float = -math.inf) -> float:
+        """Seconds until the stall of a cut that waits for two groups and gets ``groups``, all after 4 s."""
+        bench = Bench(stall_timeout=10.0)
+        bench.engine.hangs_after = groups * 2
+        bench.engine.seconds = 4.0
+        bench.services.paused_until = lambda: min(now(), back_at)
         with pytest.raises(ExceptionGroup) as caught:
             async with running(bench):
                 await bench.dispatcher.cut(0)
         assert isinstance(first_error(caught.value), StalledError)
-        return asyncio.get_running_loop().time(), next(looks)
+        return now()
 
-    assert run_in_virtual_time(stall()) == (19.5, 2)  # it looked when the time was over, and when it was really over
+    assert run_in_virtual_time(stalls_at()) == 10.0
+    assert run_in_virtual_time(stalls_at(groups=1)) == 14.0
+    assert run_in_virtual_time(stalls_at(back_at=9.5)) == 19.5
 
 
 async def test_filter_that_rejects_everything_stalls() -> None:
