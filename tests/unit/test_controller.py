@@ -40,7 +40,7 @@ class NoCheckpoints:
 
     async def finish(self) -> Mapping[str, float]:
         self.events.append("finish")
-        return {}
+        return {"checkpoint/seconds": 1.0}
 
     async def load(self) -> Position | None:
         return self.position
@@ -51,6 +51,7 @@ class Records:
         self.steps: list[tuple[int, dict[str, Any], Any]] = []
         self.publications: list[int] = []
         self.evaluations: list[int] = []
+        self.checkpoints: list[tuple[int, dict[str, float]]] = []
 
     def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
         self.steps.append((step, dict(metrics), ages))
@@ -61,7 +62,8 @@ class Records:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append(step)
 
-    def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.checkpoints.append((step, dict(metrics)))
 
 
 class BadTrainer(FakeTrainer):
@@ -336,6 +338,7 @@ async def test_a_checkpoint_is_made_whole_while_training_goes_on_and_at_the_end(
     await b.controller.run()
     order = only(b.events, "save", "finish", "trained")
     assert order == ["trained", "trained", "save 2/2", "finish", "trained", "save 3/2", "finish", "finish"]
+    assert b.records.checkpoints == [(step, {"checkpoint/seconds": 1.0}) for step in (2, 3, 3)]
 
 
 async def test_batch_older_than_the_bound_stops_the_run_before_the_optimizer_steps() -> None:

@@ -140,6 +140,14 @@ def test_truncated_importance_weight_scales_the_loss_without_gradient() -> None:
     assert sums["tis_masked_fraction"] == 0
 
 
+@pytest.mark.parametrize("bounds", [{"rs_upper_bound": 0.0}, {"rs_lower_bound": 0.5}])
+def test_a_token_at_the_bound_of_rejection_is_kept(bounds: dict[str, float]) -> None:
+    # k2 of the three tokens is 0, 0.5 and 2.
+    batch = token_batch(old=[-1.0] * 3, rollout=[-1.0, -2.0, -3.0], advantages=[1.0] * 3)
+    _, sums = loss_of(batch, torch.tensor([-1.0] * 3), use_rs=True, rs_statistic="k2", **bounds)
+    assert sums["rs_rejected_fraction"] == (2 if "rs_upper_bound" in bounds else 1)
+
+
 def test_importance_weights_outside_of_the_bounds_mask_their_tokens() -> None:
     batch = token_batch(old=[-1.0, -1.0, -1.0], rollout=[-1.5, -3.0, -0.1], advantages=[1.0, 1.0, 1.0])
     total, sums = loss_of(

@@ -109,6 +109,19 @@ def work_of(bins: list[list[int]], lengths: list[int]) -> list[float]:
     return [float(work[members].sum()) for members in bins]
 
 
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_differencing_unites_what_is_spread_most(parts: int) -> None:
+    """Karmarkar and Karp's method, written down with lists."""
+    work = np.random.default_rng(0).random(20)
+    united = [[(float(each), [index])] + [(0.0, [])] * (parts - 1) for index, each in enumerate(work)]
+    while len(united) > 1:
+        united.sort(key=lambda union: union[0][0] - union[-1][0])
+        first, second = united.pop(), united.pop()
+        sums = [(a + b, one + other) for (a, one), (b, other) in zip(first, reversed(second), strict=True)]
+        united.append(sorted(sums, reverse=True))
+    assert sorted(largest_differencing(work, parts)) == sorted(sorted(members) for _, members in united[0])
+
+
 def test_exchanges_find_what_differencing_misses() -> None:
     work = np.random.default_rng(1).integers(100, 8192, 32).astype(float)
     before = largest_differencing(work, 8)

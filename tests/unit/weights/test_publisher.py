@@ -355,13 +355,16 @@ async def test_a_rank_that_never_stages_is_waited_for_until_the_deadline(part: s
     # covers: C10
     publisher = make(FakeFleet([]), publication_timeout=0.05)
 
+    states = []
+
     async def hang(version: int) -> None:
+        states.append(publisher.state)
         await asyncio.Event().wait()
 
     setattr(publisher._trainer, f"{part}_weights", hang)
     with pytest.raises(PublicationError, match=rf"waited 0.05 s for {awaited} \(--publication-timeout\)"):
         await publisher.publish(3)
-    assert publisher.state is PublicationState.IDLE
+    assert [*states, publisher.state] == [PublicationState.STAGING, PublicationState.IDLE]
 
 
 async def test_lag_sends_the_weights_of_earlier_versions_under_their_own_name() -> None:
