@@ -19,7 +19,7 @@ from tests.benchmarks.publication_processes import (
     Fleet,
     Trainer,
     processes,
-    publish,
+    publisher,
     total_cpu_seconds,
 )
 from tests.benchmarks.report import Row
@@ -42,12 +42,14 @@ class Plain:
 async def measure(size: str, receivers: int, senders: int) -> Row:
     async with processes(size, [HERE] * receivers, sending=[HERE] * senders) as (trainer, fleet):
         before = await measure_plain(trainer, fleet)
-        distributed, disk = [], []
-        for version in range(PUBLICATIONS):
-            distributed.append(await publish(trainer, fleet, "distributed", version))
-            if senders == 1:  # as in a run
-                disk.append((await publish(trainer, fleet, "disk", PUBLICATIONS + version)).publication)
+        async with publisher(trainer, fleet, "distributed") as publish:
+            distributed = [await publish(version) for version in range(PUBLICATIONS)]
+        disk = []
+        if senders == 1:  # as in a run
+            async with publisher(trainer, fleet, "disk") as publish:
+                disk = [(await publish(PUBLICATIONS + version)).publication for version in range(PUBLICATIONS)]
         after = await measure_plain(trainer, fleet)
+        uncopied = await measure_uncopied(trainer, fleet)
     best = max(distributed, key=lambda published: published.rate)
     plain, copied = max(before.rate, after.rate), max(before.copied_rate, after.copied_rate)
     publication = best.publication
@@ -59,6 +61,7 @@ async def measure(size: str, receivers: int, senders: int) -> Row:
         "plain_gloo_MB_per_second": round(plain / 1e6),
         "of_plain_gloo": round(best.rate / plain, 2),
         "of_gloo_and_copy": round(best.rate / copied, 2),
+        "uncopied_of_plain_gloo": round(uncopied / plain, 2),
         "meets_goal": best.rate / plain >= REQUIRED,
         "cpu_seconds": round(min(published.cpu_seconds for published in distributed), 2),
         "gloo_and_copy_cpu_seconds": round(min(before.cpu_seconds, after.cpu_seconds), 2),
@@ -73,13 +76,22 @@ async def measure(size: str, receivers: int, senders: int) -> Row:
     }
 
 
+async def measure_uncopied(trainer: Trainer, fleet: Fleet) -> float:
+    """Rate to receivers that copy nothing, in bytes per second: copies compete with the senders for this machine's
+    cores.
+    """
+    await fleet._each((await fleet.members()).serving, "copy_no_more")
+    async with publisher(trainer, fleet, "distributed") as publish:
+        return max([(await publish(version)).rate for version in range(PUBLICATIONS)])
+
+
 async def measure_delta(size: str) -> Row:
     """To one receiver: several on this machine would share its cores for what each engine's node does by itself."""
-    async with processes(size, [HERE], delta=True) as (trainer, fleet):
-        first, *deltas = [
-            (await publish(trainer, fleet, "disk", version, delta="xor")).publication
-            for version in range(1 + PUBLICATIONS)
-        ]
+    async with (
+        processes(size, [HERE], delta=True) as (trainer, fleet),
+        publisher(trainer, fleet, "disk", delta="xor") as publish,
+    ):
+        first, *deltas = [(await publish(version)).publication for version in range(1 + PUBLICATIONS)]
     best = min(deltas, key=lambda publication: publication.pause_seconds)
     assert first.sent_fraction == 1.0
     return {

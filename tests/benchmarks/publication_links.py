@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.benchmarks.publication import measure_plain
 from tests.benchmarks.publication_parts import Place
-from tests.benchmarks.publication_processes import processes, publish
+from tests.benchmarks.publication_processes import processes, publisher
 from tests.benchmarks.report import Row
 from tests.cluster.machines import Machine, Machines, machines, why_impossible
 
@@ -30,7 +30,8 @@ async def measure(cluster: Machines, senders: Sequence[int], receivers: Sequence
 
     async with processes(SIZE, places(receivers), sending=places(senders), bucket_bytes=BUCKET_BYTES) as parts:
         before = cluster.bytes_from(cluster[0])
-        published = await publish(*parts, "distributed", 0, verify="off")
+        async with publisher(*parts, "distributed", verify="off") as publish:
+            published = await publish(0)
         sent = cluster.bytes_from(cluster[0]) - before
         plain = await measure_plain(*parts) if len(senders) == 1 else None
     return {

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from miles_async.runtime.files.scratch import MEMORY
 from miles_async.types import StagedWeights, TensorMeta
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.spec import RankSide
@@ -69,7 +70,8 @@ class Receiver(Part):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as SGLang has, its own
         self.parameters = model(width, matrices, seed=1)
         self.groups: dict[str, Any] = {}
-        self._directory = tempfile.TemporaryDirectory()
+        self._copies = True
+        self._directory = tempfile.TemporaryDirectory(dir=MEMORY)
 
     def join(self, name: str, rank: int, address: str, port: int, world_size: int) -> None:
         from tests.integration.weight_receiver import init_custom_process_group
@@ -99,13 +101,17 @@ class Receiver(Part):
         for size in sizes:
             dist.broadcast(data[:size], src=0, group=self.groups[name])
 
+    def copy_no_more(self) -> None:
+        """Leave what :meth:`receive_stream` receives where it arrives."""
+        self._copies = False
+
     def receive_stream(self, names: Sequence[str]) -> None:
         import torch
 
         from miles_async.engines.sglang.stream_buckets import received
 
         for tensors in received([self.groups[name] for name in names], torch.device("cpu")):
-            for name, tensor in tensors:
+            for name, tensor in tensors if self._copies else ():
                 self.parameters[name].copy_(tensor)
 
     def receive_all(self, name: str, buckets: Sequence[tuple[TensorMeta, ...]]) -> None:

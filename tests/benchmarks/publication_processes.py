@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from miles_async.arguments.weights import WeightsArguments
+from miles_async.runtime.files.scratch import MEMORY
 from miles_async.trainer.ranks import united
 from miles_async.types import CanaryScore, FleetMembers, Incarnation, Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
@@ -152,7 +153,7 @@ async def processes(
     bucket_bytes: int = BUCKET_BYTES,
     delta: bool = False,
 ) -> AsyncIterator[tuple[Trainer, Fleet]]:
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:  # where a run stages if there is room
         options = {"delta": delta, "bucket_bytes": bucket_bytes, "senders": len(sending)}
         senders = [
             Process(partial(Sender, directory, place.address, *SIZES[size], sender=index, **options), place)
@@ -181,10 +182,17 @@ class Published:
         return self.publication.total_bytes / self.publication.step_seconds["send"]
 
 
-async def publish(
-    trainer: Trainer, fleet: Fleet, transport: str, version: int, delta: str = "off", verify: str = "canary"
-) -> Published:
-    """Publish a version; what digests take is another benchmark, digests.py."""
+Publish = Callable[[int], Awaitable[Published]]
+"""Publishes a version."""
+
+
+@asynccontextmanager
+async def publisher(
+    trainer: Trainer, fleet: Fleet, transport: str, delta: str = "off", verify: str = "canary"
+) -> AsyncIterator[Publish]:
+    """A publisher, which keeps its process groups as that of a run does. What digests take is another benchmark,
+    digests.py.
+    """
     arguments = WeightsArguments(weight_transport=transport, weight_delta=delta, verify_weights=verify)
     chosen = make_transport(arguments, trainer, fleet, "cpu")  # type: ignore[arg-type]
     cpu_seconds, deliver = 0.0, chosen.deliver
@@ -198,10 +206,13 @@ async def publish(
 
     chosen.deliver = measured  # type: ignore[method-assign]
     updater = FleetUpdater(fleet, chosen, arguments, tolerance=1e-3)  # type: ignore[arg-type]
-    publisher = WeightPublisher(trainer, updater, arguments, repairs=updater)  # type: ignore[arg-type]
-    publication = await publisher.publish(version)
-    await publisher.close()
-    return Published(publication, cpu_seconds)
+    publishing = WeightPublisher(trainer, updater, arguments, repairs=updater)  # type: ignore[arg-type]
+
+    async def publish(version: int) -> Published:
+        return Published(await publishing.publish(version), cpu_seconds)
+
+    yield publish
+    await publishing.close()
 
 
 async def total_cpu_seconds(trainer: Trainer, fleet: Fleet) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from miles_async.arguments import WeightsArguments
 from miles_async.seams import EngineFleet, WeightSender
@@ -138,7 +138,7 @@ class _TrainerSide(FakeTrainer):
         for path in Path(staged.directory).glob("*.safetensors"):
             tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
             self._corrupt(tensors, before)
-            save_file(tensors, path)
+            path.write_bytes(save(tensors))  # in place: senders have mapped the file
 
     def sender(self, index: int, *, repair: bool = False) -> Any:
         return _InThread(self._senders[index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 
 from miles_async.errors import TrainerError
 from miles_async.types import TensorMeta
+from miles_async.weights.files import version_directory
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed import weight_group
 from miles_async.weights.transports.distributed.rank import DistributedSender
@@ -56,6 +59,29 @@ def stage(sender: DistributedSender, version: int, value: float) -> None:
     """Two buckets."""
     sender.copy(version, [("0.a.weight", torch.full((2,), value)), ("1.a.weight", torch.full((2,), value + 1))])
     sender.stage(version)
+
+
+def test_what_is_staged_is_mapped_page_by_page_until_it_is_removed(tmp_path: Path) -> None:
+    def mapped() -> dict[str, list[int]]:
+        """Directory of each version that is mapped: bytes of its files, and of the pages that are there."""
+        found: dict[str, list[int]] = {}
+        for mapping in psutil.Process().memory_maps(grouped=False):
+            if mapping.path.startswith(str(tmp_path)):
+                sizes = found.setdefault(Path(mapping.path).parent.name, [0, 0])
+                sizes[:] = sizes[0] + mapping.size, sizes[1] + mapping.rss
+        return found
+
+    staging = StagingOptions(parent=tmp_path, bucket_bytes=1 << 20, keep=2)
+    sender = DistributedSender(RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=5))
+    for version in range(4):
+        sender.copy(version, [(f"{layer}.weight", torch.ones(1 << 18)) for layer in range(3)])
+        sender.stage(version)
+        found = mapped()
+        assert found.keys() == {version_directory(each) for each in range(version + 1)[-2:]}
+        for size, there in found.values():
+            assert 3 << 20 <= size <= there + 3 * mmap.PAGESIZE  # but for the last one of each of three buckets
+    sender.close()
+    assert mapped() == {}
 
 
 def test_all_buckets_are_sent_and_the_next_one_is_loaded_meanwhile(
