@@ -7,7 +7,7 @@ torchvision, triton or ``sgl_kernel`` is missing (a machine without a GPU) they 
 Its doors open with the keys that it is given in its environment, see ``locks.py``.
 It takes all weights of a publication by one request, see ``weight_stream.py``, answers in packed form where a request
 asks for it, see ``packed_answers.py``, and sleeps while it is paused, see ``paused_sleep.py``. On a CPU, requests share
-prefills, see ``shared_prefills.py``.
+prefills, see ``shared_prefills.py``, and attention is computed for many at once, see ``cpu_attention.py``.
 With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``, and
 with WEIGHT_GROUP_SECONDS_VARIABLE it waits no longer than that for others that get weights with it, see
 ``weight_groups.py``.
@@ -96,7 +96,7 @@ sys.modules["megatron"] = None  # type: ignore[assignment]
 
 # After the packages that torch looks for.
 from miles_async.engines.sglang import (  # noqa: E402
-    extend_attention,
+    cpu_attention,
     host_buffers,
     load_file,
     paused_sleep,
@@ -109,7 +109,7 @@ paused_sleep.register()
 weight_stream.register()
 if _runs_on_cpu(sys.argv):
     shared_prefills.register()
-    extend_attention.register()
+    cpu_attention.register()
 if _runs_on_cpu(sys.argv) and host_buffers.FLAG in sys.argv:
     host_buffers.register()
 if HELD_WEIGHTS_VARIABLE in os.environ:
