@@ -1,4 +1,4 @@
-"""The task: sums of two numbers from 1 to 20, and what an answer is worth."""
+"""The task: sums of a digit and a number from 1 to 20, and what an answer is worth."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from itertools import combinations_with_replacement
 from miles_async.types import JsonObject, Prompt, Sample
 
 LARGEST = 20
-HELD_OUT_PAIRS = 34  # of 210; 64 questions or a few less, as both orders of a pair are held out together
+HELD_OUT_PAIRS = 34  # of 144; 68 questions or a few less, as both orders of a pair are held out together
 SEED = 1234
 SOLVED = ((2, 3), (6, 12), (9, 19))  # none is held out; every prompt begins with them
+
+
+def ask(a: int, b: int) -> str:
+    """The question in words, as the user of the chat asks it."""
+    return f"What is {a} + {b}? Reply with only the number."
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +31,17 @@ class Question:
         """Row of the prompt data.
 
         >>> Question(17, 5, held_out=False).row()["prompt"][-3:]
-        [{'role': 'user', 'content': '9 + 19'}, {'role': 'assistant', 'content': '28'},
-         {'role': 'user', 'content': '17 + 5'}]
+        [{'role': 'user', 'content': 'What is 9 + 19? Reply with only the number.'},
+         {'role': 'assistant', 'content': '28'},
+         {'role': 'user', 'content': 'What is 17 + 5? Reply with only the number.'}]
         """
         solved = [
             {"role": role, "content": content}
             for a, b in SOLVED
-            for role, content in (("user", f"{a} + {b}"), ("assistant", str(a + b)))
+            for role, content in (("user", ask(a, b)), ("assistant", str(a + b)))
         ]
         return {
-            "prompt": [*solved, {"role": "user", "content": f"{self.a} + {self.b}"}],
+            "prompt": [*solved, {"role": "user", "content": ask(self.a, self.b)}],
             "label": str(self.a + self.b),
             "metadata": {"held_out": self.held_out},
         }
@@ -46,7 +52,9 @@ def split() -> tuple[list[Question], list[Question]]:
     order.
     """
     chance = random.Random(SEED)
-    pairs = list(combinations_with_replacement(range(1, LARGEST + 1), 2))
+    pairs = [
+        (a, b) for a, b in combinations_with_replacement(range(1, LARGEST + 1), 2) if a < 10
+    ]  # a is the smaller one
     chance.shuffle(pairs)
     train, test = _questions(pairs[HELD_OUT_PAIRS:], held_out=False), _questions(pairs[:HELD_OUT_PAIRS], held_out=True)
     chance.shuffle(train)
@@ -58,7 +66,7 @@ def _questions(pairs: list[tuple[int, int]], *, held_out: bool) -> list[Question
     return [Question(*numbers, held_out) for a, b in pairs for numbers in sorted({(a, b), (b, a)})]
 
 
-async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_async/api.py
+async def worth(prompt: Prompt, sample: Sample) -> float:  # Reward, see miles_async/api/
     """1 for the sum and nothing else; 0.1 for another number, and up to 0.4 more for its digits that are right, if it
     has as many as the sum. Few samples of the untrained model are right, and rewards that are all equal teach nothing.
 

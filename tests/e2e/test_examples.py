@@ -25,7 +25,7 @@ def test_a_real_language_model_learns_sums(tmp_path: Path) -> None:
         assert run.wait(950) == 0, run.output
         run.assert_nothing_left()
     assert run.summary["eval_accuracy_first"] < 0.3
-    assert run.summary["eval_accuracy_last"] > 0.7
+    assert run.summary["eval_accuracy_last"] > 0.85
 
 
 @pytest.mark.parametrize(

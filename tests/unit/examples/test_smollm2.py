@@ -209,7 +209,8 @@ def test_a_file_with_other_contents_is_refused(tmp_path: Path) -> None:
 def test_no_held_out_sum_is_in_training_in_either_order() -> None:
     train, test = split()
     assert split() == (train, test)
-    assert len(train) + len(test) == 20 * 20
+    assert len(train) + len(test) == 2 * 9 * 20 - 9 * 9  # a digit first or second, or both
+    assert all(min(question.a, question.b) < 10 for question in train + test)
 
     def pairs(questions: list[Question]) -> set[frozenset[int]]:
         return {frozenset((question.a, question.b)) for question in questions}
@@ -219,13 +220,13 @@ def test_no_held_out_sum_is_in_training_in_either_order() -> None:
     assert {frozenset(solved) for solved in SOLVED} <= pairs(train), "every prompt says what these are"
     assert Question(17, 5, held_out=True).row() == {
         "prompt": [
-            {"role": "user", "content": "2 + 3"},
+            {"role": "user", "content": "What is 2 + 3? Reply with only the number."},
             {"role": "assistant", "content": "5"},
-            {"role": "user", "content": "6 + 12"},
+            {"role": "user", "content": "What is 6 + 12? Reply with only the number."},
             {"role": "assistant", "content": "18"},
-            {"role": "user", "content": "9 + 19"},
+            {"role": "user", "content": "What is 9 + 19? Reply with only the number."},
             {"role": "assistant", "content": "28"},
-            {"role": "user", "content": "17 + 5"},
+            {"role": "user", "content": "What is 17 + 5? Reply with only the number."},
         ],
         "label": "22",
         "metadata": {"held_out": True},
