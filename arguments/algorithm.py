@@ -1,4 +1,4 @@
-"""Advantages and loss. Where choices end with module:attr, that is your own: see miles_async/api.py."""
+"""Advantages and loss. Where choices end with module:attr, that is your own: see miles_async/api/."""
 
 from __future__ import annotations
 
