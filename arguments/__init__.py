@@ -1,6 +1,7 @@
 """Flags: one argparse group = one file = one frozen dataclass = one section of ``--help``.
 
-Parts of the system get their own group; only ``wiring/driver.py`` sees the whole :class:`Arguments`.
+Parts of the system get their own group; only ``wiring/`` and the commands about a run's flags see the whole
+:class:`Arguments`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Arguments:
 
     @property
     def sides(self) -> Sides:
-        """Those that run."""
+        """Sides that run."""
         return "trainer" if self.algorithm.supervised else self.debug.sides
 
     @property

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
 
+from miles_async.arguments import Arguments, ModelArguments
+from miles_async.arguments.model import ALL_LINEAR
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
-
-if TYPE_CHECKING:
-    from miles_async.arguments import Arguments
-    from miles_async.arguments.model import ModelArguments
-
-LoraType = Literal["lora", "dora"]
-
-ALL_LINEAR = "all-linear"
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -67,7 +60,7 @@ def target_layers(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_adapters(arguments: Arguments) -> Iterator[str]:
-    """The flags of adapters fit each other and the layout of ranks."""
+    """Check adapter flags against each other and the layout of ranks."""
     model, defaults = arguments.model, type(arguments.model)()
     if not model.lora_rank:
         names = ("lora_type", "lora_alpha", "target_modules", "lora_adapter_path")

@@ -1,4 +1,4 @@
-"""Advantages and loss. Where choices end with module:attr, that is your own: see miles_async/api/."""
+"""Advantages and loss. Choices that list module:attr accept your own code; its protocols are in miles_async/api/."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AlgorithmArguments:
     grpo_std_normalization: bool = flag(True, "divide by the group's standard deviation (no: Dr. GRPO)")
     token_advantages: TokenAdvantagesName | ModuleAttr | None = flag(
         None,
-        "advantages of tokens, computed by the trainer from those of their samples (default: each token has its "
+        "advantages of tokens, which the trainer computes from those of their samples (default: each token has its "
         "sample's). kl_in_reward: minus --kl-coef × KL of --kl-reward-type, summed over the token and those after it; "
         "gae: generalized advantage estimation with a critic, which is trained beside the policy (PPO)",
     )
@@ -55,30 +55,30 @@ class AlgorithmArguments:
     )
     lambd_length_alpha: float | None = flag(
         None,
-        "λ by length: that of a sequence with n tokens that carry loss is 1 − 1 / (this × n), at least 0, instead of "
-        "--lambd (VAPO, SAO)",
+        "length-dependent λ instead of --lambd: 1 − 1 / (this × n), at least 0, for a sequence with n tokens that "
+        "carry loss (VAPO, SAO)",
     )
     critic_lambd: float | None = flag(
         None,
-        "λ of the returns that the critic learns, where it is not the policy's; 1: the rewards to go (VAPO, SAO)",
+        "λ of the returns that the critic learns, if it differs from the policy's; 1: the rewards to go (VAPO, SAO)",
     )
     kl_coef: float = flag(0.0, "weight of the KL in the reward, with --token-advantages kl_in_reward or gae")
     kl_reward_type: KlLossType | ModuleAttr = flag(
-        "k1", "estimator of the KL in the reward, as in --kl-loss-type; only that of k1 has the KL's own gradient"
+        "k1", "estimator of the KL in the reward, as in --kl-loss-type; only k1 yields the exact KL gradient"
     )
     normalize_advantages: bool = flag(
         False, "whiten: advantages get mean 0 and variance 1 over the tokens of the rollout batch (REINFORCE++)"
     )
     overlong_buffer_len: int | None = flag(
         None,
-        "tokens before --rollout-max-response-len in which the reward that advantages are computed from falls, by "
-        "--overlong-penalty-factor in all (DAPO's soft overlong punishment)",
+        "number of tokens before --rollout-max-response-len over which the reward that advantages are computed from "
+        "falls linearly, by --overlong-penalty-factor in total (DAPO's soft overlong punishment)",
     )
     overlong_penalty_factor: float = flag(1.0, "largest penalty of --overlong-buffer-len")
     use_opd: bool = flag(
         False,
-        "on-policy distillation: the advantage of each token gets less by --opd-kl-coef × (log π − log π_teacher); the "
-        "teacher is a frozen group of --server-groups",
+        "on-policy distillation: subtract --opd-kl-coef × (log π − log π_teacher) from the advantage of each token; "
+        "the teacher is a frozen group of --server-groups",
     )
     opd_teacher: str | None = flag(
         None, "name of the frozen group that is the teacher of --use-opd (default: the only one)", metavar="GROUP"
@@ -91,31 +91,29 @@ class AlgorithmArguments:
     )
     policy_loss: PolicyLossName | ModuleAttr = flag(
         "ppo_clip",
-        "loss of a token. ppo_clip: PPO's clipped surrogate; gspo: that with one ratio per sequence; cispo: REINFORCE, "
-        "weighed by the clipped ratio; sapo: a sigmoid of the ratio; gmpo: the geometric mean of a sequence's clipped "
-        "ratios; dppo_tv, dppo_kl: no gradient for tokens whose probability moved further than --eps-clip by total "
-        "variation, or by KL; clip_cov, kl_cov: without, or with a KL penalty for, the few tokens of a rollout batch "
-        "whose log-prob and advantage vary together most, which keeps entropy; sat, sat_gspo: ppo_clip and gspo with a "
-        "narrower clip for tokens, or sequences, whose ratio says that they are stale; dis: cispo without the tokens "
-        "outside of the clip",
+        "loss of a token (docs/algorithms.md). ppo_clip: PPO's clipped surrogate; gspo: that with one ratio per "
+        "sequence; cispo: REINFORCE, weighted by the clipped ratio; sapo: a sigmoid of the ratio; gmpo: the geometric "
+        "mean of a sequence's clipped ratios; dppo_tv, dppo_kl: no gradient for tokens whose probability moved further "
+        "than --eps-clip by total variation, or by KL; clip_cov drops, and kl_cov penalizes by KL, tokens with a high "
+        "covariance of log-prob and advantage; sat, sat_gspo: ppo_clip and gspo with a tighter clip for stale tokens "
+        "or sequences; dis: cispo without the tokens outside of the clip",
     )
     eps_clip: float = flag(0.2, "PPO clip range below 1; of the log-ratio with gmpo, of the divergence with dppo")
     eps_clip_high: float | None = flag(None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher")
     eps_clip_c: float | None = flag(
         3.0,
-        "dual clip: the loss of a token with a negative advantage A is at most this × |A|, however large its ratio, "
-        "which PPO's clip does not bound there; more than 1; none: no bound",
+        "dual clip: cap the loss of tokens with a negative advantage A at this × |A|, since PPO's clip does not bound "
+        "it there; more than 1; none: no cap",
     )
     sat_quantile: float = flag(
         0.9,
-        "sat contracts the clip of what is staler than this share of the rollout batch's tokens, by abs(log π − log "
-        "π_rollout)",
+        "sat tightens the clip for tokens of the rollout batch whose |log π − log π_rollout| exceeds this quantile",
     )
     tau_pos: float = flag(1.0, "steepness of sapo's sigmoid for positive advantages")
     tau_neg: float = flag(1.05, "steepness of sapo's sigmoid for other advantages")
-    clip_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that clip_cov leaves out")
-    clip_cov_lb: float = flag(1.0, "clip_cov draws from the tokens of more covariance than this")
-    clip_cov_ub: float = flag(5.0, "clip_cov draws from the tokens of less covariance than this")
+    clip_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that clip_cov drops")
+    clip_cov_lb: float = flag(1.0, "lower bound on the covariance of the tokens that clip_cov samples")
+    clip_cov_ub: float = flag(5.0, "upper bound on the covariance of the tokens that clip_cov samples")
     kl_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that kl_cov penalizes")
     ppo_kl_coef: float = flag(1.0, "weight of kl_cov's penalty, per nat")
     loss_aggregation: LossAggregationName | ModuleAttr = flag(
@@ -139,7 +137,7 @@ class AlgorithmArguments:
         "that sampled the token, kept in host memory for --max-weight-staleness versions, and a forward pass for each "
         "version that a batch has. Both with --use-tis",
     )
-    use_tis: bool = flag(False, "importance sampling: weight each token for having been sampled by other weights")
+    use_tis: bool = flag(False, "importance sampling: weight each token to correct for sampling by older weights")
     tis_mode: TisMode | ModuleAttr = flag(
         "truncate",
         "the weight of --use-tis, from w = π_trainer / π_rollout. truncate: w within --tis-clip-low and --tis-clip; "
@@ -177,7 +175,7 @@ class AlgorithmArguments:
         "policy, until the mean of the rest is below this; with --use-tis",
     )
     max_token_age: int | None = flag(
-        None, "tokens that are older, in versions, do not move the policy; the rest of their sample does"
+        None, "mask tokens older than this many versions in the policy loss; other tokens of the sample still train"
     )
     token_age_decay: float = flag(1.0, "weight of a token in the policy loss: this to the power of its age")
     use_kl_loss: bool = flag(False, "add --kl-loss-coef × KL(π ‖ reference) to the loss")
@@ -193,31 +191,31 @@ class AlgorithmArguments:
         "rollout step (default: they are constant)",
     )
     kl_horizon: int = flag(
-        10_000, "with --kl-target: sequences over which the coefficient changes by at most a fifth, about"
+        10_000, "with --kl-target: number of sequences in which the coefficient may change by about 20 %"
     )
     ref_update_interval: int | None = flag(
         None, "rollout steps after which the reference model follows the policy (default: never)"
     )
     ref_update_alpha: float = flag(
         1.0,
-        "share of the policy's weights in the reference model each time: 1: it becomes a copy; less: a moving average",
+        "share of the policy's weights in each update of the reference model; 1: a copy; less: a moving average",
     )
     ref_hf_checkpoint: Path | None = flag(
         None, "reference model of the KL loss and the KL in the reward (default: --hf-checkpoint)"
     )
     use_rollout_routing_replay: bool = flag(
-        False, "mixtures: the trainer passes each token through the experts that the engine chose for it"
+        False, "mixtures: the trainer routes each token to the experts that the engine chose"
     )
     use_routing_replay: bool = flag(
         False,
-        "mixtures: optimizer steps pass each token through the experts that computed its old log-prob (covered by "
+        "mixtures: optimizer steps route each token to the experts that the old-log-prob pass chose (covered by "
         "--use-rollout-routing-replay)",
     )
     entropy_coef: float = flag(
         0.0, "weight of the entropy bonus: this × the mean entropy of tokens, in nats, is subtracted from the loss"
     )
     entropy_coef_end: float | None = flag(
-        None, "weight of the entropy bonus at the end of the run, to which it moves linearly (default: no change)"
+        None, "weight of the entropy bonus at the end of the run, reached linearly (default: constant)"
     )
     log_entropy: bool = flag(False, "compute the policy's entropy, a pass over all logits, and log it as train/entropy")
     allow_uncorrected_off_policy: bool = flag(

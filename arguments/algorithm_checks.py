@@ -30,7 +30,7 @@ LOSSES_WITH: dict[str, frozenset[PolicyLossName]] = {
 
 
 def check_algorithm(arguments: Arguments) -> Iterator[str]:
-    """The advantage has something to compare with, and switches are not given without what they switch."""
+    """Check that the advantage has a baseline, and that no option is given without the flag that it modifies."""
     algorithm, samples = arguments.algorithm, arguments.rollout.n_samples_per_prompt
     compares = algorithm.advantage_estimator in ("grpo", "rloo", "opob")
     if samples == 1 and compares:
@@ -112,7 +112,7 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
 
 
 def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
-    """Nothing takes the baseline away again, and every sample's gradient is within a replica of the model."""
+    """Check that no other flag removes opob's baseline, and that one model replica holds each sample's gradient."""
     algorithm, model, flag = arguments.algorithm, arguments.model, "--advantage-estimator opob"
     if algorithm.token_advantages is not None:
         yield (
@@ -134,7 +134,7 @@ def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
 
 
 def _check_reference(arguments: Arguments) -> Iterator[str]:
-    """A reference model follows, and a coefficient adapts, where there is one."""
+    """Check that the reference's updates and the adaptive coefficient have a reference and a coefficient."""
     algorithm, plain = arguments.algorithm, AlgorithmArguments()
     in_reward = algorithm.token_advantages == "kl_in_reward"
     if algorithm.kl_target is not None:
@@ -193,7 +193,7 @@ def _flag(name: str) -> str:
 
 
 def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
-    """Asynchronous training knows what sampled its data, or is told that this is intended (C12)."""
+    """Check that asynchronous training has an off-policy correction, or is told to do without (C12)."""
     algorithm, staleness, weights = arguments.algorithm, arguments.staleness, arguments.weights
     if algorithm.use_tis and algorithm.use_rollout_logprobs:
         yield (

@@ -37,7 +37,7 @@ def _expand(words: Sequence[str], directory: Path, including: tuple[Path, ...]) 
             raise ConfigurationError(
                 f"{word}: argument files include each other: {including[-1]} includes {path} again"
             )
-        yield from _expand(_words_of(path, word, including), path.parent, (*including, path.resolve()))
+        yield from _expand(_read_words(path, word, including), path.parent, (*including, path.resolve()))
 
 
 def _preset(word: str) -> Path:
@@ -47,7 +47,7 @@ def _preset(word: str) -> Path:
     return known[name]
 
 
-def _words_of(path: Path, word: str, including: tuple[Path, ...]) -> list[str]:
+def _read_words(path: Path, word: str, including: tuple[Path, ...]) -> list[str]:
     origin = f" (named in {including[-1]})" if including else ""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

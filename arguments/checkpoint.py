@@ -16,8 +16,7 @@ class CheckpointArguments:
     save_interval: int | None = flag(None, "rollout steps between checkpoints (default: only at the end)")
     async_save: bool = flag(
         True,
-        "write the trainer's part of a checkpoint while training goes on, from a copy in host memory (as large as that "
-        "part)",
+        "write the trainer's part of a checkpoint while training goes on, from a copy of that size in host memory",
     )
     save_keep_last: int | None = flag(
         None, "keep only the newest N checkpoints (default: all; 1 with --save-retain-interval)", metavar="N"
@@ -25,12 +24,12 @@ class CheckpointArguments:
     save_retain_interval: int | None = flag(
         None, "keep the checkpoint of every Nth rollout step permanently (default: none)", metavar="N"
     )
-    save_overwrite: bool = flag(False, "let this run's first checkpoint replace conflicting ones in --save")
+    save_overwrite: bool = flag(False, "allow this run's first checkpoint to replace conflicting ones in --save")
     save_hf: Path | None = flag(None, "directory for a Hugging Face export of the final weights")
     max_run_restarts: int = flag(
         0,
-        "start the run again from its newest checkpoint, at most N times per hour, when it lost a trainer rank or its "
-        "own side to a fault of a machine, or stalled after its first step",
+        "restart the run from its newest checkpoint, at most N times per hour, if a machine fault cost it a trainer "
+        "rank, the rollout manager, Ray or the driver, or if it stalled after its first step",
         metavar="N",
     )
     load: Path | None = flag(

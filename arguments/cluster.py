@@ -43,16 +43,16 @@ LD_LIBRARY_PATH and HOME, which are each node's own.
 class ClusterArguments:
     """Cluster"""
 
-    device: DeviceChoice = flag("auto", "where models run; auto takes CUDA if there is any")
+    device: DeviceChoice = flag("auto", "where models run; auto: on CUDA if it is available")
     actor_num_nodes: int = flag(1, "nodes that train")
-    actor_num_gpus_per_node: int = flag(1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP)")
+    actor_num_gpus_per_node: int = flag(1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP × CP)")
     rollout_num_gpus: int = flag(1, "GPUs that generate (on CPU: engine processes)")
     rollout_num_gpus_per_engine: int = flag(1, "GPUs per engine, its tensor-parallel size")
     rollout_num_nodes_per_engine: int = flag(1, "nodes over which the GPUs of one engine are spread evenly")
     colocate: bool = flag(
         False,
-        "with --on-policy: engines use the GPUs of the trainer's ranks, in turns; the other side's memory is released "
-        "meanwhile. Has not been tried on GPUs yet",
+        "with --on-policy: trainer and engines take turns on the same GPUs; the side that waits releases its memory. "
+        "Not tried on GPUs yet",
     )
     gpu_memory_gb: float | None = flag(
         None,
@@ -70,8 +70,8 @@ class ClusterArguments:
     rollout_node_labels: tuple[str, ...] = flag((), "generate only on nodes with these labels", metavar="NAME=VALUE")
     host: str | None = flag(
         None,
-        "address of this machine at which router and session server listen, for agents that reach it by another one; "
-        "default: the one that Ray knows it by, 127.0.0.1 without a cluster",
+        "address on which router and session server listen; set it if agents use another address than Ray does; "
+        "default: this machine's address in Ray, 127.0.0.1 without a cluster",
     )
     port_range: str | None = flag(
         None, "ports for servers and rendezvous of this run, on every node; default: any free ones", metavar="LOW-HIGH"

@@ -8,7 +8,7 @@ from miles_async.arguments import Arguments
 
 
 def check_colocation(arguments: Arguments) -> Iterator[str]:
-    """Both sides can take turns on the trainer's GPUs."""
+    """Check that both sides can take turns on the trainer's GPUs."""
     cluster, engines, weights = arguments.cluster, arguments.engines, arguments.weights
     if not cluster.colocate:
         return

@@ -26,6 +26,8 @@ from miles_async.arguments.specification import FlagSpecification, argument_grou
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.errors import ConfigurationError
 
+RENAMED = {"share_prompts": "share_prefixes"}  # name that files of earlier runs have → name of the flag
+
 
 def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
     """(field name → value, flags that are passed on). Raises ConfigurationError naming every bad key."""
@@ -59,6 +61,7 @@ def _entries(document: Mapping[str, object]) -> Iterator[tuple[str, str, object]
 def _read_key(table: str, key: str, value: object, values: dict[str, FlagValue], passed: PassThrough) -> None:
     specifications = flag_specifications()
     name, flag = key.replace("-", "_"), "--" + key.replace("_", "-")
+    name = RENAMED.get(name, name)
     specification = specifications.get(name)
     if specification is None:
         ours = [item.flag for item in specifications.values()]
@@ -82,7 +85,7 @@ def to_toml(arguments: Arguments) -> str:
     for group in argument_groups():
         lines.append(f"[{group}]")
         values = getattr(arguments, group)
-        for specification in _of_group(group):
+        for specification in _group_flags(group):
             key = specification.flag.removeprefix("--")
             lines.append(f"{key} = {_toml_value(getattr(values, specification.name))}")
         extras = {where: getattr(values, where.field) for where in PREFIXES.values() if where.group == group}
@@ -93,7 +96,7 @@ def to_toml(arguments: Arguments) -> str:
     return "\n".join(lines)
 
 
-def _of_group(group: str) -> list[FlagSpecification]:
+def _group_flags(group: str) -> list[FlagSpecification]:
     return [item for item in flag_specifications().values() if item.group == group]
 
 

@@ -21,5 +21,5 @@ class DataArguments:
     rollout_shuffle: bool = flag(True, "shuffle prompts, in another order every epoch")
     rollout_seed: int = flag(42, "seed of the shuffle")
     rollout_max_prompt_len: int | None = flag(
-        None, "prompts with more tokens are skipped and counted (default: what the model has room for)"
+        None, "prompts with more tokens are skipped and counted (default: the model's limit)"
     )

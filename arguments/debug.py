@@ -21,10 +21,10 @@ class DebugArguments:
     debug_rollout_only: bool = flag(
         False,
         "start no trainer: engines serve the weights of --hf-checkpoint, and batches are cut, counted as trained and "
-        "forgotten; for prompts, rewards and the engines' speed",
+        "discarded; to try prompts and rewards and measure the engines",
     )
     debug_train_only: bool = flag(
-        False, "start no engine: train on --load-debug-rollout-data, which alone means the same; nothing is published"
+        False, "start no engine and publish nothing: train on --load-debug-rollout-data, which implies this flag"
     )
     save_debug_rollout_data: Path | None = flag(
         None,
@@ -33,14 +33,14 @@ class DebugArguments:
     )
     load_debug_rollout_data: Path | None = flag(
         None,
-        "train on what --save-debug-rollout-data wrote, whatever the layout and the batch size of that run; without "
-        "{rollout_id} in it, on the same batch in every step",
+        "train on files of --save-debug-rollout-data, from a run with any layout and batch size; without {rollout_id} "
+        "in the name, on the same batch in every step",
         metavar="FILE",
     )
 
     @property
     def sides(self) -> Sides:
-        """Those that run."""
+        """Sides that run."""
         if self.debug_rollout_only:
             return "rollout"
         return "trainer" if self.debug_train_only or self.load_debug_rollout_data is not None else "both"

@@ -10,7 +10,7 @@ from miles_async.arguments.debug import STEP_FIELD, file_of_step
 
 
 def check_debug(arguments: Arguments) -> Iterator[str]:
-    """One side runs at least, with what it needs; what would need the other side is not asked for."""
+    """Check that at least one side runs and has its inputs, and that no flag needs a side that does not run."""
     debug, checkpoint = arguments.debug, arguments.checkpoint
     if debug.debug_rollout_only and (debug.debug_train_only or debug.load_debug_rollout_data is not None):
         trains = "--debug-train-only" if debug.debug_train_only else "--load-debug-rollout-data"

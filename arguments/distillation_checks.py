@@ -16,7 +16,7 @@ SCORED_BESIDES = 7  # tokens of its context that SGLang (0.5) leaves free when i
 
 
 def check_distillation(arguments: Arguments) -> Iterator[str]:
-    """--use-opd has a teacher and an effect; nothing else of it is given without it."""
+    """Check that --use-opd has a teacher and an effect, and that its options are not given without it."""
     algorithm, plain = arguments.algorithm, AlgorithmArguments()
     if not algorithm.use_opd:
         for name in ("opd_teacher", "opd_kl_coef", "opd_student"):

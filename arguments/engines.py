@@ -24,21 +24,21 @@ class EnginesArguments:
     engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS")
     engine_max_restarts: int = flag(
         3,
-        "times one engine is restarted within --engine-restart-window before it is given up, or a client process "
+        "restarts allowed within --engine-restart-window, per engine before it is given up and per client process "
         "before the run ends; failed first starts of engines count, too",
     )
     engine_restart_window: float = flag(
-        3600.0, "seconds after which a restart does not count against --engine-max-restarts any more", metavar="SECONDS"
+        3600.0, "seconds for which a restart counts against --engine-max-restarts", metavar="SECONDS"
     )
     request_timeout: float = flag(600.0, "seconds one generation request may take", metavar="SECONDS")
     request_retries: int = flag(5, "tries on another engine after a transient error, with exponential backoff")
     rollout_client_processes: int = flag(
         0,
-        "processes that send generation requests to the engines that train; 0: the rollout process sends them, which "
-        "is enough up to some 700 requests per second, where each turn of an agent is one. Use 1 beyond that, or where "
-        "`miles-async plan` says so: it takes a third of the rollout process's work off it",
+        "processes that send generation requests to the training engines; 0: the rollout process sends them, which "
+        "suffices up to about 700 requests per second (each turn of an agent is one). Use 1 beyond that, or if "
+        "`miles-async plan` says so: it relieves the rollout process of a third of its work",
     )
-    sglang_router_policy: str = flag("consistent_hashing", "how smg spreads requests")
+    sglang_router_policy: str = flag("consistent_hashing", "how smg distributes requests over engines")
     sglang_router_port: int | None = flag(None, "port of the router (default: a free one)")
     sglang_extra: tuple[str, ...] = ()  # collected from --sglang-*, as SGLang's own arguments
     router_extra: tuple[str, ...] = ()  # collected from --router-*, as smg's own arguments

@@ -28,15 +28,15 @@ class EvaluationArguments:
         "--rollout-temperature)",
     )
     eval_top_p: float = flag(1.0, "nucleus sampling of evaluation")
-    eval_top_k: int = flag(-1, "evaluation samples among the k likeliest tokens; -1: all")
-    eval_max_response_len: int | None = flag(None, "tokens an evaluation response may have (default: as training)")
-    eval_concurrency: int = flag(128, "evaluation samples in flight at most")
+    eval_top_k: int = flag(-1, "evaluation samples from the k likeliest tokens; -1: all")
+    eval_max_response_len: int | None = flag(None, "tokens an evaluation response may have (default: as in training)")
+    eval_concurrency: int = flag(128, "maximum number of evaluation samples in flight")
 
-    def temperature(self, of_rollouts: float) -> float:
-        """``--eval-temperature`` in force; ``of_rollouts``: ``--rollout-temperature``."""
+    def temperature(self, rollout_temperature: float) -> float:
+        """``--eval-temperature`` in force; ``rollout_temperature``: ``--rollout-temperature``."""
         if self.eval_temperature is not None:
             return self.eval_temperature
-        return of_rollouts if self.n_samples_per_eval_prompt > 1 else 0.0
+        return rollout_temperature if self.n_samples_per_eval_prompt > 1 else 0.0
 
 
 def parse_data_sets(words: Sequence[str]) -> dict[str, Path]:

@@ -24,6 +24,7 @@ FieldValue = bool | int | float | str | None
 SOURCES: tuple[tuple[ConfigName, str, str], ...] = (
     ("provider", "bridge/models/gpt_provider.py", "GPTModelProvider"),
     ("provider", "core/transformer/transformer_config.py", "TransformerConfig"),
+    ("provider", "core/transformer/transformer_config.py", "MLATransformerConfig"),
     ("provider", "core/model_parallel_config.py", "ModelParallelConfig"),
     ("optimizer", "core/optimizer/optimizer_config.py", "OptimizerConfig"),
     ("ddp", "core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),

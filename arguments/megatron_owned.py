@@ -14,7 +14,6 @@ _EIGHT_BITS = "training in 8 or 4 bits is not implemented: use --bf16"
 _ADAM = "AdamW is the optimizer: remove it"
 _FSDP = "Megatron-FSDP is not implemented: the distributed optimizer shards what it can; remove it"
 _START = "every parameter is loaded from --hf-checkpoint: remove it"
-_PUBLICATION = "weights are published after every step, which needs all of them at once: remove it"
 _ALWAYS = "it always is on: remove it"
 _PACKED = "samples are packed into micro-batches of different lengths: remove it"
 
@@ -35,7 +34,6 @@ PREFIXES: Mapping[str, str] = {
     "rotary_": _SHAPE,
     "glu_": _SHAPE,
     "inference_": _ALWAYS,
-    "overlap_param_gather": _PUBLICATION,
     "cuda_graph": _PACKED,
     "external_cuda_graph": _PACKED,
     "enable_cuda_graph": _PACKED,
@@ -50,7 +48,8 @@ FIELDS: Mapping[str, str] = {
     "num_layers_in_first_pipeline_stage": "use --decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "use --decoder-last-pipeline-num-layers",
     **dict.fromkeys(("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank", "moe_extended_tp",
-         "num_distributed_optimizer_instances"), _ABSENT),
+         "num_distributed_optimizer_instances", "align_param_gather", "overlap_param_gather_with_optimizer_step",
+         "cache_mla_latents"), _ABSENT),
     **dict.fromkeys(
         (
             *("params_dtype", "pipeline_dtype", "autocast_dtype", "enable_autocast", "initial_loss_scale"),
@@ -76,12 +75,19 @@ FIELDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("variable_seq_lengths", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"), _PACKED
     ),
-    **dict.fromkeys(("align_param_gather",), _PUBLICATION),
     **dict.fromkeys(("mtp_enabled", "mtp_standalone"), "use --enable-mtp-training"),
     **dict.fromkeys(("moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_token_dropping"),
                     "it would route other than the engines: remove it"),
     **dict.fromkeys(("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
                     "tokens reach experts by alltoall: remove it"),
+    **dict.fromkeys(("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"),
+                    "it needs a forward pass in parts, which is not implemented: remove it"),
+    "num_microbatches_with_partial_activation_checkpoints":
+        "all micro-batches are recomputed alike: use --recompute-granularity",
+    "average_in_collective": "gradients are summed and divided by the tokens that carry loss: remove it",
+    "batch_invariant_mode": "the kernels that it needs are not switched on here: remove it",
+    "moe_layer_recompute": "use --recompute-granularity selective --recompute-modules moe",
+    "moe_router_padding_for_fp8": _EIGHT_BITS,
     "moe_enable_routing_replay": "use --use-rollout-routing-replay or --use-routing-replay",
     **dict.fromkeys(
         (
@@ -91,6 +97,7 @@ FIELDS: Mapping[str, str] = {
             *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "moe_latent_size"),
             *("moe_shared_expert_gate", "moe_router_topk_limited_devices", "moe_apply_probs_on_input"),
             *("share_embeddings_and_output_weights", "make_vocab_size_divisible_by", "should_pad_vocab"),
+            *("original_max_position_embeddings", "beta_fast", "beta_slow"),
             *("seq_len_interpolation_factor", "mrope_section", "is_hybrid_model", "heterogeneous_block_specs"),
             *("hetereogenous_dist_checkpoint", "scatter_embedding_sequence_parallel"),
         ),

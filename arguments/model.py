@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles_async.arguments.adapters import ALL_LINEAR, LoraType
 from miles_async.arguments.flag import flag
 from miles_async.errors import ConfigurationError
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
+
+LoraType = Literal["lora", "dora"]
+
+ALL_LINEAR = "all-linear"
+"""Every layer that can have an adapter, as a word of ``--target-modules``."""
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
@@ -30,18 +34,18 @@ class ModelArguments:
     train_backend: str = flag("megatron", "training backend, a name in the entry point group miles_async.backends")
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers")
-    context_parallel_size: int = flag(1, "ranks that share the tokens of every sample, for long ones")
+    context_parallel_size: int = flag(1, "ranks that share the tokens of every sample, for long samples")
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first pipeline stage, if it is to have others than the rest"
+        None, "layers of the first pipeline stage, if it differs from the other stages"
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last pipeline stage, if it is to have others than the rest: it computes the logits, too"
+        None, "layers of the last pipeline stage, if it differs from the other stages: it computes the logits, too"
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of each virtual pipeline stage: a rank gets several of them, which keeps ranks busier"
+        None, "layers of each virtual pipeline stage: a rank holds several stages, which shortens the pipeline's bubble"
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "virtual pipeline stages per rank, in place of --num-layers-per-virtual-pipeline-stage"
+        None, "virtual pipeline stages per rank, instead of --num-layers-per-virtual-pipeline-stage"
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a mixture-of-experts model")
     expert_tensor_parallel_size: int | None = flag(
@@ -50,8 +54,8 @@ class ModelArguments:
     sequence_parallel: bool = flag(True, "with tensor parallelism, split the sequence outside of attention and MLP too")
     share_prefixes: bool = flag(
         False,
-        "with --device cpu: tokens that samples of a micro-batch begin with alike pass through the model once, which "
-        "saves most of the work where prompts are long and responses short",
+        "with --device cpu: compute common prefixes in a micro-batch once, which saves most of the work if prompts are "
+        "long and responses short",
     )
     bf16: bool | None = flag(
         None, "train in bfloat16 with fp32 main parameters, else in fp32 (default: on GPUs yes, on a CPU no)"
@@ -60,12 +64,12 @@ class ModelArguments:
         10.0, "minutes that trainer ranks wait for each other in one collective", metavar="MINUTES"
     )
     recompute_granularity: RecomputeGranularity | None = flag(
-        None, "activations that the backward pass computes again: those of whole layers, or of --recompute-modules"
+        None, "activations that the backward pass recomputes: those of whole layers, or of --recompute-modules"
     )
     recompute_method: RecomputeMethod | None = flag(
         None,
-        "with --recompute-granularity full: keep the input of every --recompute-num-layers layers, or recompute that "
-        "many layers of each pipeline stage one by one (block) (default: uniform)",
+        "with --recompute-granularity full. uniform: keep the input of every --recompute-num-layers layers; block: "
+        "recompute that many layers of each pipeline stage one by one (default: uniform)",
     )
     recompute_num_layers: int | None = flag(None, "layers of --recompute-method (default: 1)")
     recompute_modules: tuple[str, ...] = flag(
@@ -73,9 +77,9 @@ class ModelArguments:
         f"with --recompute-granularity selective: {', '.join(RECOMPUTE_MODULES)} (default: core_attn)",
         metavar="MODULE",
     )
-    lora_rank: int = flag(0, "train low-rank adapters of this rank, the model itself stays as it is (default: none)")
-    lora_type: LoraType = flag("lora", "adapters: W + α/r · B·A, or that with a trained length of every row (dora)")
-    lora_alpha: float = flag(16.0, "α of the adapters; what they add to a weight is multiplied by α / --lora-rank")
+    lora_rank: int = flag(0, "train low-rank adapters of this rank and freeze the model itself (default: none)")
+    lora_type: LoraType = flag("lora", "lora: W + α/r · B·A; dora: the same with a trained length of every row")
+    lora_alpha: float = flag(16.0, "α of the adapters, which scale the product B·A by α / --lora-rank")
     target_modules: tuple[str, ...] = flag(
         (ALL_LINEAR,),
         "layers to adapt, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2) or Hugging Face's "
@@ -92,7 +96,7 @@ class ModelArguments:
         "gradient from them",
     )
     mtp_loss_scaling_factor: float = flag(
-        0.2, "with --enable-mtp-training: factor of their loss, the cross entropy of the tokens that carry loss"
+        0.2, "with --enable-mtp-training: weight of the layers' loss, the cross entropy of the tokens that carry loss"
     )
     seed: int = flag(1234, "seed of the trainer's random generators")
     megatron_extra: tuple[str, ...] = ()  # collected from --megatron-*, as fields of Megatron's configs

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from miles_async.types import JsonObject
 
@@ -119,7 +118,7 @@ def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
     head = config.get("head_dim") or (hidden // heads if heads and hidden else None)
     kv_heads = config.get("num_key_value_heads") or heads
     vocabulary, intermediate = config.get("vocab_size"), config.get("intermediate_size")
-    kinds: dict[str, tuple[Any, ...]] = {
+    kinds: dict[str, tuple[int | None, ...]] = {
         "embed_tokens": (vocabulary, hidden),
         "lm_head": (vocabulary, hidden),
         "norm": (hidden,),
@@ -135,7 +134,8 @@ def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
             "v_proj": (kv_heads * head, hidden),
             "o_proj": (hidden, heads * head),
         }
-    return {kind: shape for kind, shape in kinds.items() if all(isinstance(length, int) for length in shape)}
+    shapes = {kind: tuple(length for length in shape if isinstance(length, int)) for kind, shape in kinds.items()}
+    return {kind: shape for kind, shape in shapes.items() if len(shape) == len(kinds[kind])}
 
 
 def _kind(name: str) -> str:

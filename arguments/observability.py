@@ -16,7 +16,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class ObservabilityArguments:
     """Observability"""
 
-    run_dir: Path = flag(Path("runs/latest"), "logs, metrics.jsonl, summary.json and plots go here")
+    run_dir: Path = flag(Path("runs/latest"), "directory for logs, metrics.jsonl, summary.json and plots")
     record: bool = flag(
         False,
         "write every event and decision of the run, tokens included, into the run directory, for `miles-async replay`",
@@ -26,7 +26,7 @@ class ObservabilityArguments:
     wandb_project: str = flag("miles_async", "W&B project")
     wandb_group: str | None = flag(None, "W&B group")
     custom_tracker_path: str | None = flag(
-        None, "module:attr of your own Tracker, which receives all metrics, too", metavar="MODULE:ATTR"
+        None, "module:attr of your own Tracker, which also receives all metrics", metavar="MODULE:ATTR"
     )
     progress: bool = flag(True, "live progress on a terminal (plain lines elsewhere)")
     log_level: LogLevel = flag("info", "least severe messages on the console")

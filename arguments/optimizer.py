@@ -20,28 +20,26 @@ class OptimizerArguments:
         None, "samples per optimizer step (default: the whole rollout batch, one step per rollout)"
     )
     num_steps_per_rollout: int | None = flag(
-        None, "optimizer steps per rollout, of as many samples each: instead of --global-batch-size"
+        None, "optimizer steps per rollout, with equally many samples each, instead of --global-batch-size"
     )
-    ppo_epochs: int = flag(1, "times that optimizer steps go through each rollout batch, in the same order")
+    ppo_epochs: int = flag(1, "PPO epochs: passes over each rollout batch, in the same order")
     max_tokens_per_gpu: int = flag(
         8192,
-        "tokens per GPU packed into one micro-batch, which --context-parallel-size GPUs share; a longer sample gets "
-        "one of its own",
+        "tokens per GPU packed into one micro-batch, which --context-parallel-size GPUs share; a longer sample has a "
+        "micro-batch of its own",
     )
-    logprob_chunk: int = flag(
-        1024, "tokens whose fp32 logits exist at one time on a rank; log-probs are the same whatever it is"
-    )
+    logprob_chunk: int = flag(1024, "chunk size in tokens for the fp32 logits of a rank; does not affect log-probs")
     lr: float = flag(1e-6, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: LrDecayStyle = flag("constant", "shape of the decay over --num-rollout")
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
     ess_lr_scaling: EssLrScaling | None = flag(
         None,
-        "scale the learning rate of every optimizer step by its effective sample size, the share of its sequences that "
-        "count: stale data then makes small steps (VCPO). sqrt: by its square root, as suits Adam; linear",
+        "scale the learning rate of every optimizer step by its effective sample size, as a share of its sequences: "
+        "stale data then makes small steps (VCPO). linear: by the share; sqrt: by its square root, which suits Adam",
     )
     ess_lr_full_share: float = flag(
-        1.0, "with --ess-lr-scaling: share from which on a step has the whole learning rate"
+        1.0, "with --ess-lr-scaling: effective-sample-size share at which the full learning rate applies"
     )
     weight_decay: float = flag(0.0, "AdamW weight decay")
     adam_beta1: float = flag(0.9, "Adam beta 1")
@@ -50,18 +48,19 @@ class OptimizerArguments:
     clip_grad: float = flag(1.0, "gradient norm clip; 0: off")
     grad_norm_limit: float | None = flag(
         None,
-        "largest gradient norm, before clipping, of an optimizer step that is made; one that is not finite never is",
+        "reject optimizer steps whose gradient norm before clipping exceeds this; non-finite gradients are always "
+        "rejected",
     )
     max_logprob_diff: float | None = flag(
         None,
-        "an optimizer step is made only if log-probs of trainer and engines differ by at most this, in nats, where "
-        "both have the same weights: the mean of |log π_trainer − log π_rollout| over tokens of samples of age 0",
+        "reject optimizer steps if log-probs of trainer and engines on the same weights differ by more than this, in "
+        "nats: the mean of |log π_trainer − log π_rollout| over tokens of samples of age 0",
     )
     bad_step_action: BadStepAction = flag(
         "stop",
-        "what follows an optimizer step that these limits or a gradient that is not finite forbid, which leaves the "
-        "weights as they are. stop: the run ends; skip: a warning, a metric, and training goes on with the next step",
+        "action after a rejected optimizer step, which leaves the weights unchanged. stop: end the run; skip: warn, "
+        "count it in the metrics and continue with the next step",
     )
     max_bad_steps: int = flag(
-        10, "with --bad-step-action skip: rollout steps in a row with an optimizer step that was not made"
+        10, "with --bad-step-action skip: consecutive rollout steps with a rejected optimizer step that end the run"
     )

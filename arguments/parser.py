@@ -123,14 +123,14 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         help="read flags from a TOML file (keys are flag names, at the top or in a table per group below); "
         "flags on the command line win",
     )  # fmt: skip
-    general.add_argument("--print-config", action="store_true", help="print all flags as such a TOML file, and stop")
-    general.add_argument("--dry-run", action="store_true", help="check flags, model and data, and stop")
+    general.add_argument("--print-config", action="store_true", help="print all flags as such a TOML file and exit")
+    general.add_argument("--dry-run", action="store_true", help="check flags, model and data, and exit")
     general.add_argument(
         "--help-megatron",
         action=_HelpMegatron,
         nargs=0,
         default=argparse.SUPPRESS,
-        help="list what --megatron-X sets, and stop",
+        help="list the fields that --megatron-X sets and exit",
     )
     for name in argument_groups():
         group = parser.add_argument_group(group_title(name), group_description(name))

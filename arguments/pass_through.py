@@ -39,7 +39,7 @@ def is_pass_through(flag: str, ours: Collection[str]) -> bool:
 
 
 def collector(flag: str) -> Collector:
-    """Where a flag that is passed on is collected."""
+    """Field that collects a flag that is passed on."""
     return next(where for prefix, where in PREFIXES.items() if flag.startswith(prefix))
 
 

@@ -11,7 +11,7 @@ from miles_async.errors import ConfigurationError
 
 
 def check_rewards(arguments: Arguments) -> Iterator[str]:
-    """There is one reward, and it has what it needs."""
+    """Check that there is one reward and that it has its settings."""
     rewards = arguments.rewards
     if not arguments.has_reward and arguments.evaluation.eval_prompt_data is not None:
         yield "--eval-prompt-data without a reward, which evaluation is about: give --rm-type or --custom-rm-path"
@@ -51,7 +51,7 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
 
 
 def check_group_filters(arguments: Arguments) -> Iterator[str]:
-    """Filters exist, and let something pass: one that never does would have the run generate forever (C3)."""
+    """Check that filters exist and can let a group pass: otherwise the run would generate forever (C3)."""
     try:
         filters = dict(parse_group_filters(arguments.rewards.group_filter))
     except ConfigurationError as error:

@@ -40,8 +40,8 @@ class RewardArguments:
         metavar="NAME[:WEIGHT][+...]",
     )
     custom_rm_path: str | None = flag(None, "module:attr of your own Reward", metavar="MODULE:ATTR")
-    reward_timeout: float = flag(60.0, "seconds one reward may take, once it has its turn", metavar="SECONDS")
-    rm_workers: int = flag(8, "most processes that verify answers or run code at once")
+    reward_timeout: float = flag(60.0, "timeout of one reward in seconds, excluding queueing", metavar="SECONDS")
+    rm_workers: int = flag(8, "maximum number of processes that verify answers or run code")
     rm_url: str | None = flag(
         None, "URL to which remote_rm posts prompt, response, label and metadata as JSON for the reward", metavar="URL"
     )
@@ -69,13 +69,13 @@ class RewardArguments:
     rm_code_memory: int = flag(1024, "MiB of address space a program may have", metavar="MIB")
     reward_sandbox: SandboxMode = flag(
         "auto",
-        "confinement of programs that code runs: auto (seccomp, and Landlock if the kernel has it), strict (both, or "
-        "the run doesn't start), off (nothing but limits of time and memory)",
+        "confinement of the programs that the reward code runs: auto (seccomp, and Landlock if the kernel has it), "
+        "strict (both, or the run doesn't start), off (only limits of time and memory)",
     )
     group_filter: tuple[str, ...] = flag(
         (),
-        "groups that are replaced instead of trained: zero_variance (all rewards equal), aborted, max_length:TOKENS (a "
-        "response is longer), truncated:FRACTION (a larger fraction of responses met the length limit)",
+        "groups to replace instead of training on them: zero_variance (all rewards equal), aborted, max_length:TOKENS "
+        "(a response is longer), truncated:FRACTION (a larger fraction of responses reached the length limit)",
         metavar="NAME[:NUMBER]",
     )
     group_filter_path: str | None = flag(

@@ -16,9 +16,8 @@ class RolloutArguments:
     n_samples_per_prompt: int = flag(8, "samples of each prompt, compared with each other")
     extra_samples_per_prompt: int = flag(
         0,
-        "samples begun beyond --n-samples-per-prompt: a group is complete when enough of them are finished, and the "
-        "slowest are stopped; saves the wait for stragglers, and favours short responses (rollout/length_bias says how "
-        "much)",
+        "samples started beyond --n-samples-per-prompt: a group is complete once enough of them are finished, and the "
+        "slowest are stopped; saves the wait for stragglers and favours short responses (see rollout/length_bias)",
     )
     rollout_max_response_len: int = flag(1024, "tokens a response may have")
     rollout_temperature: float = flag(1.0, "sampling temperature; the trainer's log-probs use it too")
@@ -34,8 +33,8 @@ class RolloutArguments:
     )
     adaptive_rollout_concurrency: bool = flag(
         False,
-        "find the number of samples in flight while running: fewer while engines queue requests or fill their KV "
-        "cache, more while they don't",
+        "adapt the number of samples in flight during the run: fewer while engines queue requests or fill their KV "
+        "cache, more otherwise",
     )
     rollout_kv_use_target: float = flag(
         0.9,
@@ -43,19 +42,18 @@ class RolloutArguments:
         metavar="FRACTION",
     )
     custom_generate_function_path: str | None = flag(None, "module:attr of your own Generate", metavar="MODULE:ATTR")
-    max_sample_failures: int = flag(8, "infrastructure failures one sample survives before its attempt fails")
+    max_sample_failures: int = flag(8, "infrastructure failures that one sample survives before its attempt fails")
     service_outage_timeout: float = flag(
         600.0,
-        "seconds that a service of rewards, environments or agents may be down, while its work waits, before the run "
-        "ends",
+        "seconds a service of rewards, environments or agents may be down before the run ends; its work waits",
         metavar="SECONDS",
     )
     max_prompt_attempts: int = flag(
         4,
-        "tries a prompt gets: past them it is quarantined if it failed by its own fault, and replaced by a fresh "
-        "prompt if engines failed it or if it was stale (counted apart)",
+        "attempts per prompt, counted separately by cause: then it is quarantined if it failed by its own fault, or "
+        "replaced by a fresh prompt if engines failed or it was stale",
     )
-    max_quarantined_prompts: int = flag(100, "quarantined prompts after which the run stops")
+    max_quarantined_prompts: int = flag(100, "maximum number of quarantined prompts; the run stops when more are")
 
     @property
     def samples_per_rollout(self) -> int:

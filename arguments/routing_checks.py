@@ -10,12 +10,12 @@ from miles_async.arguments.model_files import read_config
 from miles_async.arguments.routing import router_shape
 from miles_async.errors import ConfigurationError
 
-UNREACHED = ("moe_router_fusion", "overlap_moe_expert_parallel_comm")
-"""Fields of Megatron's config with which its routers are not asked one after another."""
+UNREACHED = "moe_router_fusion"
+"""The field of Megatron's config with which its routers are not asked one after another."""
 
 
 def check_routing_replay(arguments: Arguments) -> Iterator[str]:
-    """There are experts, and passes whose choices can be replayed."""
+    """Check that the model has experts, and that some pass makes choices that can be replayed."""
     algorithm, directory = arguments.algorithm, arguments.model.hf_checkpoint
     if algorithm.routing_replay is None:
         return
@@ -40,6 +40,5 @@ def check_routing_replay(arguments: Arguments) -> Iterator[str]:
         provider = megatron_settings(arguments.model.megatron_extra).provider
     except ConfigurationError:
         return  # reported where they are read
-    for field in UNREACHED:
-        if provider.get(field):
-            yield f"--megatron-{field.replace('_', '-')} passes over what {flag} replays: leave one of them out"
+    if provider.get(UNREACHED):
+        yield f"--megatron-{UNREACHED.replace('_', '-')} passes over what {flag} replays: leave one of them out"

@@ -131,7 +131,7 @@ def context_lengths(arguments: Arguments) -> list[int]:
 
 
 def check_server_groups(arguments: Arguments) -> Iterator[str]:
-    """Groups can work by themselves and with the rest of the flags."""
+    """Check groups by themselves and against the other flags."""
     engines = arguments.engines
     if engines.server_groups is not None and engines.rollout_external:
         yield "--rollout-external with --server-groups: write `external = [...]` in the file"

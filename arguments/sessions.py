@@ -39,8 +39,8 @@ class SessionsArguments:
     max_turns: int = flag(16, "turns of the model in one trajectory")
     max_tokens_per_turn: int | None = flag(
         None,
-        "tokens of one turn of the model (default: what --rollout-max-response-len, which counts all turns and "
-        "what is between them, leaves)",
+        "tokens of one turn of the model (default: what is left of --rollout-max-response-len, which counts all turns "
+        "and the text between them)",
     )
     tool_call_parser: str | None = flag(
         None,
@@ -50,9 +50,9 @@ class SessionsArguments:
     reasoning_parser: ReasoningParser | None = flag(None, "how reasoning is marked (default: it stays in the content)")
     turn_history: TurnHistory = flag(
         "sampled",
-        "what a turn continues: sampled: the tokens of the turns before it; template: the conversation as the chat "
-        "template writes it, as in production; where that is not what was sampled (earlier reasoning is left out, "
-        "say), a new branch begins",
+        "tokens each turn continues. sampled: those of the turns before it; template: the conversation as the chat "
+        "template renders it, as in production, which starts a new branch where it differs from what was sampled (such "
+        "as without earlier reasoning)",
     )
 
     @property

@@ -66,7 +66,7 @@ class FlagSpecification:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Its choices in words, to be shown to the user."""
+        """Choices as shown to the user."""
         return (*self.choices, "module:attr") if self.or_path else self.choices
 
     def from_text(self, text: str) -> FlagValue:

@@ -21,37 +21,36 @@ class StalenessArguments:
 
     max_weight_staleness: int | None = flag(
         None,
-        "oldest age, in weight versions, that is trained: version the optimizer steps from − oldest version among "
+        "largest age, in weight versions, that is trained: version the optimizer steps from − oldest version among "
         "the sample's tokens that carry loss. Equal to the bound is fresh. none: ages are measured, not bounded",
         metavar="K",
     )
     max_rollout_lead: int | None = flag(
         None,
-        "batches that may be admitted and not yet trained. Default and maximum: K + 1 (when K is none, 3 by default "
-        "and no maximum)",
+        "batches that may be admitted and not yet trained. Default and maximum: K + 1 (if K is none: 3, and no "
+        "maximum)",
         metavar="BATCHES",
     )
     stale_group_action: StaleGroupAction = flag(
         "recycle",
-        "what to do with a group that is too old at the cut: give its prompt another attempt, replace it by a "
-        "fresh prompt, or (wait) prevent that: publications wait until groups that they would make too old "
-        "are trained",
+        "action for a group that is too old at the cut. recycle: give its prompt another attempt; drop: take a fresh "
+        "prompt; wait: prevent it, by delaying publications until the groups that they would make too old are trained",
     )
     min_group_fraction: float = flag(
         1.0,
-        "smallest part of --n-samples-per-prompt that a group is trained with: samples that are too old at the cut, or "
-        "failed, are left out while that many remain. 1: all or nothing",
+        "smallest fraction of --n-samples-per-prompt that a group is trained with: samples that are too old at the "
+        "cut, or failed, are left out while that many remain. 1: all or nothing",
         metavar="FRACTION",
     )
     batch_order: BatchOrder = flag(
         "oldest_first",
-        "which groups a batch takes first: by admission (what bounds ages with the least waste), as they were "
-        "completed (favours short responses), or those whose rewards vary most (the others become too old, so it "
-        "takes a bound and a lead of several batches)",
+        "groups that a batch takes first. oldest_first: by admission, which bounds ages with the least waste; "
+        "completion: as they were completed, which favours short responses; reward_variance: those whose rewards vary "
+        "most, which needs a bound, since the others become too old, and a lead of several batches",
     )
     on_policy: bool = flag(
         False,
-        "debug, slow: generate with the current weights, train, publish, strictly in turn "
+        "debug, slow: generate with the current weights, train and publish strictly in turn "
         "(--max-weight-staleness 0 --max-rollout-lead 1, regardless of these flags)",
     )
 

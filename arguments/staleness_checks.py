@@ -11,7 +11,7 @@ LEAD_WITH_A_CHOICE = 4
 
 
 def check_staleness(arguments: Arguments) -> Iterator[str]:
-    """The two knobs agree, and no combination of them waits for what can never come (C3, C4)."""
+    """Check that age bound and lead agree, and that no combination of flags can deadlock (C3, C4)."""
     staleness, weights = arguments.staleness, arguments.weights
     bound, asked_lead = staleness.max_weight_staleness, staleness.max_rollout_lead
     if staleness.on_policy:  # age 0 and lead 1 keep within any --max-weight-staleness and --max-rollout-lead
@@ -38,7 +38,7 @@ def check_staleness(arguments: Arguments) -> Iterator[str]:
 
 
 def check_batch_order(arguments: Arguments) -> Iterator[str]:
-    """An order by rewards has several rewards to compare, groups to choose from, and an end for those left behind."""
+    """Check that an order by rewards has several rewards and groups to choose from, and cannot starve a group."""
     order, staleness, samples = arguments.staleness.batch_order, arguments.staleness, arguments.rollout
     if order != "reward_variance":
         return

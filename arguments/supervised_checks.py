@@ -1,4 +1,4 @@
-"""Check the flags of supervised fine-tuning: those of what it does without are not given (C12)."""
+"""Check the flags of supervised fine-tuning: none may be given that has no effect there (C12)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_async.arguments.sessions import SessionsArguments
 from miles_async.arguments.staleness import StalenessArguments
 
 USED = frozenset({"loss_type", "loss_aggregation", "loss_length_normalizer", "log_entropy"})
-"""Fields of AlgorithmArguments that mean something without samples."""
+"""Fields of AlgorithmArguments that have an effect without samples."""
 
 
 Unused = (
@@ -29,7 +29,7 @@ Unused = (
 
 
 def check_supervised(arguments: Arguments) -> Iterator[str]:
-    """--loss-type sft_loss trains on what --prompt-data holds, and on nothing else."""
+    """Check that no flag about sampling or rewards is given with --loss-type sft_loss."""
     rollout, debug = arguments.rollout, arguments.debug
     if (samples := rollout.n_samples_per_prompt) != 1:
         yield f"--loss-type sft_loss with --n-samples-per-prompt {samples}: a row is one example; use 1"

@@ -19,7 +19,7 @@ from miles_async.errors import ConfigurationError
 
 
 def check_model(arguments: Arguments) -> Iterator[str]:
-    """The model directories hold whole models."""
+    """Check that the model directories hold complete models."""
     if arguments.model.hf_checkpoint is None:
         yield "--hf-checkpoint is required: a Hugging Face directory with the initial weights"
     models = {
@@ -33,7 +33,7 @@ def check_model(arguments: Arguments) -> Iterator[str]:
 
 
 def check_model_fits(arguments: Arguments) -> Iterator[str]:
-    """The model divides by the parallel sizes, and has positions for prompt and response."""
+    """Check that the parallel sizes divide the model, and that it has positions for prompt and response."""
     model, path = arguments.model, arguments.model.hf_checkpoint
     config = read_config(path) if path else {}
     sizes = {
@@ -70,7 +70,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
 
 
 def check_prompt_files(arguments: Arguments) -> Iterator[str]:
-    """Prompt files are there; their rows are checked by ``miles_async.prompts``."""
+    """Check that prompt files exist; ``miles_async.prompts`` checks their rows."""
     if arguments.data.prompt_data is None:
         yield "--prompt-data is required: a .jsonl or .parquet file of prompts"
     files = [("--prompt-data", arguments.data.prompt_data)]
@@ -91,7 +91,7 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
 
 
 def check_outputs(arguments: Arguments) -> Iterator[str]:
-    """Directories can be written, and there is a checkpoint directory where checkpoints are asked for."""
+    """Check that output directories are writable, and that there is a directory if checkpoints are requested."""
     checkpoint = arguments.checkpoint
     needing = {
         "--save-interval": checkpoint.save_interval is not None,
@@ -156,7 +156,7 @@ def _output_problem(path: Path) -> str | None:
 
 
 def check_router_port(arguments: Arguments) -> Iterator[str]:
-    """The port that was asked for is free on this machine."""
+    """Check that --sglang-router-port is free on this machine."""
     port = arguments.engines.sglang_router_port
     if port is None or not 1 <= port <= 65535:  # the second is reported with the other ranges
         return

@@ -27,7 +27,7 @@ def explain_unknown(name: str, valid: Sequence[str]) -> str:
     if not nearest and is_for_router:
         return f"unknown flag {name}; arguments of the router are passed as --router-{name[16:]}"
     if nearest and (row := FOREIGN_FLAGS.get(nearest[0])):
-        return f"unknown flag {name}; did you mean {nearest[0]}? {_what_becomes_of(row)}"
+        return f"unknown flag {name}; did you mean {nearest[0]}? {_describe_foreign(row)}"
     meant = [*nearest[:1], *_most_similar(words, valid, _are_among)] or _most_similar(words, valid, _hold_all)
     meant = list(dict.fromkeys(meant))[:_SUGGESTIONS]
     if not meant:
@@ -35,7 +35,7 @@ def explain_unknown(name: str, valid: Sequence[str]) -> str:
     return f"unknown flag {name}; did you mean {' or '.join(meant)}?"
 
 
-def _what_becomes_of(row: ForeignFlag) -> str:
+def _describe_foreign(row: ForeignFlag) -> str:
     found = "it does not exist here either" if row.verdict == "refused" else f"a flag of {row.origin}"
     return f"{found}: {row.note}"
 

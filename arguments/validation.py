@@ -14,12 +14,14 @@ from miles_async.arguments import Arguments, OptimizerArguments, WeightsArgument
 from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
 from miles_async.arguments.colocation import check_colocation
-from miles_async.arguments.critic import check_critic
+from miles_async.arguments.critic_checks import check_critic
 from miles_async.arguments.debug_checks import check_debug
 from miles_async.arguments.distillation_checks import check_distillation
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
+from miles_async.arguments.megatron_conflicts import check_megatron_fields
 from miles_async.arguments.model import RECOMPUTE_MODULES
+from miles_async.arguments.port_checks import check_ports
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.ranges import range_problems
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
@@ -47,15 +49,15 @@ def validate(arguments: Arguments, given: Mapping[str, Given] = MappingProxyType
     ``given``: flags of other systems that have to agree with the arguments and the model.
     """
     problems = list(range_problems(arguments))
-    checks = SUPERVISED_CHECKS if arguments.algorithm.supervised else CHECKS
-    checks = checks if problems else (*checks, *DIVIDING_CHECKS)
+    own = SUPERVISED_CHECKS if arguments.algorithm.supervised else SAMPLED_CHECKS
+    checks = (*COMMON_CHECKS, *own, *(() if problems else DIVIDING_CHECKS))
     problems += [problem for check in checks for problem in check(arguments)]
     problems += check_foreign(arguments, given)
     refuse(problems)
 
 
 def check_ranks(arguments: Arguments) -> Iterator[str]:
-    """Ranks divide into model replicas, GPUs into engines; several nodes are those of a cluster."""
+    """Check that ranks divide into model replicas and GPUs into engines, and that several nodes have a cluster."""
     model, cluster = arguments.model, arguments.cluster
     if cluster.actor_num_nodes > 1 and cluster.ray_address is None:
         yield (
@@ -92,7 +94,7 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
 
 
 def check_recomputation(arguments: Arguments) -> Iterator[str]:
-    """The flags of recomputation fit --recompute-granularity."""
+    """Check the flags of recomputation against --recompute-granularity."""
     model = arguments.model
     full = {
         f"--recompute-method {model.recompute_method}": model.recompute_method is not None,
@@ -108,7 +110,7 @@ def check_recomputation(arguments: Arguments) -> Iterator[str]:
 
 
 def check_shared_prefixes(arguments: Arguments) -> Iterator[str]:
-    """--share-prefixes has layers that can do it."""
+    """Check that the model's layers support --share-prefixes."""
     if not arguments.model.share_prefixes:
         return
     if arguments.cluster.device != "cpu":
@@ -121,7 +123,7 @@ def check_shared_prefixes(arguments: Arguments) -> Iterator[str]:
 
 
 def check_ahead_layers(arguments: Arguments) -> Iterator[str]:
-    """--enable-mtp-training stands with nothing that its layers cannot do."""
+    """Check --enable-mtp-training against flags that its layers do not support."""
     model = arguments.model
     given = {
         f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
@@ -133,7 +135,7 @@ def check_ahead_layers(arguments: Arguments) -> Iterator[str]:
 
 
 def check_network(arguments: Arguments) -> Iterator[str]:
-    """Ports and labels are written as expected; nodes of a cluster are labelled and share what they have to."""
+    """Check the form of ports and labels, and the flags that a cluster of several nodes needs."""
     cluster = arguments.cluster
     for read in (lambda: cluster.ports, lambda: cluster.actor_labels, lambda: cluster.rollout_labels):
         try:
@@ -157,7 +159,7 @@ def check_network(arguments: Arguments) -> Iterator[str]:
 
 
 def check_batches(arguments: Arguments) -> Iterator[str]:
-    """Rollout batches divide into optimizer steps, these over ranks, and samples fit micro-batches."""
+    """Check that rollout batches divide into optimizer steps, these over ranks, and that samples fit micro-batches."""
     rollout, optimizer = arguments.rollout, arguments.optimizer
     samples, batch = rollout.samples_per_rollout, arguments.global_batch_size
     steps = optimizer.num_steps_per_rollout
@@ -205,7 +207,7 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
 
 
 def check_sampling(arguments: Arguments) -> Iterator[str]:
-    """Training samples from the distribution whose log-probs engines report (C12)."""
+    """Check that training samples from the distribution whose log-probs engines report (C12)."""
     rollout = arguments.rollout
     cuts = {
         f"--rollout-top-p {rollout.rollout_top_p:g}": rollout.rollout_top_p != 1,
@@ -221,7 +223,7 @@ def check_sampling(arguments: Arguments) -> Iterator[str]:
 
 
 def check_bad_steps(arguments: Arguments) -> Iterator[str]:
-    """Limits of optimizer steps are of something that the run has."""
+    """Check that limits of optimizer steps have an effect in this run."""
     optimizer = arguments.optimizer
     most = optimizer.max_bad_steps
     if optimizer.bad_step_action == "stop" and most != OptimizerArguments().max_bad_steps:
@@ -234,7 +236,7 @@ def check_bad_steps(arguments: Arguments) -> Iterator[str]:
 
 
 def check_ess_lr_scaling(arguments: Arguments) -> Iterator[str]:
-    """The share that a whole learning rate takes is given with what it scales."""
+    """Check that --ess-lr-full-share comes with --ess-lr-scaling."""
     optimizer = arguments.optimizer
     share = optimizer.ess_lr_full_share
     if optimizer.ess_lr_scaling is None and share != OptimizerArguments().ess_lr_full_share:
@@ -242,7 +244,7 @@ def check_ess_lr_scaling(arguments: Arguments) -> Iterator[str]:
 
 
 def check_hooks(arguments: Arguments) -> Iterator[str]:
-    """Hooks are written ``module:attr``; they are loaded later, once."""
+    """Check that hooks are written ``module:attr``; they are loaded later, once."""
     hooks = {
         "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
         "--custom-rm-path": arguments.rewards.custom_rm_path,
@@ -259,7 +261,7 @@ def check_hooks(arguments: Arguments) -> Iterator[str]:
 
 
 def check_trajectories(arguments: Arguments) -> Iterator[str]:
-    """Trajectories come from one place, and multi-turn ones have a template to grow by."""
+    """Check that trajectories have one source, and multi-turn ones a chat template."""
     sessions = arguments.sessions
     origins = {
         "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
@@ -277,7 +279,7 @@ def check_trajectories(arguments: Arguments) -> Iterator[str]:
 
 
 def check_evaluation(arguments: Arguments) -> Iterator[str]:
-    """Several samples of a prompt differ."""
+    """Check that several evaluation samples of a prompt can differ."""
     evaluation = arguments.evaluation
     if evaluation.n_samples_per_eval_prompt > 1 and evaluation.eval_temperature == 0:
         yield (
@@ -287,7 +289,7 @@ def check_evaluation(arguments: Arguments) -> Iterator[str]:
 
 
 def check_deadlines(arguments: Arguments) -> Iterator[str]:
-    """The watchdog is slower than everything it watches: else it ends healthy runs (C3, C10)."""
+    """Check that the watchdog is slower than everything it watches: otherwise it ends healthy runs (C3, C10)."""
     limit = arguments.observability.stall_timeout
     watched = {
         "--request-timeout": arguments.engines.request_timeout,
@@ -307,7 +309,7 @@ def check_deadlines(arguments: Arguments) -> Iterator[str]:
 
 
 def check_weights(arguments: Arguments) -> Iterator[str]:
-    """Flags about publications that only mean something together."""
+    """Check flags about publications that depend on each other."""
     weights = arguments.weights
     if weights.verify_weights_skip and not weights.compares_digests:
         yield f"--verify-weights-skip has no effect with --verify-weights {weights.verify_weights}"
@@ -330,19 +332,26 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
         yield f"--rolling-engines {weights.rolling_engines} has no effect without --publish-order rolling"
 
 
-CHECKS: tuple[Check, ...] = (
+COMMON_CHECKS: tuple[Check, ...] = (
     check_model,
     check_recomputation,
     check_adapters,
     check_shared_prefixes,
     check_ahead_layers,
+    check_megatron_fields,
     check_prompt_files,
+    check_bad_steps,
+    check_outputs,
+    check_network,
+)
+"""Checks of every run: of the model, its layout, and what both kinds of data have."""
+
+SAMPLED_CHECKS: tuple[Check, ...] = (
     check_algorithm,
     check_critic,
     check_sampling,
     check_staleness,
     check_batch_order,
-    check_bad_steps,
     check_ess_lr_scaling,
     check_off_policy_correction,
     check_distillation,
@@ -354,24 +363,14 @@ CHECKS: tuple[Check, ...] = (
     check_trajectories,
     check_deadlines,
     check_weights,
-    check_outputs,
     check_router_port,
     check_colocation,
-    check_network,
     check_debug,
 )
+"""Checks of flags for sampled data."""
 
-SUPERVISED_CHECKS: tuple[Check, ...] = (
-    check_model,
-    check_recomputation,
-    check_adapters,
-    check_prompt_files,
-    check_supervised,
-    check_bad_steps,
-    check_outputs,
-    check_network,
-)
-"""Those of ``--loss-type sft_loss``, which refuses the flags of everything else."""
+SUPERVISED_CHECKS: tuple[Check, ...] = (check_supervised,)
+"""Checks of ``--loss-type sft_loss``, which refuses flags for sampled data."""
 
-DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches, check_server_groups)
+DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches, check_server_groups, check_ports)
 """They divide by sizes, so they wait until every size is at least 1."""

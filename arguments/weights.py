@@ -21,48 +21,49 @@ class WeightsArguments:
     update_weights_interval: int = flag(1, "rollout steps between publications")
     pause_generation_mode: PauseMode = flag(
         "retract",
-        "what happens to requests in flight: abort returns their partial output (the rest continues under the new "
-        "version), retract drops and rebuilds their KV cache, in_place keeps it",
+        "action for requests in flight. abort: return their partial output (see --keep-aborted); retract: drop and "
+        "rebuild their KV cache; in_place: keep it",
     )
     keep_aborted: bool = flag(
         True,
-        "with --pause-generation-mode abort: what was generated is kept, and goes on under the new version; else "
-        "requests are generated again, so that no sample mixes versions",
+        "with --pause-generation-mode abort: keep partial output and continue it under the new version; otherwise "
+        "generate again, so that no sample mixes versions",
     )
     publish_order: PublishOrder = flag(
         "all",
-        "all pauses all engines together, which takes the least time; rolling brings --rolling-engines of them at a "
-        "time to the new weights while the others generate, which takes longer and never stops the fleet",
+        "all: pause all engines together, which takes the least time; rolling: update --rolling-engines at a time "
+        "while the others generate, which takes longer and never stops the fleet",
     )
     rolling_engines: int = flag(1, "with --publish-order rolling: engines updated at a time")
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of exported weights", metavar="BYTES")
     weight_transport: str = flag(
         "distributed",
-        "how weights reach engines: distributed broadcasts them over process groups, disk has engines load the staged "
-        "files, object_store brings the files to each engine's node through Ray, ipc shares the memory of the sending "
-        "rank's GPU with engines that see that GPU; or module:attr, a TransportSpec of your own",
+        "how weights reach engines. distributed: broadcast over process groups; disk: engines load the staged files; "
+        "object_store: Ray brings the files to each engine's node; ipc: the sending rank shares its GPU's memory with "
+        "engines on that GPU; or module:attr, a TransportSpec of your own",
         metavar="{distributed,disk,object_store,ipc}|module:attr",
     )
     weight_delta: Literal["off"] | DeltaEncoding = flag(
         "off",
-        "with --weight-transport disk or object_store: engines that hold the version before are sent the changes since "
-        "then, as xor of the bits or as overwrite (which elements, and their values), compressed",
+        "with --weight-transport disk or object_store: send only changes to engines that hold the previous version, "
+        "compressed. xor: of the bits; overwrite: which elements, and their values",
     )
     weight_staging_dir: Path | None = flag(
         None,
-        "where the trainer writes exported weights, up to three versions of them (default: /dev/shm if they fit into "
+        "where the trainer writes exported weights, up to four versions of them (default: /dev/shm if they fit into "
         "half of the free memory, else TMPDIR, unless that is a network disk); with --weight-transport disk, a place "
         "that every engine's node sees",
     )
     verify_weights: VerifyMode = flag(
         "full",
-        "what is compared after each publication, on every engine: full compares digests of every tensor that it holds "
-        "with those of what was sent, and log-probs of a text (the canary) with the trainer's; sample compares one of "
-        "--verify-weights-shares of the tensors each time; canary compares log-probs alone",
+        "checks after each publication, on every engine. full: compare digests of every tensor that it holds with "
+        "those of the tensors sent, and log-probs of a text (the canary) with the trainer's; sample: compare one of "
+        "--verify-weights-shares of the tensors each time, and the canary; canary: compare log-probs alone; off: only "
+        "check that engines report the version",
     )
     verify_weights_shares: int = flag(
         8,
-        "with --verify-weights sample: number of shares; every tensor is compared once in as many publications",
+        "with --verify-weights sample: number of shares; every tensor is compared once in this many publications",
         metavar="N",
     )
     verify_weights_skip: tuple[str, ...] = flag(

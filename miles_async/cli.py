@@ -21,21 +21,21 @@ Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, nei
 
 Commands:
   train          train a model; `miles-async train --help` lists its flags
-  ledger         where the attempts of a run ended; quarantined prompts; `miles-async ledger --help`
-  explain        what happened to one prompt or attempt of a run; `miles-async explain --help`
-  stop           end a run, and whatever is left of it; `miles-async stop --help`
-  scale          more or fewer engines while a run goes on; `miles-async scale --help`
-  replay         take the decisions of a run with --record again, and compare; `miles-async replay --help`
+  ledger         show how attempts ended, and quarantined prompts; `miles-async ledger --help`
+  explain        show what happened to one prompt or attempt of a run; `miles-async explain --help`
+  stop           end a run and clean up what is left of it; `miles-async stop --help`
+  scale          add or remove engines of a running run; `miles-async scale --help`
+  replay         repeat the decisions of a run with --record and compare; `miles-async replay --help`
   plan           predict step time, idle time and ages of settings; `miles-async plan --help`
-  migrate        a recipe of slime, miles or verl as flags of ours; `miles-async migrate --help`
-  doctor         check this machine, or a cluster, and say how to mend it; `miles-async doctor --help`
+  migrate        translate a slime, miles or verl recipe into flags; `miles-async migrate --help`
+  doctor         check this machine, or a cluster, and say how to fix it; `miles-async doctor --help`
   --version      print the version ({__version__})
 
 Examples:
   miles-async train @examples/quickstart/reverse.args              the quick start (CPU, minutes)
   miles-async train @examples/quickstart/reverse.args --dry-run    check everything, start nothing
   miles-async train @examples/quickstart/reverse.args --max-weight-staleness 0 --max-rollout-lead 1
-  miles-async ledger runs/quickstart                               the balance, also while the run goes on
+  miles-async ledger runs/quickstart                               the balance, even while the run goes on
   miles-async explain runs/quickstart 17                           attempt 17, from issue to end
 """
 

@@ -40,11 +40,11 @@ class RequestRejectedError(EngineError):
 
 
 class TrajectoryError(RequestRejectedError):
-    """Messages that cannot become tokens, or would become others than those that are there (M14)."""
+    """Messages that cannot be tokenized, or whose tokens differ from the trajectory's (M14)."""
 
 
 class NoRoomError(TrajectoryError):
-    """The conversation has as many tokens as a sample may have: the model cannot say any more."""
+    """The conversation has as many tokens as a sample may have, so there is no room for a response."""
 
 
 class VersionUnknownError(EngineError):
@@ -56,7 +56,7 @@ class RewardError(MilesAsyncError):
 
 
 class UserCodeError(MilesAsyncError):
-    """User code raised what is no Exception, such as CancelledError or SystemExit: costs its attempt, not the run."""
+    """User code raised a BaseException, such as CancelledError or SystemExit: costs its attempt, not the run."""
 
 
 class ServiceUnavailableError(MilesAsyncError):
@@ -66,9 +66,7 @@ class ServiceUnavailableError(MilesAsyncError):
 
 
 class OverdueError(ServiceUnavailableError):
-    """User code missed its deadline: for all that is known the fault of its service if that answers nobody, else its
-    own.
-    """
+    """User code missed its deadline: blamed on its service if that answers no other call, otherwise on the code."""
 
 
 class ServiceOutageError(MilesAsyncError):
@@ -121,6 +119,16 @@ class ContractViolation(MilesAsyncError):
 
 class StalledError(MilesAsyncError):
     """A wait passed its deadline; the message names who waits for whom (C10)."""
+
+
+def by_name(name: str) -> type[MilesAsyncError] | None:
+    """Class of this tree with that name, as another process reported it; None if there is none.
+
+    >>> by_name("EngineError")
+    <class 'miles_async.errors.EngineError'>
+    """
+    kind = globals().get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, MilesAsyncError) else None
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -24,7 +24,7 @@ CHECKPOINT_VERSION = 0
 
 
 async def rollouts_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: Recorder, steps: int) -> None:
-    """Cut ``steps`` batches that nobody trains. The ledger counts their groups as trained: they leave the pool so.
+    """Cut ``steps`` batches without training them. The ledger counts their groups as trained: so they leave the pool.
 
     Raises the first error of the rollout side.
     """
@@ -45,7 +45,7 @@ async def rollouts_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: Rec
 
 
 async def _admit_engines(rollout: RolloutSide, fleet: EngineFleet) -> None:
-    """Let requests go to engines that come (back) up: they have loaded what they are to serve."""
+    """Route requests to engines that come (back) up: they have loaded what they are to serve."""
     while True:
         await rollout.wait_for_joining()
         joining = (await fleet.members()).joining

@@ -1,6 +1,7 @@
 """Boundaries between rooms: protocols of the controller, the two sides and the engines.
 
-``controller.py`` sees these protocols only; the wiring chooses the implementations.
+A narrow protocol with a single consumer stands beside that consumer, such as ``controller.Publisher``.
+``controller.py`` sees protocols only; the wiring chooses the implementations.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from miles_async.types import (
     CollectedSession,
     EngineLoad,
     FleetMembers,
+    GroupBackend,
     HeldWeights,
     Incarnation,
     JsonObject,
@@ -77,20 +79,20 @@ class Sessions(Protocol):
 
 
 class SavedSide(Protocol):
-    """What a checkpoint holds beside the trainer's state."""
+    """State saved in a checkpoint beside the trainer's."""
 
     async def snapshot(self) -> None:
-        """Keep what :meth:`save` will write, as of now. Quick: nothing is copied or written."""
+        """Keep the current state for :meth:`save`. Quick: nothing is copied or written."""
         ...
 
     async def save(self, directory: Path) -> None:
-        """Write the last snapshot, while everything else goes on."""
+        """Write the last snapshot while everything else goes on."""
         ...
 
     async def load(
         self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
     ) -> None:
-        """Go on where a checkpoint was taken, after ``step`` trained steps, from ``version``."""
+        """Restore a checkpoint that was taken after ``step`` trained steps, with ``version`` visible."""
         ...
 
 
@@ -106,15 +108,15 @@ class RolloutSide(SavedSide, Protocol):
         ...
 
     async def trained(self, batch_id: int) -> None:
-        """The optimizer has stepped with this batch: its groups end as ``trained`` (C2)."""
+        """Record that the optimizer has stepped with this batch: its groups end as ``trained`` (C2)."""
         ...
 
     async def commit_version(self, version: int) -> None:
-        """``version`` is visible (again, if the step was not published): what was trained makes room."""
+        """Mark ``version`` visible (again, if the step was not published) and free the slots of trained groups."""
         ...
 
     async def wait_for_joining(self) -> None:
-        """Returns when an engine waits for weights."""
+        """Wait until an engine needs weights."""
         ...
 
     async def evaluate(self) -> Metrics: ...
@@ -140,7 +142,7 @@ class RolloutSide(SavedSide, Protocol):
         ...
 
     async def scale(self, group: str, engines: int) -> None:
-        """Have a group of engines grow or shrink. Raises ConfigurationError."""
+        """Change the number of engines in a group. Raises ConfigurationError."""
         ...
 
     async def engines(self) -> str:
@@ -148,7 +150,7 @@ class RolloutSide(SavedSide, Protocol):
         ...
 
     async def stop(self) -> None:
-        """Engines and router down."""
+        """Stop engines and router."""
         ...
 
 
@@ -183,7 +185,7 @@ class TrainerSide(WeightSenders, Protocol):
     async def start(self) -> None: ...
 
     async def train(self, shards: Sequence[object]) -> Metrics:
-        """One rollout step: all its optimizer steps on all ranks."""
+        """Train one rollout step: all its optimizer steps on all ranks."""
         ...
 
     async def copy_weights(self, version: int) -> None:
@@ -191,7 +193,7 @@ class TrainerSide(WeightSenders, Protocol):
         ...
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        """Write what was copied last to files on the sending ranks. Training goes on meanwhile."""
+        """Write the latest copy to files on the sending ranks. Training goes on meanwhile."""
         ...
 
     async def save(self, directory: Path) -> None: ...
@@ -205,7 +207,7 @@ class TrainerSide(WeightSenders, Protocol):
         ...
 
     async def save_hf(self, directory: Path) -> None:
-        """Weights, config and tokenizer as Hugging Face files."""
+        """Export weights, config and tokenizer as Hugging Face files."""
         ...
 
     async def load(self, directory: Path) -> None: ...
@@ -270,7 +272,13 @@ class EngineFleet(Protocol):
     # Ways for weights to reach a paused engine, whose weights count as unverified from the first of these calls until
     # ``admit``. Weights received between begin and end are post-processed at the end, loaded files at once.
     async def connect(
-        self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
+        self,
+        engines: Sequence[Incarnation],
+        group_name: str,
+        address: str,
+        port: int,
+        world_size: int,
+        backend: GroupBackend,
     ) -> EngineErrors:
         """Join a process group as ranks 1.. in the order given; tensor-parallel engines take several ranks."""
         ...
@@ -316,7 +324,7 @@ class EngineFleet(Protocol):
         ...
 
     async def end_update(self, engines: Sequence[Incarnation], *, abandon: bool = False) -> EngineErrors:
-        """Post-process what was received. ``abandon``: after a failure; do not wait for engines that hang."""
+        """Post-process the received weights. ``abandon``: after a failure; do not wait for engines that hang."""
         ...
 
     async def load_files(self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool) -> EngineErrors:
@@ -372,7 +380,7 @@ class WeightSender(Protocol):
         ...
 
     def stage(self, version: int) -> StagedWeights:
-        """Write what was copied last to files, in another thread; the canary is added later."""
+        """Write the latest copy to files, in another thread; the canary is added later."""
         ...
 
     def keep(self, version: int) -> None:

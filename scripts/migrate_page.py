@@ -33,19 +33,19 @@ the reason.
 
     miles-async migrate run-qwen3-4B.sh > qwen3-4b.args
 
-reads a script of theirs (arrays, variables, arithmetic, sourced files; it is not run) and prints the flags that are
-left of it here, what became of the others and why, and which variables it could not know. Exit code 1 says that
-something could not be mapped. Scripts of verl, which say `key=value`, are read by this command only. A script in Python
-decides its flags as it runs: `miles-async migrate -` reads the command that it prints.
+This command reads a script of theirs (arrays, variables, arithmetic, sourced files; it is not run) and prints the
+flags that remain here, what became of the others and why, and which variables it could not know. Exit code 1 means
+that something could not be mapped. Scripts of verl, with their `key=value`, are read by this command only. A script in
+Python decides its flags as it runs: `miles-async migrate -` reads the command that it prints.
 
 Flags of Megatron-LM that are fields of its configs work under their own name, as `--megatron-X` and as `--X`;
 `miles-async train --help-megatron` lists them. Those that have a flag of ours, or that the run decides, are refused
 with what to do. `--sglang-X` reaches SGLang and `--router-X` smg, as `--X`.
 
-- *works*: it sets what the note says.
-- *checked*: it has to agree with the model, or with other flags; an error names both.
-- *noted*: accepted, and changes nothing for the reason given; with other values than those in brackets it is refused.
-- *refused*: the error says what the note says.
+- *works*: the flag sets what the note says.
+- *checked*: the flag has to agree with the model, or with other flags; an error names both.
+- *noted*: the flag is accepted without effect, for the reason given; values other than those in brackets are refused.
+- *refused*: the flag is an error with the note as its reason.
 
 | a recipe of | theirs | ours |
 |---|---|---|

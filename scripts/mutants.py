@@ -84,7 +84,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
     """(kind, node to be replaced, its new text) for everything below a node."""
     if isinstance(node, ast.JoinedStr) or _is_log_call(node) or _is_type_checking(node):
         return
-    yield from _changes_of(node)
+    yield from _node_changes(node)
     skipped = {"annotation", "returns", "decorator_list"} | ({"keywords"} if isinstance(node, ast.ClassDef) else set())
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
@@ -93,7 +93,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
                 yield from _changes(child)
 
 
-def _changes_of(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
+def _node_changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
     match node:
         case ast.Compare():
             for place, operator in enumerate(node.ops):

@@ -27,7 +27,6 @@ def _sets(flag: str, field: str, value: Literal["true", "false"]) -> ForeignFlag
 MEGATRON: tuple[ForeignFlag, ...] = (
     # The model's layers, beyond what config.json says.
     _flag("--spec", "noted", "layers come from Megatron-Bridge, by the model_type of config.json", takes="many"),
-    _flag("--position-embedding-type", "noted", "every model here has rotary positions", only=("rope", "yarn")),
     _switch("--use-rotary-position-embeddings", "noted", "every model here has rotary positions"),
     _flag("--transformer-impl", "noted", "its layers are used where it is installed", only=("transformer_engine",)),
     _flag("--attention-dropout", "noted", _LOG_PROBS, only=("0",)),
@@ -35,7 +34,6 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     _flag("--max-position-embeddings", "noted", "positions are rotary, and config.json says how many there are"),
     _flag("--seq-length", "noted", "samples are packed: --max-tokens-per-gpu is the size of a micro-batch"),
     # Mixtures of experts.
-    _switch("--moe-router-pre-softmax", "noted", "the router is that of the model's family, by Megatron-Bridge"),
     _flag("--moe-router-dtype", "noted", "engines route in fp32, and rounding would choose others", only=("fp32",)),
     _flag("--moe-router-load-balancing-type", "noted", f"no balancing loss is added: {_LOSS}"),
     _flag("--moe-aux-loss-coeff", "noted", _LOSS, only=("0",)),

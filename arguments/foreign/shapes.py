@@ -23,22 +23,33 @@ SANDWICH_NORMS = ("glm4", "gemma2", "gemma3", "gemma3_text")
 INTERLEAVED_ROTATIONS = ("glm", "glm4")
 
 Said = tuple[object, str] | None
-"""(value that the flag has to have, the words of config.json); None if it doesn't tell."""
+"""(value that the flag has to have, the words of config.json); None if it doesn't tell. No flag agrees with the value
+None: the model has no such part.
+"""
+
+UNTOLD = object()
+"""Default of a field whose absence tells nothing."""
 
 
-def _shape(flag: str, said: Callable[[JsonObject], Said], takes: Takes = "one", must_be: str = "") -> ForeignFlag:
+def _shape(
+    flag: str,
+    said: Callable[[JsonObject], Said],
+    takes: Takes = "one",
+    must_be: str = "",
+    only: tuple[str, ...] = (),
+) -> ForeignFlag:
     def fact(_: Arguments, config: JsonObject) -> Fact | None:
         found = said(config) if config else None
         return found and Fact(found[0], f"config.json of --hf-checkpoint says {found[1]}")
 
     return ForeignFlag(
-        flag=flag, origin="Megatron-LM", verdict="checked", takes=takes, fact=fact,
+        flag=flag, origin="Megatron-LM", verdict="checked", takes=takes, fact=fact, only=only,
         note=f"must be {must_be or 'what follows from config.json'}, by which the model is built",
     )  # fmt: skip
 
 
-def _field(*names: str, default: object = None) -> Callable[[JsonObject], Said]:
-    """The first of these fields of config.json; a dot leads into a table."""
+def _field(*names: str, default: object = UNTOLD) -> Callable[[JsonObject], Said]:
+    """The first of these fields of config.json, ``default`` if all are absent; a dot leads into a table."""
 
     def said(config: JsonObject) -> Said:
         for name in names:
@@ -46,13 +57,28 @@ def _field(*names: str, default: object = None) -> Callable[[JsonObject], Said]:
             content = (config.get(table) or {}) if dot else config
             if (value := content.get(key)) is not None:
                 return value, f"{name} {value}"
-        return None if default is None else (default, f"nothing of {names[0]}, which means {default}")
+        if default is UNTOLD:
+            return None
+        return default, f"nothing of {names[0]}, which means {'none' if default is None else default}"
 
     return said
 
 
-def _named(flag: str, *names: str, default: object = None) -> ForeignFlag:
+def _named(flag: str, *names: str, default: object = UNTOLD) -> ForeignFlag:
     return _shape(flag, _field(*names, default=default), must_be=f"{names[0]} of config.json")
+
+
+_experts = _field(*EXPERT_COUNTS, default=0)
+
+
+def _in_mixture(said: Callable[[JsonObject], Said]) -> Callable[[JsonObject], Said]:
+    """Wrap ``said`` for a flag about experts: for a dense model no value agrees."""
+
+    def said_of_mixture(config: JsonObject) -> Said:
+        experts = _experts(config)
+        return said(config) if experts and experts[0] else experts and (None, experts[1])
+
+    return said_of_mixture
 
 
 def _family(*families: str, field: str | None = None) -> Callable[[JsonObject], Said]:
@@ -107,7 +133,7 @@ def _shared_experts(config: JsonObject) -> Said:
     size, count = config.get("moe_intermediate_size"), config.get("n_shared_experts")
     if size and count:
         return size * count, f"moe_intermediate_size {size} and n_shared_experts {count}"
-    return _field("shared_expert_intermediate_size")(config)
+    return _field("shared_expert_intermediate_size", default=None)(config)
 
 
 def _score_function(config: JsonObject) -> Said:
@@ -117,8 +143,27 @@ def _score_function(config: JsonObject) -> Said:
     return ("sigmoid" if kind in SIGMOID_ROUTERS else "softmax"), f"model_type {kind!r}"
 
 
+def _pre_softmax(config: JsonObject) -> Said:
+    """Softmax before the choice of experts: their weights do not add up to 1. A sigmoid does not depend on it."""
+    score, normalized = _score_function(config), config.get("norm_topk_prob")
+    if score and score[0] == "sigmoid":
+        return True, score[1]
+    return None if normalized is None else (not normalized, f"norm_topk_prob {normalized}")
+
+
+def _position_types(config: JsonObject) -> Said:
+    """Values of --position-embedding-type. With YaRN rope is right, too: recipes of DeepSeek give it."""
+    kind = _field(
+        *("rope_scaling.rope_type", "rope_scaling.type", "rope_parameters.rope_type", "rope_parameters.type"),
+        default="default",
+    )(config)
+    return kind and (frozenset(("rope", "yarn") if kind[0] == "yarn" else ("rope",)), kind[1])
+
+
 def _layer_kinds(config: JsonObject) -> Said:
-    layers = config.get("num_hidden_layers")
+    layers, experts = config.get("num_hidden_layers"), _experts(config)
+    if isinstance(layers, int) and experts and not experts[0]:
+        return [0] * layers, experts[1]
     if not isinstance(layers, int) or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         return None
     dense = config.get("first_k_dense_replace", 0)
@@ -133,7 +178,7 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _named("--ffn-hidden-size", "intermediate_size"),
     _named("--num-attention-heads", "num_attention_heads"),
     _shape("--group-query-attention", _grouped_queries, "nothing"),
-    _named("--num-query-groups", "num_key_value_heads"),
+    _named("--num-query-groups", "num_key_value_heads", "num_attention_heads"),
     _shape("--kv-channels", _head_size),
     _named("--vocab-size", "vocab_size"),
     _shape("--swiglu", _activation, "nothing"),
@@ -148,23 +193,25 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _named("--rotary-base", "rope_theta", "rope_parameters.rope_theta"),
     _named("--rotary-percent", "partial_rotary_factor", "rope_parameters.partial_rotary_factor", default=1.0),
     _shape("--rotary-interleaved", _family(*INTERLEAVED_ROTATIONS), "nothing"),
-    _named("--rotary-scaling-factor", "rope_scaling.factor", "rope_parameters.factor"),
-    _named("--mscale", "rope_scaling.mscale", "rope_parameters.mscale"),
-    _named("--mscale-all-dim", "rope_scaling.mscale_all_dim", "rope_parameters.mscale_all_dim"),
+    _shape("--position-embedding-type", _position_types, only=("rope", "yarn")),
+    _named("--rotary-scaling-factor", "rope_scaling.factor", "rope_parameters.factor", default=1.0),
+    _named("--mscale", "rope_scaling.mscale", "rope_parameters.mscale", default=1.0),
+    _named("--mscale-all-dim", "rope_scaling.mscale_all_dim", "rope_parameters.mscale_all_dim", default=0.0),
     _shape("--multi-latent-attention", _latent, "nothing"),
-    _named("--q-lora-rank", "q_lora_rank"),
-    _named("--kv-lora-rank", "kv_lora_rank"),
-    _named("--qk-head-dim", "qk_nope_head_dim"),
-    _named("--qk-pos-emb-head-dim", "qk_rope_head_dim"),
-    _named("--v-head-dim", "v_head_dim"),
-    _named("--num-experts", *EXPERT_COUNTS),
-    _named("--moe-ffn-hidden-size", "moe_intermediate_size"),
+    _named("--q-lora-rank", "q_lora_rank", default=None),
+    _named("--kv-lora-rank", "kv_lora_rank", default=None),
+    _named("--qk-head-dim", "qk_nope_head_dim", default=None),
+    _named("--qk-pos-emb-head-dim", "qk_rope_head_dim", default=None),
+    _named("--v-head-dim", "v_head_dim", default=None),
+    _named("--num-experts", *EXPERT_COUNTS, default=0),
+    _shape("--moe-ffn-hidden-size", _in_mixture(_field("moe_intermediate_size", "intermediate_size"))),
     _shape("--moe-shared-expert-intermediate-size", _shared_experts),
     _shape("--moe-layer-freq", _layer_kinds),
-    _named("--moe-router-topk", "num_experts_per_tok", "num_experts_per_token"),
+    _named("--moe-router-topk", "num_experts_per_tok", "num_experts_per_token", default=0),
     _named("--moe-router-topk-scaling-factor", "routed_scaling_factor", default=1.0),
-    _named("--moe-router-num-groups", "n_group"),
-    _named("--moe-router-group-topk", "topk_group"),
+    _named("--moe-router-num-groups", "n_group", default=1),
+    _named("--moe-router-group-topk", "topk_group", default=1),
     _shape("--moe-router-score-function", _score_function),
+    _shape("--moe-router-pre-softmax", _in_mixture(_pre_softmax), "nothing"),
     _shape("--moe-router-enable-expert-bias", _family(*SIGMOID_ROUTERS), "nothing"),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
-from miles_async.arguments.foreign.record import ForeignFlag
+from miles_async.arguments.foreign.record import ForeignFlag, Takes
 from miles_async.arguments.words import looks_like_flag
 
 Given = tuple[str, ...]
@@ -23,16 +23,23 @@ class Translation:
     problems: dict[str, str] = field(default_factory=dict)  # flag → why it is refused
 
 
+VALUED_FLAGS = frozenset(flag for flag, _ in FOREIGN_VALUES)
+"""Flags of ours that have values of other systems; each takes one."""
+
+
 def translate(words: Sequence[str]) -> Translation:
     """Replace the flags of other systems in ``words``."""
     done = Translation()
-    for flag, values in mentions(words):
-        row = FOREIGN_FLAGS.get(flag)
-        if row is None:
-            done.words += _ours(flag, values, done)
+    found = list(mentions(words))
+    last = {flag: place for place, (flag, _) in enumerate(found)}
+    for place, (flag, values) in enumerate(found):
+        takes = _takes(flag)
+        if takes is None:
+            done.words += [*([flag] if flag else []), *values]
             continue
-        taken = len(values) if row.takes == "many" else min(len(values), int(row.takes == "one"))
-        _apply(row, values[:taken], done)
+        taken = len(values) if takes == "many" else min(len(values), int(takes == "one"))
+        if place == last[flag]:
+            _apply(flag, values[:taken], done)
         done.words += values[taken:]
     return done
 
@@ -46,25 +53,36 @@ def mentions(words: Sequence[str]) -> Iterator[tuple[str, Given]]:
             continue
         yield flag, tuple(values)
         name, equals, value = word.partition("=")
-        split = equals and (name in FOREIGN_FLAGS or (name, value) in FOREIGN_VALUES)
-        flag, values = (name, [value]) if split else (word, [])
+        flag, values = (name, [value]) if equals and _takes(name) else (word, [])
     yield flag, tuple(values)
 
 
-def _ours(flag: str, values: Given, done: Translation) -> Iterator[str]:
+def _takes(flag: str) -> Takes | None:
+    """Values of a flag in the tables; None if it isn't there."""
+    row = FOREIGN_FLAGS.get(flag)
+    return row.takes if row is not None else "one" if flag in VALUED_FLAGS else None
+
+
+def _apply(flag: str, values: Given, done: Translation) -> None:
+    row = FOREIGN_FLAGS.get(flag)
+    if row is not None:
+        _apply_flag(row, values, done)
+    else:
+        done.words += _ours(flag, values, done)
+
+
+def _ours(flag: str, values: Given, done: Translation) -> Given:
+    """Our words for a flag of ours and the value of another system."""
     row = FOREIGN_VALUES.get((flag, values[0])) if values else None
     if row is not None and row.ours:
         done.notes[flag] = f"{flag} {row.value} is taken as {' '.join(row.ours)}: {row.note}"
-        yield from (*row.ours, *values[1:])
-        return
+        return row.ours
     if row is not None:
         done.problems[flag] = f"{flag} {row.value} does not exist here: {row.note}"
-    yield from (*([flag] if flag else []), *values)
+    return (flag, *values)
 
 
-def _apply(row: ForeignFlag, values: Given, done: Translation) -> None:
-    for earlier in (done.notes, done.checks, done.problems):
-        earlier.pop(row.flag, None)
+def _apply_flag(row: ForeignFlag, values: Given, done: Translation) -> None:
     shown = " ".join((row.flag, *values))
     if row.takes == "one" and not values:
         done.problems[row.flag] = f"{row.flag}: expected one argument"

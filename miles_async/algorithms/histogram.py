@@ -35,7 +35,7 @@ def signed(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def quantile(counts: Sequence[float], share: float, middles: Sequence[float] = MIDDLES) -> float:
-    """The value that ``share`` of what was counted does not exceed; 0 if nothing was.
+    """The value that ``share`` of the counts does not exceed; 0 without counts.
 
     >>> quantile([98.0, 0.0, 2.0], 0.99, (0.0, 1.0, 2.0))
     2.0

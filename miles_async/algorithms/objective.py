@@ -160,11 +160,11 @@ class Objective:
 
     def advantages(self, batch: TokenBatch) -> Tensor:
         """float32 [N]: what ``--token-advantages`` makes of those of the samples, 0 where no loss is carried."""
-        return _of_tokens(self.token_advantages, batch)
+        return _token_advantages(self.token_advantages, batch)
 
     def returns(self, batch: TokenBatch) -> Tensor:
         """float32 [N]: what the critic learns to foretell. ``batch`` has the advantages of its samples still."""
-        advantages = _of_tokens(self.critic_advantages or self.token_advantages, batch)
+        advantages = _token_advantages(self.critic_advantages or self.token_advantages, batch)
         return (advantages + batch.values) * batch.loss_mask
 
     def __call__(
@@ -186,9 +186,9 @@ class Objective:
         if entropy is not None:
             metrics["entropy"] = entropy
         for correction in self.corrections:
-            weight, of_correction = correction(logprobs.detach(), batch)
+            weight, correction_metrics = correction(logprobs.detach(), batch)
             loss = loss * _per_token(weight, batch, "--tis-mode")
-            metrics |= of_correction
+            metrics |= correction_metrics
         metrics["policy_loss"] = loss
         if self.kl is not None:
             divergence = _per_token(self.kl(logprobs, batch.ref_logprobs), batch, "--kl-loss-type")
@@ -243,7 +243,7 @@ def _old_policy(arguments: AlgorithmArguments) -> OldPolicy:
     return OLD_POLICIES[arguments.prox_logp_method]
 
 
-def _of_tokens(estimator: TokenAdvantages | None, batch: TokenBatch) -> Tensor:
+def _token_advantages(estimator: TokenAdvantages | None, batch: TokenBatch) -> Tensor:
     if estimator is None:
         return batch.advantages
     found = _per_token(estimator(batch), batch, "--token-advantages")

@@ -1,4 +1,4 @@
-"""How a reference model follows the policy: a copy of its weights every few rollout steps, or a moving average.
+"""Updates of the reference model from the policy: a copy of its weights every few rollout steps, or a moving average.
 
 After every ``--ref-update-interval``-th rollout step its weights become::
 
@@ -19,7 +19,7 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceUpdates:
-    """When the reference model follows the policy, and how far."""
+    """Schedule and weight of the reference model's updates."""
 
     interval: int  # rollout steps
     alpha: float

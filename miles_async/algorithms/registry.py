@@ -6,7 +6,7 @@ they are asked for: the rollout side, which makes its estimator here, has no use
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, get_args
 
@@ -58,6 +58,12 @@ CORRECTIONS = {
     "truncate": f"{HERE}.corrections.importance:Truncate",
     "mask": f"{HERE}.corrections.importance:Mask",
 }
+SWITCHED: tuple[tuple[str, Callable[[AlgorithmArguments], bool], str], ...] = (
+    ("--use-rs", lambda arguments: arguments.use_rs, f"{HERE}.corrections.reject:Reject"),
+    ("--use-opsm", lambda arguments: arguments.use_opsm, f"{HERE}.corrections.opsm:Opsm"),
+    ("--max-token-age", lambda arguments: arguments.weighs_ages, f"{HERE}.corrections.age:TokenAge"),
+)
+"""Corrections beside that of ``--tis-mode``: flag, whether the flags ask for it, row."""
 KL_ESTIMATORS = {
     "k1": f"{HERE}.kl:k1",
     "k2": f"{HERE}.kl:k2",
@@ -122,12 +128,7 @@ def corrections(arguments: AlgorithmArguments) -> tuple[Correction, ...]:
         _check_needs(made, f"{flag} {arguments.tis_mode}", arguments)
         _check_critic(made, f"{flag} {arguments.tis_mode}", arguments)
         found.append(made)
-    others = {
-        f"{HERE}.corrections.reject:Reject": ("--use-rs", arguments.use_rs),
-        f"{HERE}.corrections.opsm:Opsm": ("--use-opsm", arguments.use_opsm),
-        f"{HERE}.corrections.age:TokenAge": ("--max-token-age", arguments.weighs_ages),
-    }
-    return (*found, *(_made(path, Correction, flag, arguments) for path, (flag, on) in others.items() if on))
+    return (*found, *(_made(path, Correction, flag, arguments) for flag, on, path in SWITCHED if on(arguments)))
 
 
 def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:

@@ -72,8 +72,8 @@ class TrainBackend(Protocol):
     def save(self, directory: Path) -> None: ...
 
     def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote, in this layout of ranks or another. Settings of the optimizer are flags',
-        whatever they were. Raises CheckpointError.
+        """Restore what :meth:`save` wrote, in this layout of ranks or another. Optimizer settings come from the flags,
+        not from the checkpoint. Raises CheckpointError.
         """
         ...
 
@@ -116,7 +116,7 @@ class SavesInBackground(Protocol):
         ...
 
     def finish_save(self, parts: Sequence[bytes]) -> None:
-        """On rank 0, in the same thread, once all ranks have written: make the checkpoint loadable. ``parts``: what
+        """Make the checkpoint loadable: on rank 0, in the same thread, once all ranks have written. ``parts``: what
         each rank returned, in rank order. Raises CheckpointError.
         """
         ...

@@ -86,7 +86,7 @@ class RunCheckpoints:
         self._position, self._watch = position, watch
 
     async def finish(self) -> Mapping[str, float]:
-        """Complete what was saved. Returns its metrics, none if it was complete. Raises CheckpointError."""
+        """Complete the last save. Returns its metrics, none if it was complete. Raises CheckpointError."""
         async with self._finishing:
             if (position := self._position) is None:
                 return {}
@@ -157,7 +157,7 @@ class RunCheckpoints:
         remove(checkpoints[step] for step in expendable(checkpoints, keep_last=keep_last, retain_interval=interval))
 
     async def _failure(self, final: Path, error: Exception) -> CheckpointError:
-        """Return ``error`` with flag, directory and disk. Removes what was written, which wastes a full disk."""
+        """Return ``error`` with flag, directory and disk. Removes the partial files, which waste a full disk."""
         self._position = None
         disk = await asyncio.to_thread(describe_disk, final)
         await asyncio.to_thread(shutil.rmtree, final.with_suffix(".partial"), ignore_errors=True)

@@ -128,7 +128,7 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     this machine has, if Ray starts on it.
     """
     from miles_async.arguments.megatron_settings import megatron_settings
-    from miles_async.backends.megatron.attention_kernels import attention_problems
+    from miles_async.backends.megatron.attention_kernels import attention_problems, usable_backend
     from miles_async.runtime.cuda_environment import memory_saver_problems, nccl_problems
     from miles_async.runtime.device import choose_device, count_gpus
 
@@ -142,7 +142,7 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
         return
     settings = megatron_settings(arguments.model.megatron_extra)
     backend = str(settings.provider.get("attention_backend", "auto"))
-    yield from attention_problems(backend, os.environ)
+    yield from attention_problems(usable_backend(backend), os.environ)
     if arguments.weights.weight_transport == "distributed":
         yield from nccl_problems(arguments.engines.sglang_extra, os.environ)
     if cluster.colocate:
@@ -247,7 +247,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
     """Yield what works as asked, and differs from what one may think."""
     from miles_async.arguments.megatron_settings import megatron_settings
     from miles_async.arguments.model_files import read_config
-    from miles_async.backends.megatron.attention_kernels import FP32_NOTE
+    from miles_async.backends.megatron.attention_kernels import FLASH_NOTE, FP32_NOTE, usable_backend
     from miles_async.backends.megatron.host.limits import ignored_on_cpu
     from miles_async.runtime.device import choose_device
 
@@ -285,6 +285,9 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
     device = choose_device(arguments.cluster.device)
     if device == "cuda" and not model.bf16:
         yield FP32_NOTE
+    backend = str(settings.provider.get("attention_backend", "auto"))
+    if device == "cuda" and usable_backend(backend) != backend:
+        yield FLASH_NOTE
     if ignored and device == "cpu":
         flags = ", ".join("--" + name.replace("_", "-") for name in ignored)
         yield f"on a CPU these have no effect: {flags}"

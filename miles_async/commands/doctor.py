@@ -1,4 +1,4 @@
-"""``miles-async doctor``: check this machine, or every node of a cluster, and say how to mend what is wrong."""
+"""``miles-async doctor``: check this machine, or every node of a cluster, and say how to fix each problem."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def doctor(words: Sequence[str], show: Callable[[str], None]) -> int:
     parser = CommandParser(
         prog="miles-async doctor",
         description="Check what runs need of this machine: versions, GPUs, shared memory, limits, disk, ports, clock, "
-        "services outside, the sandbox for code. Every finding comes with the command that mends it.",
+        "services outside, the sandbox for code. Every problem comes with the command that fixes it.",
     )
     parser.epilog = _EPILOG
     parser.add_argument("--cluster", action="store_true", help="check every node of the Ray cluster, and their network")
-    parser.add_argument("--ray-address", metavar="HOST:PORT", help=f"of the cluster's head (default: {VARIABLE})")
-    parser.add_argument("--device", choices=("auto", *get_args(Device)), default="auto", help="what runs are to use")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are to write")
-    parser.add_argument("--hf-checkpoint", type=Path, metavar="DIR", help="a model directory to check, too")
-    parser.add_argument("--port-range", metavar="LOW-HIGH", help="ports that runs are to use (default: any)")
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help=f"address of the Ray head (default: {VARIABLE})")
+    parser.add_argument("--device", choices=("auto", *get_args(Device)), default="auto", help="device to check")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="run directory to check")
+    parser.add_argument("--hf-checkpoint", type=Path, metavar="DIR", help="model directory to check")
+    parser.add_argument("--port-range", metavar="LOW-HIGH", help="port range to check (default: any ports)")
     parsed = parser.parse_args(words)
     ports = None if parsed.port_range is None else parse_port_range(parsed.port_range)
     intent = Intent(device=parsed.device, ports=ports, directories={"--run-dir": parsed.run_dir})
@@ -89,7 +89,7 @@ def _here(intent: Intent, model: Path | None) -> Iterator[Finding]:
 
 
 def _address(given: str | None) -> str:
-    """The cluster's address. Raises ConfigurationError if there is none, or nobody answers there."""
+    """Find the cluster's address. Raises ConfigurationError if there is none, or nothing answers there."""
     address = with_ray_address(ClusterArguments(ray_address=given)).ray_address
     if address is None:
         raise ConfigurationError(f"--cluster without a cluster: give --ray-address, or set {VARIABLE}")

@@ -1,20 +1,40 @@
-"""How long the parts of a planned run take: as given, as a run measured them, or estimated from a data sheet."""
+"""Durations of a planned run's parts: as given, as a run measured them, or estimated from a data sheet."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
 from miles_async.commands.engine_memory import engine_bytes
 from miles_async.commands.measured import describe as describe_measured
 from miles_async.commands.measured import measured
-from miles_async.engines.sglang.cpu_memory import cache_bytes_per_token
 from miles_async.errors import ConfigurationError
 from miles_async.simulation.distributions import Fixed, parse_distribution
-from miles_async.simulation.estimates import GB, GPUS, Assumptions, Estimate, Job, describe, estimate
+from miles_async.simulation.estimates import (
+    GB,
+    GPUS,
+    Assumptions,
+    Estimate,
+    Job,
+    Passes,
+    Publication,
+    Transport,
+    describe,
+    estimate,
+    publication,
+)
 from miles_async.simulation.plan import Timing
 from miles_async.train_data.work import model_work
+from miles_async.weights.transports.choice import count_senders
+from miles_async.weights.transports.registry import find_transport
+
+COMPARED = ("distributed", "disk", "object_store")  # transports that a plan shows, beside the run's
+SENT = {"xor": {"bf16": 0.02, "fp32": 0.38}, "overwrite": {"bf16": 0.03, "fp32": 0.92}}
+"""Share of the bytes that ``--weight-delta`` sends, by dtype: docs/benchmarks.md, deltas, where 2 % of the elements of
+bfloat16 weights change, and all of float32 ones.
+"""
 
 
 def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, int | None, str]:
@@ -33,14 +53,14 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
     copy, slots, text = own.copy_seconds, own.engine_slots, ""
     if own.gpu is not None:
         assumed = Assumptions(mfu=own.mfu, decode_use=own.decode_use, link=own.link_gbytes * GB)
-        found = _estimate(own, arguments, assumed)
+        found, compared = _estimate(own, arguments, assumed)
         given = {
             "--latency": found.response,
             "--train-seconds": Fixed(found.train_seconds),
-            "--publish-seconds": Fixed(found.publish_seconds),
+            "--publish-seconds": Fixed(found.publication.pause_seconds),
         } | given
-        copy = found.copy_seconds if copy is None else copy
-        slots, text = found.slots, describe(found, assumed)
+        copy = found.publication.copy_seconds if copy is None else copy
+        slots, text = found.slots, describe(found, compared, assumed)
     if own.run_dir is not None:
         seen = measured(own.run_dir)
         given = {
@@ -67,7 +87,10 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
     return timing, slots, text
 
 
-def _estimate(own: argparse.Namespace, arguments: Arguments, assumed: Assumptions) -> Estimate:
+def _estimate(
+    own: argparse.Namespace, arguments: Arguments, assumed: Assumptions
+) -> tuple[Estimate, list[Publication]]:
+    """Estimate the run, and publications by each transport that is compared."""
     directory = arguments.model.hf_checkpoint
     config = {} if directory is None else read_config(directory)
     work = model_work(config)
@@ -76,23 +99,59 @@ def _estimate(own: argparse.Namespace, arguments: Arguments, assumed: Assumption
             "--gpu estimates durations from --hf-checkpoint (a directory with config.json; weights are not read) and "
             f"--response-tokens: {'--response-tokens is missing' if work else f'no sizes in {directory}/config.json'}"
         )
-    model, algorithm, cluster = arguments.model, arguments.algorithm, arguments.cluster
+    model, cluster = arguments.model, arguments.cluster
     engines = [engine for engine in engine_bytes(arguments, work.weights) if engine.group.role == "train"]
     if not engines:
         raise ConfigurationError("--gpu estimates engines that the run starts, not external ones: give --latency")
     engine = engines[0]
-    several_steps = arguments.global_batch_size < arguments.rollout.samples_per_rollout
     job = Job(
         samples=arguments.rollout.samples_per_rollout,
         prompt_tokens=own.prompt_tokens,
         trainer_gpus=cluster.trainer_world_size,
-        senders=model.pipeline_model_parallel_size,
+        transport=_transport(arguments, arguments.weights.weight_transport),
         recompute=model.recompute_granularity == "full",
-        scoring_passes=int(algorithm.use_kl_loss) + int(not algorithm.use_rollout_logprobs and several_steps),
+        passes=_passes(arguments),
         engine_gpus=engine.group.gpus_per_engine,
         slots=own.engine_slots or arguments.rollout.rollout_concurrency_per_engine,
-        cache_tokens=engine.cache_tokens,
+        caches=engine.caches,
+        cache_tokens=None if engine.cache_tokens is None else engine.caches * engine.cache_tokens,
         bytes_per_weight=2 if model.bf16 else 4,
-        cache_per_token=cache_bytes_per_token(config, "bfloat16" if model.bf16 else "float32") or 0,
+        cache_per_token=engine.cache_per_token * engine.group.gpus_per_engine // engine.caches,
     )
-    return estimate(job, work, GPUS[own.gpu], parse_distribution(own.response_tokens, "--response-tokens"), assumed)
+    found = estimate(job, work, GPUS[own.gpu], parse_distribution(own.response_tokens, "--response-tokens"), assumed)
+    names = dict.fromkeys((*COMPARED, job.transport.name))
+    return found, [
+        publication(_transport(arguments, name), work.weights * job.bytes_per_weight, assumed) for name in names
+    ]
+
+
+def _transport(arguments: Arguments, name: str) -> Transport:
+    weights = replace(arguments.weights, weight_transport=name)
+    spec, delta = find_transport(name), weights.delta_encoding
+    return Transport(
+        name=name,
+        senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
+        loads_files=spec.shared_files or spec.delta,
+        shares_files=spec.shared_files,
+        sent=SENT[delta]["bf16" if arguments.model.bf16 else "fp32"] if delta is not None and spec.delta else 1.0,
+    )
+
+
+def _passes(arguments: Arguments) -> Passes:
+    """Count the passes of policy, reference and critic over a rollout batch, as ``backends/megatron/step.py`` makes
+    them.
+    """
+    from miles_async.algorithms.objective import make_objective  # here, since it brings torch with it
+
+    objective = make_objective(arguments.algorithm, kept_versions=arguments.staleness.versions)
+    needs, epochs = objective.needs, arguments.optimizer.ppo_epochs
+    has_critic = "values" in needs
+    training = epochs + (epochs * arguments.critic.critic_updates_per_step if has_critic else 0)
+    training += 1 if objective.optimal_baseline else 0  # a pass of its own for each trajectory
+    scoring = float(len(needs & {"ref_logprobs", "trainer_logprobs", "values"}))
+    if "old_logprobs" in needs and objective.old_policy in ("trainer", "kept"):
+        early = "old_logprobs" in objective.needs_for_advantages
+        # The first optimizer step finds them in its own forward pass, unless it comes again.
+        found = objective.old_policy == "trainer" and epochs == 1 and not early
+        scoring += 1 - 1 / arguments.optimizer_steps_per_rollout if found else 1
+    return Passes(training=training, scoring=scoring)

@@ -10,6 +10,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.engines.sglang.cpu_memory import cache_bytes_per_token
+from miles_async.train_data.work import model_work
 
 GIB = 1 << 30
 STATIC_FRACTION = 0.85  # of a GPU, for weights and cache, where no flag says it; SGLang chooses 0.8 to 0.9 by the GPU
@@ -21,30 +22,53 @@ class EngineBytes:
 
     group: ServerGroup
     weights: int
-    cache_per_token: int  # 0: config.json does not tell
-    cache_tokens: int | None  # room for so many tokens; None if the GPU's memory is not known
+    cache_per_token: int  # 0: config.json, or --sglang-kv-cache-dtype, does not tell
+    cache_tokens: int | None  # room for so many tokens in each cache; None if the GPU's memory is not known
+    caches: int  # one; with data-parallel attention several, each of some of the engine's GPUs and requests
 
 
 def engine_bytes(arguments: Arguments, parameters: int) -> Iterator[EngineBytes]:
-    """Compute the bytes for each group of engines that gets the run's weights. ``parameters``: of the whole model."""
+    """Compute the bytes for each group of engines that gets the run's weights. ``parameters``: of the whole model.
+
+    With data-parallel attention, the ranks of one cache share the weights of attention and embedding, and the heads of
+    keys and values; all ranks share the rest (SGLang 0.5, ``derive_attn_tp_size``).
+    """
     assert arguments.model.hf_checkpoint is not None
     config = read_config(arguments.model.hf_checkpoint)
     item, memory = (2 if arguments.model.bf16 else 4), arguments.cluster.gpu_memory_gb
-    whole = cache_bytes_per_token(config, "bfloat16" if arguments.model.bf16 else "float32") or 0
+    work = model_work(config)
     for group in server_groups(arguments):
         if group.external or group.role == "frozen":
             continue
-        size = group.gpus_per_engine
-        weights = parameters * item // size
+        flags = _Flags.of(arguments, group)
+        size, caches = group.gpus_per_engine, flags.caches
+        ranks = max(1, size // caches)  # of one cache
+        copied = 0 if work is None else (caches - 1) * (work.attention_weights + work.embedding_weights)
+        weights = (parameters + copied) * item // size
         # Ranks share the heads, none has less than one; latent attention keeps one vector for all, on every rank.
-        share = 1 if config.get("kv_lora_rank") else min(size, int(config.get("num_key_value_heads") or size))
-        per_token, room = whole // share, None
+        share = 1 if config.get("kv_lora_rank") else min(ranks, int(config.get("num_key_value_heads") or ranks))
+        dtype = flags.cache_dtype or ("bfloat16" if arguments.model.bf16 else "float32")
+        per_token, room = (cache_bytes_per_token(config, dtype) or 0) // share, None
         if memory is not None and per_token:
-            room = int(max(0, memory * GIB * _static_fraction(arguments, group) - weights) // per_token)
-        yield EngineBytes(group=group, weights=weights, cache_per_token=per_token, cache_tokens=room)
+            room = int(max(0, memory * GIB * flags.static_fraction - weights) // per_token)
+        yield EngineBytes(group=group, weights=weights, cache_per_token=per_token, cache_tokens=room, caches=caches)
 
 
-def _static_fraction(arguments: Arguments, group: ServerGroup) -> float:
-    words = [part for word in (*arguments.engines.sglang_extra, *group.sglang_extra) for part in word.split("=", 1)]
-    given = [value for name, value in pairwise(words) if name == "--mem-fraction-static"]
-    return float(given[-1]) if given else STATIC_FRACTION
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flags:
+    """SGLang's own flags that say what the memory of a group's engines is used for."""
+
+    static_fraction: float
+    cache_dtype: str | None  # None: the model's
+    caches: int
+
+    @classmethod
+    def of(cls, arguments: Arguments, group: ServerGroup) -> _Flags:
+        words = [part for word in (*arguments.engines.sglang_extra, *group.sglang_extra) for part in word.split("=", 1)]
+        given = {name: value for name, value in pairwise(words) if name.startswith("--")}  # the last one wins
+        dtype = given.get("--kv-cache-dtype", "auto")
+        return cls(
+            static_fraction=float(given.get("--mem-fraction-static", STATIC_FRACTION)),
+            cache_dtype=None if dtype == "auto" else dtype,
+            caches=int(given.get("--dp-size" if "--enable-dp-attention" in words else "--attn-dp-size", 1)),
+        )

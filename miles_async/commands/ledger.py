@@ -20,12 +20,12 @@ from miles_async.errors import CheckpointError, ConfigurationError, LedgerError
 from miles_async.ledger.reader import LedgerReader, open_ledger
 from miles_async.ledger.readmission import request_readmission
 from miles_async.ledger.story import tell
-from miles_async.rollout.checkpoint import STATE_FILE
+from miles_async.rollout.checkpoint import read_state
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.runtime.processes.restarted import read_restarts
-from miles_async.staleness.attempts import DeadLetter, Retry, dead_letter
+from miles_async.staleness.attempts import DeadLetter, dead_letter
 from miles_async.staleness.ledger import Balance, Ledger
-from miles_async.types import JsonObject
+from miles_async.staleness.pool import PoolState
 
 ALL = "all"
 MAX_REASONS = 20  # most frequent ones that are printed; errors of engines can each be different
@@ -40,7 +40,7 @@ def ledger(words: Sequence[str]) -> str:
     """
     parser = CommandParser(
         prog="miles-async ledger",
-        description="Where the attempts of a run ended, by outcome and reason; and that none is missing (C2).",
+        description="Show how the attempts of a run ended, by outcome and reason, and check that none is missing (C2).",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="a run directory, or a directory of checkpoints")
     which = parser.add_mutually_exclusive_group()
@@ -59,7 +59,7 @@ def ledger(words: Sequence[str]) -> str:
         return _show_dead_letters(_dead_letters(parsed.directory).values())
     if not (parsed.directory / LEDGER_FILE).is_file():
         checkpoint, pool = _checkpoint(parsed.directory)
-        return f"{checkpoint}, when it was written:\n" + _show_balance(Ledger.saved_balance(pool["ledger"]))
+        return f"{checkpoint}, when it was written:\n" + _show_balance(Ledger.saved_balance(pool.ledger))
     with open_ledger(_ledger_file(parsed.directory)) as reader:
         carried = reader.carried()
         shown = _show_balance(reader.balance(), carried.balance.issued if carried else 0)
@@ -70,10 +70,10 @@ def explain(words: Sequence[str]) -> str:
     """Return the output of ``miles-async explain``. Raises as :func:`ledger` does."""
     parser = CommandParser(
         prog="miles-async explain",
-        description="What happened to a prompt, attempt by attempt; or to one attempt, whose samples are a group.",
+        description="Show what happened to a prompt, attempt by attempt, or to one attempt and its samples.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
-    parser.add_argument("subject", metavar="PROMPT_OR_GROUP", help="the id of a prompt, or the number of an attempt")
+    parser.add_argument("subject", metavar="PROMPT_OR_ATTEMPT", help="id of a prompt, or number of an attempt")
     parsed = parser.parse_args(words)
     check_directory(parsed.directory)
     with open_ledger(_ledger_file(parsed.directory)) as reader:
@@ -110,17 +110,16 @@ def _save_directory(directory: Path) -> Path:
     return Path(save)
 
 
-def _checkpoint(directory: Path) -> tuple[Path, JsonObject]:
-    """Return the newest checkpoint in ``directory``, and the state of its pool (``Pool.snapshot``)."""
+def _checkpoint(directory: Path) -> tuple[Path, PoolState]:
+    """Return the newest checkpoint in ``directory``, and the state of its pool."""
     try:
         checkpoint = find_checkpoint(directory).directory
-        state = msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=dict[str, JsonObject])
-        return checkpoint, state["pool"]
+        return checkpoint, read_state(checkpoint).pool
     except CheckpointError:
         raise ConfigurationError(
             f"expected a run directory ({LEDGER_FILE}) or checkpoints (iter_...), found neither in {directory}"
         ) from None
-    except (OSError, KeyError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError) as error:
         raise ConfigurationError(f"cannot read the newest checkpoint in {directory}: {error!r}") from error
 
 
@@ -166,12 +165,8 @@ def _dead_letters(directory: Path) -> dict[str, DeadLetter]:
     if (directory / LEDGER_FILE).is_file():
         with open_ledger(directory / LEDGER_FILE) as reader:
             return {letter.prompt_id: letter for letter in reader.dead_letters()}
-    checkpoint, pool = _checkpoint(directory)
-    try:
-        quarantined = msgspec.convert(pool["book"]["quarantined"], tuple[Retry, ...])
-    except (KeyError, msgspec.MsgspecError) as error:
-        raise ConfigurationError(f"cannot read {checkpoint / STATE_FILE}: {error!r}") from error
-    return {retry.prompt.prompt_id: dead_letter(retry) for retry in quarantined}
+    _, pool = _checkpoint(directory)
+    return {retry.prompt.prompt_id: dead_letter(retry) for retry in pool.book.quarantined}
 
 
 def _show_dead_letters(letters: Iterable[DeadLetter]) -> str:

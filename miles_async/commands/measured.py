@@ -52,7 +52,7 @@ def measured(run_dir: Path) -> Measured:
 
 
 def describe(found: Measured, run_dir: Path) -> str:
-    """Say what was read, in one paragraph."""
+    """Describe the measured durations in one paragraph."""
     return (
         f"Measured in {run_dir}: {len(found.response.seconds):,} responses, median {median(found.response):.3g} s "
         f"(queue, environment and reward included), longest {max(found.response.seconds):.3g} s; training step "

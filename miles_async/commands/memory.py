@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from miles_async.algorithms.objective import make_objective
 from miles_async.arguments import Arguments
+from miles_async.arguments.model import RecomputeGranularity
+from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import engine_context
-from miles_async.backends.megatron.memory.plan import RankBytes, StageRequest, measure, model_parameters, rank_bytes
+from miles_async.backends.megatron.memory.plan import (
+    RECOMPUTED,
+    RankBytes,
+    measure,
+    model_parameters,
+    rank_bytes,
+)
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.commands.engine_memory import GIB, EngineBytes, engine_bytes
 from miles_async.errors import ConfigurationError
 
@@ -29,7 +38,7 @@ def memory_report(arguments: Arguments) -> str:
     world_size = arguments.cluster.trainer_world_size
     objective = make_objective(arguments.algorithm, kept_versions=arguments.staleness.versions)
     needs = objective.needs
-    stages = measure(
+    measured = measure(
         StageRequest(
             directory=directory,
             model=model,
@@ -40,6 +49,7 @@ def memory_report(arguments: Arguments) -> str:
             entropy="entropy" in needs,
         )
     )
+    stages = measured[model.recompute_granularity]
     ranks = [
         rank_bytes(
             stage,
@@ -58,7 +68,13 @@ def memory_report(arguments: Arguments) -> str:
     problems = list(_problems(arguments, ranks, engines))
     if problems:
         raise ConfigurationError("; ".join(problems))
-    return _text(arguments, ranks, engines)
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(_trainer_table(arguments, ranks))
+        console.print(_activation_table(arguments, measured, ranks))
+        if engines:
+            console.print(_engine_table(engines))
+    return capture.get() + NOTES
 
 
 def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[EngineBytes]) -> Iterator[str]:
@@ -92,8 +108,7 @@ def _longest_sample(arguments: Arguments) -> int:
     return longest if context is None else min(longest, context.tokens)
 
 
-def _text(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[EngineBytes]) -> str:
-    fullest = max(ranks, key=lambda rank: rank.total)
+def _trainer_table(arguments: Arguments, ranks: Sequence[RankBytes]) -> Table:
     trainer = Table(
         "stage", "weights", "gradients", "optimizer", "reference", "critic", "activations", "staging", "sum",
         "host copy", "kept weights",
@@ -104,12 +119,51 @@ def _text(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[En
             rank.weights, rank.gradients, rank.optimizer, rank.reference, rank.critic, rank.activations, rank.staging,
             rank.total, rank.saved_copy, rank.kept_weights,
         )  # fmt: skip
-        first, last = rank.stages.start, rank.stages.stop - 1
-        name = f"{first}" if first == last else f"{first} to {last}"
-        trainer.add_row(name + (" (fullest)" if rank is fullest and len(ranks) > 1 else ""), *map(_gib, numbers))
+        trainer.add_row(_stage_name(rank, ranks), *map(_gib, numbers))
+    return trainer
+
+
+def _activation_table(
+    arguments: Arguments,
+    measured: Mapping[RecomputeGranularity | None, Sequence[StageMemory]],
+    ranks: Sequence[RankBytes],
+) -> Table:
+    """Activations by recomputation, and what of them is logits."""
+    chosen, optimizer = arguments.model.recompute_granularity, arguments.optimizer
+    tokens = min(optimizer.logprob_chunk, optimizer.max_tokens_per_gpu)
+    names = {each: f"{each or 'none'}{' (chosen)' if each == chosen else ''}" for each in RECOMPUTED}
+    table = Table("stage", *names.values(), f"of which logits of {tokens} tokens", title=(
+        "Activations by --recompute-granularity, GiB per rank"
+    ))  # fmt: skip
+    last = arguments.model.pipeline_model_parallel_size
+    for index, rank in enumerate(ranks):
+        activations = (_gib(measured[each][index].activations) if each in measured else "refused" for each in names)
+        logits = _logits(arguments, tokens) if rank.stages.stop == last else 0
+        table.add_row(_stage_name(rank, ranks), *activations, _gib(logits))
+    return table
+
+
+def _logits(arguments: Arguments, tokens: int) -> int:
+    """Bytes of so many tokens' fp32 logits on a rank of the last pipeline stage."""
+    assert arguments.model.hf_checkpoint is not None
+    vocabulary = int(read_config(arguments.model.hf_checkpoint).get("vocab_size") or 0)
+    return 4 * tokens * vocabulary // arguments.model.tensor_model_parallel_size
+
+
+def _stage_name(rank: RankBytes, ranks: Sequence[RankBytes]) -> str:
+    first, last = rank.stages.start, rank.stages.stop - 1
+    name = f"{first}" if first == last else f"{first} to {last}"
+    fullest = max(ranks, key=lambda rank: rank.total)
+    return name + (" (fullest)" if rank is fullest and len(ranks) > 1 else "")
+
+
+def _engine_table(engines: Sequence[EngineBytes]) -> Table:
     served = Table("group", "GPUs each", "weights, GiB", "cache, bytes per token", "tokens", title="Engines, per GPU")
     for engine in engines:
-        tokens = "with --gpu-memory-gb" if engine.cache_tokens is None else f"{engine.cache_tokens:,}"
+        caches = f"{engine.caches} × " if engine.caches > 1 else ""
+        tokens = "with --gpu-memory-gb" if engine.cache_per_token else "unknown"
+        if engine.cache_tokens is not None:
+            tokens = f"{caches}{engine.cache_tokens:,}"
         served.add_row(
             engine.group.name,
             str(engine.group.gpus_per_engine),
@@ -117,12 +171,7 @@ def _text(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[En
             f"{engine.cache_per_token:,}" if engine.cache_per_token else "unknown",
             tokens,
         )
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(trainer)
-        if engines:
-            console.print(served)
-    return capture.get() + NOTES
+    return served
 
 
 def _gib(count: float) -> str:

@@ -1,4 +1,4 @@
-"""``miles-async migrate``: a recipe of slime or miles as a file of flags for ``miles-async train``."""
+"""``miles-async migrate``: translate a recipe of slime, miles or verl into flags of ``miles-async train``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from miles_async.errors import ConfigurationError
 PROGRAMS = ("train.py", "train_async.py", *VERL_PROGRAMS)
 
 DESCRIPTION = """\
-Print the flags of `miles-async train` for a script of slime, miles or verl: one per line, then what is not needed here
-and what could not be mapped, with the reasons. The script is read, not run. Exit code 1 if anything could not be."""
+Print the flags of `miles-async train` for a script of slime, miles or verl, one per line; then the flags that are not
+needed here and those that could not be mapped, with the reasons. The script is read, not run. The exit code is 1 if a
+flag could not be mapped."""
 
 # How old data may be is what the other systems have no flag for: their loop decides it.
 SYNCHRONOUS = """\

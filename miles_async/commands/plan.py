@@ -37,7 +37,7 @@ Starts nothing, needs no model and no data.
 
 --memory prints instead what trainer ranks and engines need of their GPUs; it needs config.json of --hf-checkpoint.
 
-Flags of `miles-async train` (and @FILE, --config) say what is planned; those below say how long its parts take.
+Flags of `miles-async train` (and @FILE, --config) describe the run; those below say how long its parts take.
 SECONDS are a number, fixed:S, lognormal:MEDIAN:SIGMA[:LONGEST] or trace:FILE (one number per line)."""
 
 EPILOG = """\
@@ -145,56 +145,58 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--from", dest="run_dir", type=Path, metavar="RUN_DIR",
-        help="take flags and durations from this run; those that are given beside it win",
+        help="take flags and durations from this run; flags on the command line override them",
     )  # fmt: skip
     parser.add_argument(
         "--latency", metavar="SECONDS",
-        help="that an engine generates for one response, on a slot of its own: all turns, without what is in between",
+        help="seconds to generate one response on its own slot: all turns, excluding the time between them",
     )  # fmt: skip
     parser.add_argument(
         "--environment-seconds",
         default="0",
         metavar="SECONDS",
-        help="of one sample in its environment: it is in flight, and engines generate nothing for it (default: 0)",
+        help="seconds a sample spends in its environment, in flight but not generating (default: 0)",
     )
     parser.add_argument(
         "--reward-seconds",
         default="0",
         metavar="SECONDS",
-        help="from the end of one sample to its reward: a judge, tests (default: 0)",
+        help="seconds from the end of a sample to its reward, such as of a judge or tests (default: 0)",
     )
     parser.add_argument(
         "--train-seconds", metavar="SECONDS",
-        help="of one rollout step, with the trainer ranks given; a sweep of ranks scales it",
+        help="training time of one rollout step on the given trainer ranks; scaled when --sweep varies the ranks",
     )  # fmt: skip
-    parser.add_argument("--publish-seconds", metavar="SECONDS", help="engines are paused, per publication (default: 0)")
+    parser.add_argument(
+        "--publish-seconds", metavar="SECONDS", help="seconds each publication pauses the engines (default: 0)"
+    )
     parser.add_argument(
         "--copy-seconds", type=_seconds, metavar="S",
-        help="export and copy of new weights: the trainer is busy, engines generate (default: 0)",
+        help="seconds to export and copy new weights, while engines generate and training waits (default: 0)",
     )  # fmt: skip
-    estimated = parser.add_argument_group("Estimates, where nothing was measured yet")
+    estimated = parser.add_argument_group("Estimates of missing durations")
     estimated.add_argument(
-        "--gpu", choices=GPUS, help="estimate the durations that aren't given, from config.json and this data sheet"
+        "--gpu", choices=GPUS, help="estimate missing durations from config.json and this GPU's data sheet"
     )
     estimated.add_argument(
         "--response-tokens",
         metavar="TOKENS",
-        help="that a response has, written as SECONDS above: lognormal:6000:0.8:32768",
+        help="tokens per response, a distribution written like SECONDS, such as lognormal:6000:0.8:32768",
     )
     estimated.add_argument(
-        "--prompt-tokens", type=_positive, default=512, metavar="N", help="of a prompt (default: 512)"
+        "--prompt-tokens", type=_positive, default=512, metavar="N", help="prompt length in tokens (default: 512)"
     )
     estimated.add_argument(
         "--mfu", type=_share, default=Assumptions.mfu, metavar="SHARE",
-        help=f"of the GPU's FLOP/s that training reaches (default: {Assumptions.mfu})",
+        help=f"model FLOPs utilization in training, as a share of the peak (default: {Assumptions.mfu})",
     )  # fmt: skip
     estimated.add_argument(
         "--decode-use", type=_share, default=Assumptions.decode_use, metavar="SHARE",
-        help=f"of the memory's bandwidth that decoding reaches (default: {Assumptions.decode_use})",
+        help=f"share of the peak memory bandwidth reached in decoding (default: {Assumptions.decode_use})",
     )  # fmt: skip
     estimated.add_argument(
         "--link-gbytes", type=_above_zero, default=Assumptions.link / GB, metavar="GB",
-        help=f"per second from a sending rank to the engines (default: {Assumptions.link / GB:g})",
+        help=f"bandwidth from one sending rank to the engines, in GB/s (default: {Assumptions.link / GB:g})",
     )  # fmt: skip
     parser.add_argument(
         "--engine-slots", type=_positive, metavar="N",
@@ -202,11 +204,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="FLAG=VALUE,...",
-        help="train flags to vary, every combination (default: bounds and leads that are worth comparing)",
+        help="train flags to vary, in every combination (default: bounds and leads worth comparing)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=_positive, default=60, metavar="N", help="simulated per setting (default: 60)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same plan (default: 0)")
-    parser.add_argument("--memory", action="store_true", help="memory per GPU instead of a simulation (seconds)")
+    parser.add_argument(
+        "--steps", type=_positive, default=60, metavar="N", help="steps to simulate per setting (default: 60)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the simulation (default: 0)")
+    parser.add_argument("--memory", action="store_true", help="show the memory per GPU instead of a simulation")
     parser.add_argument("--output", type=Path, metavar="FILE", help="draw the plan into this PNG")
     return parser
 

@@ -24,11 +24,11 @@ def replay(words: Sequence[str]) -> Iterator[str]:
     """
     parser = CommandParser(
         prog="miles-async replay",
-        description="Take every decision of a run with --record again, without engines and trainer, and compare: the "
-        "same attempts, the same groups in the same order, the same batches to the last bit.",
+        description="Repeat every decision of a run with --record, without engines and trainer, and compare attempts, "
+        "the order of groups and the bits of batches.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write each step's batch there, as step-000000.npz")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write each step's batch to DIR/step-000000.npz")
     parsed = parser.parse_args(words)
     check_directory(parsed.directory)
     run = Replay.of_run(parsed.directory)
@@ -44,6 +44,9 @@ def replay(words: Sequence[str]) -> Iterator[str]:
         )
     replayed = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
     yield f"{replayed}, {run.finished_groups} finished groups, {run.frames} frames: all identical\n"
+    if run.unrecorded:
+        names = ", ".join(sorted(run.unrecorded))
+        yield f"not compared: {names}, which the run, of an earlier version, did not record\n"
     if not run.complete:
         yield f"the schedule ends with frame {run.frames}, in step {run.step}: the run was killed, or goes on\n"
 

@@ -20,13 +20,12 @@ def scale(words: Sequence[str]) -> str:
     """
     parser = CommandParser(
         prog="miles-async scale",
-        description="Have a group of engines grow or shrink while the run goes on. New engines are brought to the "
-        "current weights; engines that are not wanted any more finish their requests first. Without GROUP: list groups "
-        "and engines.",
+        description="Change the number of engines in a group while the run goes on. New engines get the current "
+        "weights; engines to be removed finish their requests first. Without GROUP: list groups and engines.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="the run directory")
-    parser.add_argument("group", nargs="?", metavar="GROUP", help="of --server-groups; engine if there is no such file")
-    parser.add_argument("engines", nargs="?", type=int, metavar="N", help="engines that the group is to have")
+    parser.add_argument("group", nargs="?", metavar="GROUP", help="group of --server-groups (`engine` without one)")
+    parser.add_argument("engines", nargs="?", type=int, metavar="N", help="new number of engines")
     parsed = parser.parse_args(words)
     if (parsed.group is None) != (parsed.engines is None):
         raise ConfigurationError(f"expected GROUP and N, or neither; see {parser.prog} --help")

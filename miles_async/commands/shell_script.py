@@ -30,7 +30,7 @@ _ONLY_THE_SHELL_KNOWS = ("$(", "`")
 
 @dataclass(kw_only=True, slots=True)
 class ShellCommand:
-    """A program's arguments, and what is uncertain about them."""
+    """A program's arguments, and doubts about them."""
 
     program: str  # the last part of its path
     words: list[str]

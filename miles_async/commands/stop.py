@@ -36,7 +36,7 @@ def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
     """
     parser = CommandParser(
         prog="miles-async stop",
-        description="End a run as Ctrl-C would: in order, with its summary; then clean up what is left of it.",
+        description="End a run as Ctrl-C would, in order and with its summary; then clean up what is left.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="the run directory")
     parser.add_argument(
@@ -44,7 +44,7 @@ def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
         type=float,
         default=STOP_SECONDS,
         metavar="SECONDS",
-        help="what the run gets to end by itself before its processes are killed (default: %(default)g)",
+        help="seconds to wait for an orderly shutdown before killing processes (default: %(default)g)",
     )
     parsed = parser.parse_args(words)
     run = read_run_process(parsed.directory)

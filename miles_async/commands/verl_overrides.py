@@ -27,7 +27,7 @@ _AS_FLAGS = {  # subtree → beginning of our flag
 
 @dataclass(kw_only=True, slots=True)
 class FromVerl:
-    """Our words, and what is to be said about the rest: lines with reasons."""
+    """Words for our parser, and lines with reasons about the rest."""
 
     words: list[str] = field(default_factory=list)
     not_needed: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ def _losses(values: Mapping[str, str]) -> Iterator[str]:
 
 
 def _as_flag(flag: str, value: str) -> list[str]:
-    """``--x value``; a switch is ``--x``, and what is None is not given."""
+    """Words ``--x value``; a switch is ``--x``, and None gives no words."""
     row = FOREIGN_FLAGS.get(flag)
     is_switch = (row is not None and row.takes == "nothing") or flag.startswith("--sglang-")
     off = [] if is_switch else [flag, "false"]

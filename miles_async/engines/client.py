@@ -165,7 +165,7 @@ class RouterClient:
         return answer
 
     async def _abort(self, request_id: str) -> None:
-        """End a request that nobody waits for, since engines notice closed connections late.
+        """Abort a request that is no longer awaited, since engines notice closed connections late.
 
         Only an answer tells which engine has a request, so all of them are told. Best effort, bounded in seconds and
         in calls at once: past these, at the end of a run or with very many engines, closed connections must do.

@@ -27,7 +27,7 @@ from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineTimeoutError
 from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.seams import EngineErrors
-from miles_async.types import CanaryScore, FleetMembers, HeldWeights, Incarnation, TensorMeta, TensorShare
+from miles_async.types import CanaryScore, FleetMembers, GroupBackend, HeldWeights, Incarnation, TensorMeta, TensorShare
 
 log = structlog.get_logger(__name__)
 
@@ -108,7 +108,13 @@ class Fleet:
         return await self._each(engines, lambda url: self._server.retake_memory(url, self._step_timeout))
 
     async def connect(
-        self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
+        self,
+        engines: Sequence[Incarnation],
+        group_name: str,
+        address: str,
+        port: int,
+        world_size: int,
+        backend: GroupBackend,
     ) -> EngineErrors:
         """Assign ranks from 1 on in the order of ``engines``, as many to each as its tensor-parallel size."""
         ranks = {record.current: record.ranks for record in self._records(engines)}
@@ -213,7 +219,7 @@ class Fleet:
         return await self._ask(engines, run)
 
     async def resume(self, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Let the engines go on. New requests still wait for ``admit`` if weights were received in the pause."""
+        """Resume the engines. New requests still wait for ``admit`` if weights were received in the pause."""
         errors = await self._each(engines, lambda url: self._server.resume(url, self._step_timeout))
         for record in self._records(engine for engine, error in errors.items() if error is None):
             record.paused = False
@@ -244,7 +250,7 @@ class Fleet:
         return results
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
-        """Let requests go out to these engines, under ``version``."""
+        """Route requests to these engines, under ``version``."""
         errors = await self._each_record(engines, partial(self._check_claim, version))
         present = self._records(engine for engine, error in errors.items() if error is None)
         for record in present:
@@ -262,7 +268,7 @@ class Fleet:
     async def _read_report(
         self, report: str, engines: Sequence[Incarnation]
     ) -> Mapping[Incarnation, HeldWeights | Exception]:
-        """Have the first of ``engines`` that can tell it what they all report."""
+        """Read the report that ``engines`` share from the first that answers."""
         results: dict[Incarnation, HeldWeights | Exception] = {}
         for number, engine in enumerate(engines):
             asked = await self._ask([engine], lambda _, url: self._server.held_weights(url, report, self._step_timeout))

@@ -1,4 +1,4 @@
-"""Watches over engines: whether a server answers, holds what it was given, generates, and has requests left."""
+"""Checks of engines: whether a server answers, holds its weights, generates, and has requests left."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from miles_async.types import (
     CanaryScore,
     EngineLoad,
     GenerateRequest,
+    GroupBackend,
     HeldWeights,
     ServerAnswer,
     TensorMeta,
@@ -181,7 +182,7 @@ class InferenceServer(Protocol):
         port: int,
         first_rank: int,
         world_size: int,
-        backend: str,
+        backend: GroupBackend,
         timeout: float,
     ) -> None:
         """Join a process group of torch's with the server's ranks, from ``first_rank`` on."""
@@ -221,7 +222,7 @@ class InferenceServer(Protocol):
         ...
 
     async def end_update(self, url: str, timeout: float) -> None:
-        """Post-process what was received since :meth:`begin_update`."""
+        """Post-process the weights received since :meth:`begin_update`."""
         ...
 
     async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
@@ -237,8 +238,8 @@ class ServerCommand(Protocol):
     def __call__(
         self, spec: ServerSpec, host: str, port: int, rendezvous: tuple[str, int], seed: int, node: int
     ) -> list[str]:
-        """The server shall listen at ``host`` and ``port``; ``rendezvous`` is where its own ranks meet, on all its
-        nodes. ``node``: which of these this is; only the first one serves.
+        """Command of the server, which must listen at ``host`` and ``port``. ``rendezvous``: where its own ranks meet,
+        on all its nodes; ``node``: index of this node; only the first one serves.
         """
         ...
 

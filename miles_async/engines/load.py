@@ -27,7 +27,7 @@ class Loads:
         return self._serving()
 
     async def loads(self) -> Mapping[str, EngineLoad]:
-        """See ``seams.EngineLoads``. Paused engines are left out: what they report is from before the pause."""
+        """See ``seams.EngineLoads``. Paused engines are left out: their reports are from before the pause."""
         loads: dict[str, EngineLoad] = {}
 
         async def ask(engine: str, url: str) -> None:

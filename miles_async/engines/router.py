@@ -22,6 +22,7 @@ from miles_async.runtime.network.keys import EngineKeys, require_keys
 from miles_async.runtime.network.ports import HeldPort
 from miles_async.runtime.network.tls import Tls
 from miles_async.runtime.processes.child_process import ChildProcess
+from miles_async.runtime.processes.restarts import RestartBudget
 
 log = structlog.get_logger(__name__)
 
@@ -57,11 +58,12 @@ class Router:
         port: int | None = None,
         start_timeout: float = 60.0,
         max_restarts: int = 10,
+        restart_window: float = 3600.0,
         extra: Sequence[str] = (),
         keys: EngineKeys | None = None,
     ) -> None:
-        """``port``: None for a free one. ``extra``: arguments of smg, which override ours.
-        ``keys``: None on loopback only.
+        """``port``: None for a free one. ``max_restarts``: in any ``restart_window`` seconds. ``extra``: arguments of
+        smg, which override ours. ``keys``: None on loopback only.
         """
         host = network.entrance()
         require_keys(host, keys)
@@ -75,7 +77,7 @@ class Router:
         self._port = port
         self._network = network
         self._start_timeout = start_timeout
-        self._max_restarts = max_restarts
+        self._budget = RestartBudget(max_restarts, restart_window)
         self._extra = tuple(extra)
         self._process: ChildProcess | None = None
         self._starts = 0
@@ -125,8 +127,8 @@ class Router:
             self._registry.router_up = False
             self._registry.notify()
             tail = self._process.tail()
-            if self._starts > self._max_restarts:
-                raise EngineError(f"router died {self._starts} times, now with status {status}:\n{tail}")
+            if not self._budget.take():
+                raise EngineError(f"router was restarted {self._budget}, and now it died with status {status}:\n{tail}")
             log.warning("router died; restarting it", status=status, log=str(self._process.log_path))
             await self.start()
 

@@ -30,7 +30,7 @@ class EngineScorer:
         self._numbers = count()
 
     async def __call__(self, tokens: Sequence[int], first: int) -> Float32:
-        """Log-probs of tokens[first:], each given what is before it, at temperature 1; ``first`` is at least 1.
+        """Log-probs of tokens[first:], each given the tokens before it, at temperature 1; ``first`` is at least 1.
 
         Raises:
             RequestRejectedError: an engine cannot score these tokens: they are too many, or not of its vocabulary.

@@ -71,8 +71,8 @@ class Evaluator:
         metrics: dict[str, float] = {}
         async with asyncio.TaskGroup() as scope:
             totals = await self._generate_all(scope)
-        for name, of_data_set in totals.items():
-            metrics |= {f"eval/{name}/{key}": value for key, value in of_data_set.metrics().items()}
+        for name, data_set_totals in totals.items():
+            metrics |= {f"eval/{name}/{key}": value for key, value in data_set_totals.metrics().items()}
         rewards = [value for key, value in metrics.items() if key.endswith("/reward/mean")]
         return metrics | ({"eval/accuracy": sum(rewards) / len(rewards)} if rewards else {})
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class QueuedWriter(Generic[T]):
-    """:meth:`add` never waits and never fails; :meth:`run` writes what was added.
+    """:meth:`add` never waits and never fails; :meth:`run` writes the entries.
 
     A failing write is an error of :meth:`run`, once, and so ends the training run; later items are not recorded.
     Subclasses say how to write (:meth:`_put`) and close (:meth:`_close`), and which error of the project their

@@ -23,7 +23,7 @@ from miles_async.runtime.device import choose_device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intent:
-    """What a run would do on the machine."""
+    """Planned use of the machine."""
 
     device: DeviceChoice = "auto"
     own_gpus: bool = True  # False: those of other nodes, so this machine may have none
@@ -32,7 +32,7 @@ class Intent:
 
 
 def machine_findings(intent: Intent) -> Iterator[Finding]:
-    """Check this machine. Takes milliseconds once torch is imported, and asks nobody outside."""
+    """Check this machine. Takes milliseconds once torch is imported, and contacts no other machine."""
     device = choose_device(intent.device)
     yield from package_findings(versions_tested(device), device)
     if intent.own_gpus:

@@ -17,7 +17,7 @@ _PASS_ON = "in a container: docker run --gpus all; else install NVIDIA's driver 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuFacts:
-    """What driver and torch say."""
+    """GPU facts from driver and torch."""
 
     driver: str | None  # "580.65.06"; None if the kernel has no NVIDIA driver
     cuda: str | None  # that torch was built with: "13.0"; None for a CPU build

@@ -42,7 +42,7 @@ def shared_memory_findings(device: Device, place: Path = SHARED_MEMORY) -> Itera
 
 
 def disk_findings(directories: Mapping[str, Path]) -> Iterator[Finding]:
-    """Check bytes and files that can still be written. ``directories``: by what they are for; they may not exist."""
+    """Check free bytes and inodes. ``directories``: by purpose; they may not exist."""
     for name, directory in directories.items():
         place = next(
             parent for parent in (directory.absolute(), *directory.absolute().parents) if os.path.exists(parent)

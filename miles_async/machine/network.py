@@ -53,7 +53,7 @@ WANDB = Service(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """Answer of a service, whatever its status."""
+    """Answer of a service with any status."""
 
     error: str | None = None  # why there is none
     seconds_ahead: float | None = None  # of its clock, compared with ours

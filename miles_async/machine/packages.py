@@ -31,7 +31,7 @@ def versions_tested(device: Device, folder: Path = REQUIREMENTS) -> dict[str, st
 
 
 def package_findings(tested: Mapping[str, str | None], device: Device) -> Iterator[Finding]:
-    """Compare what is installed with ``tested``."""
+    """Compare the installed packages with ``tested``."""
     missing: list[str] = []
     others: list[str] = []
     same: list[str] = []

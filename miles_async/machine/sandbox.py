@@ -1,4 +1,4 @@
-"""What the sandbox for code (``--rm-type code``) can enforce on this machine."""
+"""Check which confinement of code (``--rm-type code``) this machine can enforce."""
 
 from __future__ import annotations
 

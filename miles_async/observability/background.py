@@ -55,7 +55,7 @@ class BackgroundTracker:
         self._queue.put((dict(metrics), step))
 
     def finish(self) -> None:
-        """Let the tracker write what is queued, for up to ``finish_timeout``; idempotent."""
+        """Wait up to ``finish_timeout`` until the tracker has written what is queued; idempotent."""
         if self._finished:
             return
         self._finished = True

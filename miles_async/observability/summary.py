@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 REWARD_WINDOW = 5  # reward_last is a mean over so many steps: a single step of a small batch swings by ±0.1
 GROUP_ENDS = ("trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled")
@@ -60,7 +60,7 @@ class Summary(TypedDict):
     stage_seconds: dict[str, float]
     ending: NotRequired[Ending]  # absent while the run goes on
     error: NotRequired[str]  # that ended it; absent if it finished or was interrupted
-    restarts: NotRequired[list[dict[str, Any]]]  # --max-run-restarts: earlier lives of the run
+    restarts: NotRequired[list[dict[str, str | float | None]]]  # --max-run-restarts: earlier lives, as RunRestart
 
 
 class RunSummary:

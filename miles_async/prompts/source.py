@@ -72,7 +72,7 @@ class FilePromptSource:
         self._rows = open_prompts(arguments)
         self._epoch = 0
         self._position = 0  # rows of this epoch that were read, skipped ones too
-        self._order = self._order_of(0)
+        self._order = self._epoch_order(0)
         self._usable_in_epoch = 0  # found since the epoch began, or since the cursor was restored
         self._began_at = 0  # position where this object began the epoch
         self._skips: dict[str, int] = {}  # prompt_id → times skipped
@@ -92,7 +92,7 @@ class FilePromptSource:
 
     def find(self, prompt_id: str) -> Place | None:
         """Find a prompt's place in the first epoch and its length; None if there is no such prompt."""
-        for position, index in enumerate(self._order_of(0), start=1):
+        for position, index in enumerate(self._epoch_order(0), start=1):
             row = self._row(int(index))
             if self._prompt_id(row, int(index)) == prompt_id:
                 return Place(position=position, tokens=len(self._encode(row.content)))
@@ -171,7 +171,7 @@ class FilePromptSource:
         if epoch < 0 or not 0 <= position <= len(self._rows):
             raise CheckpointError(f"{self._rows.path}: cursor out of range: epoch {epoch}, position {position}")
         self._epoch, self._position = epoch, position
-        self._order = self._order_of(epoch)
+        self._order = self._epoch_order(epoch)
         self._usable_in_epoch, self._began_at = 0, position
 
     def _identity(self) -> JsonObject:
@@ -183,7 +183,7 @@ class FilePromptSource:
             "seed": self._arguments.rollout_seed,
         }
 
-    def _order_of(self, epoch: int) -> Int64:
+    def _epoch_order(self, epoch: int) -> Int64:
         """[rows] row indices in the order of this epoch."""
         if not self._arguments.rollout_shuffle:
             return np.arange(len(self._rows))
@@ -195,7 +195,7 @@ class FilePromptSource:
             raise self._all_too_long(self._limit)
         self._epoch += 1
         self._position = self._began_at = self._usable_in_epoch = 0
-        self._order = self._order_of(self._epoch)
+        self._order = self._epoch_order(self._epoch)
 
     def _all_too_long(self, limit: PromptLimit) -> DataError:
         return DataError(

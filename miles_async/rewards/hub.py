@@ -24,6 +24,8 @@ from miles_async.runtime.hooks import load_object
 from miles_async.runtime.services import Services
 from miles_async.types import Prompt, Sample
 
+OneReward = Callable[[Prompt, Sample], Awaitable[float]]
+
 
 class RewardHub:
     """``--rm-type``, or ``rm_type`` of the row's metadata: one reward by its name, or a weighted sum.
@@ -49,31 +51,25 @@ class RewardHub:
             arguments.reward_timeout,
             arguments.judge_scale,
         )
-        self.rewards: dict[str, Callable[[Prompt, Sample], Awaitable[float]]] = {
-            "exact_match": exact_match,
-            "math": MathReward(workers),
-            "f1": f1,
-            "multiple_choice": multiple_choice,
-            "code": CodeReward(workers, limits, arguments.reward_timeout),
-            "format": FormatReward(workers, arguments.rm_format),
-            "reasoning_gym": ReasoningGymReward(workers),
-            "remote_rm": self._remote,
-            "judge": self._judge,
+        verifiers = "the processes that verify (--rm-workers)"
+        rows: dict[str, tuple[OneReward, str | None]] = {  # name → reward, and the service that it needs
+            "exact_match": (exact_match, None),
+            "math": (MathReward(workers), verifiers),
+            "f1": (f1, None),
+            "multiple_choice": (multiple_choice, None),
+            "code": (CodeReward(workers, limits, arguments.reward_timeout), verifiers),
+            "format": (FormatReward(workers, arguments.rm_format), verifiers),
+            "reasoning_gym": (ReasoningGymReward(workers), verifiers),
+            "remote_rm": (self._remote, f"the server at --rm-url {arguments.rm_url}"),
+            "judge": (self._judge, f"the server at --judge-url {arguments.judge_url}"),
         }
-
-        verifying = dict.fromkeys(
-            ("math", "code", "format", "reasoning_gym"), "the processes that verify (--rm-workers)"
-        )
-        servers = {
-            "remote_rm": f"the server at --rm-url {arguments.rm_url}",
-            "judge": f"the server at --judge-url {arguments.judge_url}",
-        }
-        self._circuits = {name: services.circuit(service) for name, service in {**verifying, **servers}.items()}
+        self.rewards = {name: reward for name, (reward, _) in rows.items()}
+        self._circuits = {name: services.circuit(service) for name, (_, service) in rows.items() if service}
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
         """Return the weighted sum. Raises RewardError naming a part without a value, which is not a 0."""
         total = 0.0
-        for name, weight in self._parts_of(prompt):
+        for name, weight in self._parts_for(prompt):
             try:
                 total += weight * await self._ask(name, prompt, sample)
             except (RewardError, ServiceUnavailableError) as error:
@@ -90,7 +86,7 @@ class RewardHub:
         await self._remote.close()
         await self._judge.close()
 
-    def _parts_of(self, prompt: Prompt) -> tuple[tuple[str, float], ...]:
+    def _parts_for(self, prompt: Prompt) -> tuple[tuple[str, float], ...]:
         own = prompt.metadata.get("rm_type")
         if own is None:
             return self._parts

@@ -71,14 +71,14 @@ class Pipes:
 class Peer:
     """One half: sends requests, and serves requests of the other until its own answer arrives."""
 
-    def __init__(self, pipes: Pipes, operations: Mapping[str, Callable[..., Any]], *, judges: bool) -> None:
+    def __init__(self, pipes: Pipes, operations: Mapping[str, Callable[..., Value]], *, judges: bool) -> None:
         """``operations``: what the other half may call, by name. ``judges``: no incoming value is a builtin."""
         self._pipes = pipes
         self._operations = operations
         self._judges = judges
         self._lent: list[Value] = []  # objects that the other half has a handle of
 
-    def ask(self, operation: str, *arguments: Any) -> Any:
+    def ask(self, operation: str, *arguments: Value) -> Value:
         """Ask the other half. Raises its error if that is a builtin Exception, else RuntimeError."""
         self._pipes.send([operation, [self._encode(argument) for argument in arguments]])
         while True:
@@ -263,7 +263,7 @@ def serve(source: str, pipes: Pipes) -> None:
     Peer(pipes, operations, judges=False).serve()
 
 
-class _Names(dict[str, Any]):
+class _Names(dict[str, Value]):
     """Globals of the statements: Python's builtins first, then their own names, then the program's."""
 
     def __init__(self, peer: Peer) -> None:

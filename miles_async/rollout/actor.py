@@ -135,7 +135,7 @@ class RolloutProcess:
         self._started = True
 
     async def stop(self, timeout: float) -> None:
-        """Let the manager stop its processes, then end the actor whatever it did."""
+        """Let the manager stop its processes, then end the actor in any case."""
         try:
             if self._started:  # else there is no manager yet, and what it started dies with its process
                 with suppress(TimeoutError, ProcessLostError):  # it hangs, or is gone

@@ -83,7 +83,7 @@ def _environment(base_url: str, api_key: Secret) -> dict[str, str]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Have the wrapper end what it runs, if it hasn't yet."""
+    """Make the wrapper end its command, if it hasn't yet."""
     if process.returncode is None:
         process.terminate()
         with suppress(TimeoutError):

@@ -15,11 +15,18 @@ import msgspec
 
 from miles_async.errors import CheckpointError
 from miles_async.runtime.serialization import read_frames, write_frames
-from miles_async.staleness.pool import PoolSnapshot
+from miles_async.staleness.pool import PoolSnapshot, PoolState
 from miles_async.types import Group, JsonObject
 
 STATE_FILE = "rollout.json"
 GROUPS_FILE = "groups.msgpack"
+
+
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of ``rollout.json``."""
+
+    source: JsonObject  # the prompt cursor
+    pool: PoolState
 
 
 class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +37,8 @@ class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> None:
-    """On disk when this returns. Raises CheckpointError."""
-    state = {"source": snapshot.source, "pool": snapshot.pool.state}
+    """Write the snapshot and sync it to disk. Raises CheckpointError."""
+    state = SavedState(source=snapshot.source, pool=snapshot.pool.state)
     try:
         with (directory / STATE_FILE).open("wb") as file:
             file.write(msgspec.json.encode(state))
@@ -52,9 +59,14 @@ def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> None:
 def read_snapshot(directory: Path) -> RolloutSnapshot:
     """Raises CheckpointError unless both files are there and whole."""
     try:
-        state = msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=JsonObject)
+        state = read_state(directory)
         with (directory / GROUPS_FILE).open("rb") as file:
             groups = tuple(read_frames(file, Group))
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"--load: {directory} is no whole checkpoint: {error}") from error
-    return RolloutSnapshot(source=state["source"], pool=PoolSnapshot(state=state["pool"], groups=groups))
+    return RolloutSnapshot(source=state.source, pool=PoolSnapshot(state=state.pool, groups=groups))
+
+
+def read_state(directory: Path) -> SavedState:
+    """Read the snapshot, but for its groups. Raises OSError and MsgspecError."""
+    return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=SavedState)

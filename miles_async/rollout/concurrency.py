@@ -1,7 +1,7 @@
 """Limit on samples in flight: a limit per engine, fixed or adapted, times the number of serving engines.
 
-A request that an engine has taken cannot be called back. So the limit takes effect where a slot changes hands: raised,
-it lets in who waits at once; lowered, it leaves alone who is in and lets nobody in until it is kept.
+A request that an engine has taken cannot be called back. So the limit takes effect where a slot changes hands: raising
+it admits waiting samples at once; lowering it ends none, and admits none until usage is below it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROUNDS_TO_CAP = 64  # the increase of one round is so small a part of the cap, a
 class ConcurrencyLimit:
     """``async with limit``: at most ``limit`` at once, first come first served.
 
-    A slot that gets free belongs to the first who waits from that moment on, whenever its task runs next: nobody
-    overtakes it, and if it was cancelled meanwhile the slot goes on to the next.
+    A free slot belongs to the first waiter at once, whenever its task runs next: no other overtakes it, and if it was
+    cancelled meanwhile the slot goes to the next.
     """
 
     def __init__(self, limit: int) -> None:

@@ -148,7 +148,7 @@ class Dispatcher:
 
     @contextmanager
     def _watched(self, attempt: Attempt) -> Iterator[GroupInFlight]:
-        """In flight, and aborted if it becomes too old, while inside."""
+        """Keep the attempt in flight during the context, in which it is aborted if it becomes too old."""
         flight = GroupInFlight(attempt, self._arguments, self._min_samples, self._generate_sample)
         self._in_flight[attempt.attempt_id] = flight
         try:
@@ -269,7 +269,7 @@ class Dispatcher:
         self.pool.restore(snapshot, version=version, total_groups=groups_left, readmissions=readmissions)
 
     async def commit(self, version: int) -> None:
-        """``version`` is visible: what was trained makes room."""
+        """Mark ``version`` visible and free the slots of trained groups."""
         self.pool.commit(version)
         self._progressed = now()
         await self._notify()

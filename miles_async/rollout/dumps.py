@@ -40,7 +40,7 @@ TEACHER, REWARDS = "teacher_logprobs", "token_rewards"
 
 
 class RolloutDump(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step is trained on."""
+    """Rollout data of one step."""
 
     rollout_id: int  # the step, from 0
     target_version: int  # the optimizer steps from it (C1)
@@ -98,7 +98,7 @@ def write_dump(path: Path, dump: RolloutDump) -> None:
 
 
 def read_dump(path: Path) -> RolloutDump:
-    """Read what :func:`write_dump` wrote. Raises DataError naming the file and what is wrong with it."""
+    """Read a file of :func:`write_dump`. Raises DataError naming the file and its fault."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -123,11 +123,11 @@ def read_dump(path: Path) -> RolloutDump:
             )
             for index, (row, of_branch) in enumerate(zip(rows, experts, strict=True))
         ]
-        of_attempts = groupby(zip(rows, branches, strict=True), lambda pair: pair[0].attempt_id)
+        by_attempt = groupby(zip(rows, branches, strict=True), lambda pair: pair[0].attempt_id)
         return RolloutDump(
             rollout_id=rows[0].rollout_id,
             target_version=rows[0].target_version,
-            groups=tuple(_group(list(pairs)) for _, pairs in of_attempts),
+            groups=tuple(_group(list(pairs)) for _, pairs in by_attempt),
         )
     except (OSError, ValueError, arrow.ArrowException) as error:
         raise DataError(f"{path}: expected what --save-debug-rollout-data writes: {error}") from error
@@ -204,12 +204,12 @@ def _read_experts(table: pyarrow.Table, tokens: Sequence[Int32]) -> Sequence[Rou
     column = table.column(EXPERTS)
     one_byte = column.type.value_type.bit_width == 8
     return [
-        flat.reshape(len(of_row), -1)
-        for flat, of_row in zip(_from_lists(column, np.uint8 if one_byte else np.int16), tokens, strict=True)
+        flat.reshape(len(row_tokens), -1)
+        for flat, row_tokens in zip(_from_lists(column, np.uint8 if one_byte else np.int16), tokens, strict=True)
     ]
 
 
-def _to_lists(arrays: Sequence[npt.NDArray[Any]]) -> pyarrow.LargeListArray:
+def _to_lists(arrays: Sequence[npt.NDArray[np.generic]]) -> pyarrow.LargeListArray:
     import pyarrow as arrow
 
     offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays])])

@@ -50,9 +50,10 @@ class GroupInFlight:
         self._stopped = 0
 
     async def run(self) -> Group | None:
-        """As many samples as a group has, or those that were not left out while enough remain (C7). Of samples begun
-        beyond that (``--extra-samples-per-prompt``) the slowest are stopped. None: it was aborted. Raises a group of
-        AttemptFailed.
+        """Run the attempt; return its samples, or those left while enough remain (C7); None if it was aborted.
+
+        Of samples started beyond a group's size (``--extra-samples-per-prompt``) the slowest are stopped. Raises a
+        group of AttemptFailed.
         """
         try:
             async with asyncio.TaskGroup() as scope:
@@ -66,7 +67,7 @@ class GroupInFlight:
         return msgspec.structs.replace(group, stopped=self._stopped, aborted=self._aborted)
 
     def versions(self, beginnings: Beginnings) -> Mapping[int, int | None]:
-        """By index, of the samples that the group can still have: a version that their oldest is not newer than."""
+        """Map the index of each sample that the group can still have to an upper bound on its oldest version."""
         return {
             index: beginnings.oldest(routing_key(self.attempt, index))
             for index in range(self._begun)
@@ -74,13 +75,13 @@ class GroupInFlight:
         }
 
     def abort(self) -> None:
-        """End all of it: the pool has ended the attempt, and nothing of it is wanted any more."""
+        """Cancel all samples: the pool has ended the attempt."""
         self.over = True
         for task in self._tasks:
             task.cancel()  # those that are done don't mind
 
     def abort_samples(self, indices: Iterable[int]) -> None:
-        """End those that are not finished; the group goes on without them."""
+        """Cancel these samples unless they are finished; the group goes on without them."""
         if len(self._finished) == self._whole:
             return  # the rest are being stopped
         for index in set(indices) - self._finished.keys() - self._left_out:
@@ -89,7 +90,7 @@ class GroupInFlight:
             self._tasks[index].cancel()
 
     def forget(self, beginnings: Beginnings) -> None:
-        """It is over, and its samples are not watched any more."""
+        """Stop watching the group's samples."""
         for index in range(self._begun):
             beginnings.forget(routing_key(self.attempt, index))
 

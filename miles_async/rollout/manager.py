@@ -53,7 +53,7 @@ class Evaluation(Protocol):
 
 
 class Writer(Protocol):
-    """Brings to disk what happens in the pool (``ledger.queued_writer``)."""
+    """Writes the pool's events to disk (``ledger.queued_writer``)."""
 
     async def run(self) -> None: ...
 
@@ -169,12 +169,12 @@ class RolloutManager:
         )
 
     async def trained(self, batch_id: int) -> None:
-        """The optimizer has stepped with this batch."""
+        """Record that the optimizer has stepped with this batch."""
         groups, target_version = self._cut.pop(batch_id)
         self._dispatcher.pool.trained(groups, target_version)
 
     async def commit_version(self, version: int) -> None:
-        """``version`` is visible: what was trained makes room, and the first time the pool starts to fill."""
+        """Mark ``version`` visible and free the slots of trained groups; the first call starts admission."""
         if self._first_commit is None:
             self._first_commit = now()
         await self._dispatcher.commit(version)
@@ -195,7 +195,7 @@ class RolloutManager:
         return await self._evaluating
 
     async def _end_evaluation(self) -> None:
-        """Its requests end before their engines do. Who asked for it may be gone: Ray cancels nothing."""
+        """Cancel the evaluation before its engines end. Its caller may be gone: Ray cancels nothing."""
         if self._evaluating is not None:
             self._evaluating.cancel()
             await asyncio.wait([self._evaluating])
@@ -242,7 +242,7 @@ class RolloutManager:
         return "\n".join(line for title, lines in sections.items() for line in (title, *(f"  {x}" for x in lines)))
 
     async def scale(self, group: str, engines: int) -> None:
-        """Have a group of engines grow or shrink. Raises ConfigurationError."""
+        """Change the number of engines in a group. Raises ConfigurationError."""
         await self._engines.scale(group, engines)
 
     async def engines(self) -> str:
@@ -269,7 +269,7 @@ class RolloutManager:
     async def load(
         self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
     ) -> None:
-        """Go on where the checkpoint was taken, after ``step`` steps, from ``version``; before :meth:`run`."""
+        """Restore the checkpoint that was taken after ``step`` steps, with ``version`` visible; before :meth:`run`."""
         snapshot = await asyncio.to_thread(read_snapshot, directory)
         await asyncio.to_thread(self._source.restore, snapshot.source)
         self._dispatcher.restore(snapshot.pool, step=step, version=version, readmissions=readmissions)
@@ -277,7 +277,7 @@ class RolloutManager:
         self._batch_ids = itertools.count(step)
 
     async def close(self) -> None:
-        """End what is in flight as cancelled; :meth:`run` returns. Saving what comes after is nobody's idling."""
+        """End what is in flight as cancelled; :meth:`run` returns. Time after this is not counted as idle."""
         if not self._closed.is_set():
             self._seconds, self._busy_seconds = self._elapsed(), self._engines.stats().busy_seconds
             self._closed.set()
@@ -291,7 +291,7 @@ class RolloutManager:
         return self.stats()
 
     async def stop(self) -> None:
-        """Engines, router and rewards down; before that :meth:`close`, if nobody did, so that the ledger is whole."""
+        """Stop engines, router and rewards, after :meth:`close`, so that the ledger is complete."""
         await self.last_stats()
         async with afterwards(self._engines.stop):
             if self._close_reward is not None:

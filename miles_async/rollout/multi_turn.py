@@ -114,7 +114,7 @@ class GivenReward:
         self._otherwise = otherwise
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
-        """Raises RewardError if nobody gives one, or one that cannot be trained on."""
+        """Raises RewardError if there is none, or one that cannot be trained on."""
         if sample.reward is None and self._otherwise is not None:
             return await self._otherwise(prompt, sample)
         if sample.reward is None:

@@ -1,4 +1,4 @@
-"""Check a sample before it is rewarded, whoever generated it: does the trainer get all that it needs?"""
+"""Check a sample of any origin before it is rewarded: does it have all that the trainer needs?"""
 
 from __future__ import annotations
 

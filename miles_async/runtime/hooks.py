@@ -10,7 +10,8 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TypeVar, cast
 
 from miles_async.errors import ConfigurationError
 
@@ -32,8 +33,7 @@ def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
     problems = list(_problems(loaded, protocol))
     if problems:
         raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
-    found: Kind = loaded
-    return found
+    return cast(Kind, loaded)
 
 
 def load_factory(path: str, make: type[Kind], made: type, flag: str) -> Kind:
@@ -48,8 +48,7 @@ def load_factory(path: str, make: type[Kind], made: type, flag: str) -> Kind:
         problems += _problems(object.__new__(loaded), made)  # its methods are looked at, it is not made yet
     if problems:
         raise ConfigurationError(f"{named} makes no {made.__name__}: {'; '.join(problems)}")
-    found: Kind = loaded
-    return found
+    return cast(Kind, loaded)
 
 
 def load_instance(path: str, kind: type[Kind], flag: str) -> Kind:
@@ -64,14 +63,14 @@ def load_instance(path: str, kind: type[Kind], flag: str) -> Kind:
     return loaded
 
 
-def _load(path: str, named: str) -> Any:
+def _load(path: str, named: str) -> object:
     module_name, colon, attribute = path.partition(":")
     if not (colon and module_name and attribute.isidentifier()):
         raise ConfigurationError(f"{named}: expected module:attr, such as my_package.my_module:my_function")
     return _attribute(_module(module_name, named), attribute, named)
 
 
-def _module(name: str, named: str) -> Any:
+def _module(name: str, named: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -85,7 +84,7 @@ def _module(name: str, named: str) -> Any:
         raise ConfigurationError(f"{named}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _attribute(module: Any, attribute: str, named: str) -> Any:
+def _attribute(module: ModuleType, attribute: str, named: str) -> object:
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -95,7 +94,7 @@ def _attribute(module: Any, attribute: str, named: str) -> Any:
         raise ConfigurationError(f"{named}: {module.__name__} has no {attribute!r}{hint}") from None
 
 
-def _problems(loaded: Any, protocol: type) -> Iterator[str]:
+def _problems(loaded: object, protocol: type) -> Iterator[str]:
     for name, expected in _methods(protocol).items():
         called = inspect.isroutine(loaded) or inspect.isclass(loaded)
         found = loaded if name == "__call__" and called else getattr(loaded, name, None)
@@ -112,7 +111,7 @@ def _problems(loaded: Any, protocol: type) -> Iterator[str]:
             yield f"{label} must take {problem}"
 
 
-def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
+def _methods(protocol: type) -> dict[str, Callable[..., object]]:
     return {
         name: member
         for name, member in vars(protocol).items()
@@ -120,11 +119,11 @@ def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _is_async(found: Any) -> bool:
+def _is_async(found: object) -> bool:
     return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
 
 
-def _arity_problem(found: Any, expected: Callable[..., Any]) -> str | None:
+def _arity_problem(found: Callable[..., object], expected: Callable[..., object]) -> str | None:
     """The expected parameters, if ``found`` cannot be called the way the protocol is."""
     parameters = list(inspect.signature(expected).parameters.values())[1:]  # without self
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -1,4 +1,4 @@
-"""Let coroutines go on a few per turn of the event loop.
+"""Resume coroutines a few per turn of the event loop.
 
 What takes each of them half a millisecond would block the loop for half a second if a thousand did it in one turn.
 """

@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int:
-    """Bytes of this machine, or of the container that this process is in, that nobody uses."""
+    """Free memory in bytes, of this machine or of the container that this process is in."""
     free = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         limit = int((_CGROUP / "memory.max").read_text())

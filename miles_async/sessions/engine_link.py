@@ -22,9 +22,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from miles_async import errors
 from miles_async.api import EngineClient
-from miles_async.errors import MilesAsyncError, TransientEngineError
+from miles_async.errors import MilesAsyncError, TransientEngineError, by_name
 from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.records import Alive
 from miles_async.types import GenerateRequest, Generation
@@ -43,7 +42,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Withdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody waits for the answer any more, session server → rollout process."""
+    """Withdraws a request whose answer is no longer needed, session server → rollout process."""
 
     number: int
 
@@ -230,10 +229,10 @@ async def _write(writer: asyncio.StreamWriter, record: object) -> None:
 
 
 def _raised(failed: Failed) -> MilesAsyncError:
-    kind = getattr(errors, failed.error, None)
-    if isinstance(kind, type) and issubclass(kind, MilesAsyncError):
-        return kind(failed.message)
-    return TransientEngineError(f"the rollout process failed: {failed.error}: {failed.message}")
+    kind = by_name(failed.error)
+    if kind is None:
+        return TransientEngineError(f"the rollout process failed: {failed.error}: {failed.message}")
+    return kind(failed.message)
 
 
 def _gone(error: OSError | None) -> TransientEngineError:

@@ -16,7 +16,7 @@ _OF_THE_RUN = ("/sessions", "/sessions/{id}/collect")  # routes: opening a sessi
 
 
 def locked(keys: SessionKeys) -> Middleware:
-    """Middleware that answers 401 to requests without the key of what they ask for."""
+    """Middleware that answers 401 to requests without the key for their path."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

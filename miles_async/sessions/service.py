@@ -1,4 +1,4 @@
-"""The session server as the rollout process has it: worker processes, the sessions in them, and who has which.
+"""The rollout process's side of the session server: worker processes, and the sessions in each.
 
 A session lives in one worker from its first request to its last, and its URL is that worker's: agents need no other
 address. A new session goes to the worker with the fewest open ones among those that are up.
@@ -24,6 +24,7 @@ from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
 from miles_async.runtime.network.keys import SessionKeys
 from miles_async.runtime.network.tls import Tls
+from miles_async.runtime.processes.restarts import RestartBudget
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
 from miles_async.sessions.records import Alive, SessionSettings
@@ -57,10 +58,11 @@ class SessionService:
         start_timeout: float = 120.0,
         silence_timeout: float = 30.0,
         max_restarts: int = 10,
+        restart_window: float = 3600.0,
     ) -> None:
         """``keys``, ``tls``: of the processes that ``launch`` makes. ``began``: told the routing key of each session of
         which a turn was kept, and the version of one of its tokens. ``silence_timeout``: seconds without a sign of life
-        after which a worker is taken for dead. ``max_restarts``: of each worker.
+        after which a worker is taken for dead. ``max_restarts``: of each worker in any ``restart_window`` seconds.
         """
         self._keys = keys
         self._tls = tls
@@ -77,7 +79,7 @@ class SessionService:
                 on_alive=self._on_alive,
                 start_timeout=start_timeout,
                 silence_timeout=silence_timeout,
-                max_restarts=max_restarts,
+                budget=RestartBudget(max_restarts, restart_window),
             )
             for index in range(workers)
         ]

@@ -13,6 +13,7 @@ import structlog
 from miles_async.api import EngineClient
 from miles_async.errors import EngineError, EngineStartError, first_error
 from miles_async.runtime.clock import now
+from miles_async.runtime.processes.restarts import RestartBudget
 from miles_async.sessions.engine_link import serve_engines
 from miles_async.sessions.records import Alive
 
@@ -47,7 +48,7 @@ class SessionWorker:
         on_alive: Callable[[Alive], None],
         start_timeout: float,
         silence_timeout: float,
-        max_restarts: int,
+        budget: RestartBudget,
     ) -> None:
         """``on_alive``: told every sign of life of the process that runs now. ``silence_timeout``: seconds without one
         after which the process is taken for dead.
@@ -59,7 +60,7 @@ class SessionWorker:
         self._told = on_alive
         self._start_timeout = start_timeout
         self._silence_timeout = silence_timeout
-        self._max_restarts = max_restarts
+        self._budget = budget
         self._starts = 0
         self._child: Child | None = None
         self._alive: Alive | None = None  # last report of the process
@@ -95,8 +96,8 @@ class SessionWorker:
             self._gone.add(self._alive.instance_id)
             self._up.clear()
             await self._child.stop(grace_seconds=0)
-            if self._starts > self._max_restarts:
-                raise EngineError(f"{self.name} was started {self._starts} times, and now {why}:\n{tail}")
+            if not self._budget.take():
+                raise EngineError(f"{self.name} was restarted {self._budget}, and now it {why}:\n{tail}")
             log.warning(f"{self.name} is gone, its sessions are lost; starting it again", why=why)
             await self._start_process()
 

@@ -20,6 +20,7 @@ from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, fingerpri
 from miles_async.simulation.distributions import Distribution
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Response
+from miles_async.simulation.settings import FaultAction
 from miles_async.types import HeldPart, HeldWeights, JsonObject
 
 TENSORS = ("t0", "t1")  # of all weights
@@ -83,9 +84,9 @@ class SimulatedEngine:
         chance: random.Random,
         meter: Meter,
         log: EventLog,
-        fault: Callable[[str], str | None],
+        fault: Callable[[str], FaultAction | None],
     ) -> None:
-        """``slowness``: factor on all durations. ``fault``: path → an action of ``CallFault``, or None."""
+        """``slowness``: factor on all durations. ``fault``: path → what a call of it meets, or None."""
         self.name = name
         self.url = url
         self.weight_version = "default"
@@ -124,7 +125,7 @@ class SimulatedEngine:
         return await asyncio.shield(self._dead)
 
     def die(self, why: str) -> None:
-        """Cut every connection; what was generated is lost."""
+        """Cut every connection; the generated tokens are lost."""
         if self._dead.done():
             return
         self._log.add("engine-died", engine=self.name, why=why.replace(" ", "-"), requests=self.load)

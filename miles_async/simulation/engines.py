@@ -26,7 +26,7 @@ from miles_async.errors import EngineError, EngineStartError
 from miles_async.simulation.engine import Meter, SimulatedEngine
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Host, Network, Response, SimulatedHttp
-from miles_async.simulation.settings import CallFault, SimulationSettings
+from miles_async.simulation.settings import CallFault, FaultAction, SimulationSettings
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats
 
@@ -143,7 +143,7 @@ class SimulatedEngines:
             delays.append(self._crashes.expovariate(1 / mean))
         return delays
 
-    def _fault(self, index: int, path: str) -> str | None:
+    def _fault(self, index: int, path: str) -> FaultAction | None:
         faults: tuple[CallFault, ...] = self._settings.faults.calls
         if not faults:
             return None

@@ -5,9 +5,13 @@ For the time before anything was measured. Whoever has measured durations gives 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from miles_async.simulation.distributions import Distribution, median
 from miles_async.simulation.plan import scaled
@@ -37,13 +41,33 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What data sheets don't tell. Defaults are guesses to be replaced."""
+    """Assumptions beyond data sheets. Defaults are guesses to be replaced."""
 
     mfu: float = 0.35  # share of the FLOP/s that training reaches
     decode_use: float = 0.5  # share of the memory's bandwidth that decoding reaches
     link: float = 50 * GB  # bytes per second from one sender to the engines: a 400 Gb/s adapter
     copy: float = 20 * GB  # bytes per second from one GPU to host memory
+    files: float = 2.3 * GB  # bytes per second of files: docs/benchmarks.md, publication, 500M to one receiver
     cpu_per_sample: float = 1e-3  # seconds of the rollout process; docs/benchmarks.md, answers of 8k tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """Passes of a model over the batch of one rollout step."""
+
+    training: int  # forward and backward
+    scoring: float  # forward alone: old policy, reference, values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transport:
+    """A weight transport, as far as durations depend on it."""
+
+    name: str
+    senders: int  # trainer ranks that send weights
+    loads_files: bool  # engines load files while they are paused; else senders send meanwhile
+    shares_files: bool  # the senders write these files where all engines see them; else files are brought to each node
+    sent: float = 1.0  # share of the bytes that is written or brought; less with --weight-delta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,24 +77,34 @@ class Job:
     samples: int  # per rollout step
     prompt_tokens: int
     trainer_gpus: int
-    senders: int  # trainer ranks that send weights: one per pipeline stage
+    transport: Transport  # the run's
     recompute: bool  # full recomputation: one more forward pass
-    scoring_passes: int  # forward passes beside the step's own: old policy, reference
+    passes: Passes
     engine_gpus: int  # of one engine
     slots: int  # requests that an engine runs at once, if its cache has room
-    cache_tokens: int | None  # that an engine has room for; None: not known
+    caches: int  # of an engine; with data-parallel attention several, each with the weights of attention beside it
+    cache_tokens: int | None  # that an engine has room for, in all of its caches; None: not known
     bytes_per_weight: int
-    cache_per_token: int  # bytes of keys and values, of the whole model
+    cache_per_token: int  # bytes of keys and values, on all GPUs that have some of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Publication:
+    """Seconds of a publication by one transport."""
+
+    transport: Transport
+    copy_seconds: float  # to host memory: the trainer is busy
+    bring_seconds: float  # of files to where engines load them from, beside training
+    pause_seconds: float  # engines generate nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Seconds of the parts, and what they come from."""
+    """Durations of the parts, and their sources."""
 
     response: Distribution
     train_seconds: float
-    copy_seconds: float
-    publish_seconds: float
+    publication: Publication
     token_seconds: float  # between two tokens of a response
     slots: int  # requests that an engine runs at once
     rollout_cpu_seconds: float  # of the rollout process, per rollout step
@@ -83,42 +117,70 @@ def estimate(
 
     Training: 6 FLOPs per weight that a token passes through and per token (2 forward, 4 backward), and attention's;
     decoding: weights and cache read from memory once per token of all running requests, or the FLOPs if they take
-    longer; weights: bf16 or fp32 bytes over links and copies, senders side by side.
+    longer.
     """
     length, context = job.prompt_tokens + median(response_tokens), job.prompt_tokens + median(response_tokens) / 2
     slots = job.slots if job.cache_tokens is None else max(1, min(job.slots, int(job.cache_tokens / context)))
     forward = 2 * job.samples * work.sequence_flops(length)
-    passes = 3 + (1 if job.recompute else 0) + job.scoring_passes
+    forwards = job.passes.training * (4 if job.recompute else 3) + job.passes.scoring
     token_seconds = _token_seconds(replace(job, slots=slots), work, gpu, context, assumed)
-    weights = work.weights * job.bytes_per_weight
     return Estimate(
         response=scaled(response_tokens, token_seconds),
-        train_seconds=forward * passes / (job.trainer_gpus * gpu.flops * assumed.mfu),
-        copy_seconds=weights / (job.senders * assumed.copy),
-        publish_seconds=weights / (job.senders * assumed.link),
+        train_seconds=forward * forwards / (job.trainer_gpus * gpu.flops * assumed.mfu),
+        publication=publication(job.transport, work.weights * job.bytes_per_weight, assumed),
         token_seconds=token_seconds,
         slots=slots,
         rollout_cpu_seconds=job.samples * assumed.cpu_per_sample,
     )
 
 
+def publication(transport: Transport, weights: int, assumed: Assumptions) -> Publication:
+    """Estimate a publication of ``weights`` bytes. Senders work side by side, and so do engines."""
+    share = weights / transport.senders
+    bring, pause = 0.0, share / assumed.link
+    if transport.loads_files:
+        rate = assumed.files if transport.shares_files else assumed.link
+        bring = share * transport.sent / rate
+        pause = weights / assumed.files  # changes are spread over all files, so every one is loaded
+    return Publication(transport=transport, copy_seconds=share / assumed.copy, bring_seconds=bring, pause_seconds=pause)
+
+
 def _token_seconds(job: Job, work: ModelWork, gpu: Gpu, context: float, assumed: Assumptions) -> float:
-    read = work.touched_weights(job.slots) * job.bytes_per_weight + job.slots * context * job.cache_per_token
+    weights = work.touched_weights(job.slots) + (job.caches - 1) * work.attention_weights
+    read = weights * job.bytes_per_weight + job.slots * context * job.cache_per_token
     by_memory = read / (job.engine_gpus * gpu.bandwidth * assumed.decode_use)
     by_flops = 2 * job.slots * work.passed_weights / (job.engine_gpus * gpu.flops * assumed.mfu)
     return max(by_memory, by_flops)
 
 
-def describe(estimate: Estimate, assumed: Assumptions) -> str:
-    """The estimate and all that it assumes, for people."""
+def describe(estimate: Estimate, publications: Iterable[Publication], assumed: Assumptions) -> str:
+    """The estimate and all that it assumes, for people. ``publications``: by the transports to compare."""
     middle = median(estimate.response)
     return (
         f"Estimated, not measured: an engine runs {estimate.slots} requests at once, a response takes {middle:.3g} s "
-        f"(median; {estimate.token_seconds * 1000:.3g} ms per token), a training step {estimate.train_seconds:.3g} s, "
-        f"copying its weights {estimate.copy_seconds:.3g} s, sending {estimate.publish_seconds:.3g} s; the rollout "
-        f"process {estimate.rollout_cpu_seconds:.3g} s of CPU per step.\n"
-        f"Assumed: training reaches {assumed.mfu:.0%} of the GPU's FLOP/s (--mfu), decoding {assumed.decode_use:.0%} "
+        f"(median; {estimate.token_seconds * 1000:.3g} ms per token), a training step {estimate.train_seconds:.3g} s; "
+        f"the rollout process {estimate.rollout_cpu_seconds:.3g} s of CPU per step.\n"
+        + _publication_table(publications, estimate.publication.transport)
+        + f"Assumed: training reaches {assumed.mfu:.0%} of the GPU's FLOP/s (--mfu), decoding {assumed.decode_use:.0%} "
         f"of its memory's bandwidth (--decode-use), a sender {assumed.link / GB:g} GB/s to the engines "
-        f"(--link-gbytes) and {assumed.copy / GB:g} GB/s to host memory, {assumed.cpu_per_sample * 1000:g} ms of CPU "
-        "per sample; engines always run as many requests as their cache holds, and prompts cost them nothing.\n"
+        f"(--link-gbytes) and {assumed.copy / GB:g} GB/s to host memory; files are written and loaded at "
+        f"{assumed.files / GB:g} GB/s, by each sender and engine, on a shared file system, too (as measured in memory, "
+        f"docs/benchmarks.md); of these files {estimate.publication.transport.sent:.0%} are sent (--weight-delta); "
+        f"{assumed.cpu_per_sample * 1000:g} ms of CPU per sample; engines always run as many requests as their cache "
+        "holds, and prompts cost them nothing. Not counted: digests and deltas, which are computed beside training.\n"
     )
+
+
+def _publication_table(publications: Iterable[Publication], chosen: Transport) -> str:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("publication")
+    for name in ("senders", "copy, s", "beside training, s", "pause, s"):
+        table.add_column(name, justify="right")
+    for one in publications:
+        name = one.transport.name + (" (chosen)" if one.transport.name == chosen.name else "")
+        seconds = (one.copy_seconds, one.bring_seconds, one.pause_seconds)
+        table.add_row(name, str(one.transport.senders), *(f"{each:.3g}" for each in seconds))
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()

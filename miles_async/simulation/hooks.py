@@ -12,6 +12,7 @@ import random
 from miles_async.api import EngineClient, Generate
 from miles_async.runtime.clock import now
 from miles_async.simulation.engine import PROMPT_TOKEN
+from miles_async.simulation.processes import AnswerCosts
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.types import Attempt, JsonObject, Prompt, Sample
 
@@ -51,17 +52,21 @@ class SimulatedReward:
 
 
 class SimulatedEpisode:
-    """A Generate with an environment that takes its time after the response; a sample in flight all the while."""
+    """A Generate whose answer costs CPU time, with an environment that takes its time after it; a sample is in flight
+    all the while.
+    """
 
-    def __init__(self, generate: Generate, settings: SimulationSettings) -> None:
-        """``generate``: the response."""
+    def __init__(self, generate: Generate, costs: AnswerCosts, settings: SimulationSettings) -> None:
+        """``generate``: the response. ``costs``: of its answer."""
         self._generate = generate
+        self._costs = costs
         self._seconds = settings.environment_seconds
         self._chance = random.Random(f"{settings.seed} environments")
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Raises what the response raises."""
         sample = await self._generate(client, attempt, sample_index)
+        await self._costs.take()
         if seconds := self._seconds.draw(self._chance):
             await asyncio.sleep(seconds)
         return sample

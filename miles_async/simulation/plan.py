@@ -19,7 +19,7 @@ from miles_async.simulation.settings import SimulationSettings
 
 GOOD_ENOUGH = 1.05  # times the best step time; younger data is worth that
 MOST_WASTE = 0.02  # of the tokens generated; what is thrown away is long, so trained responses get shorter
-CPU_SECONDS_PER_SAMPLE = 1.0e-3  # of the rollout process, all of it (docs/benchmarks.md, loop_lag); none simulated
+CPU_SECONDS_PER_SAMPLE = 1.0e-3  # of the rollout process, not simulated; the least measured by the benchmark loop_lag
 HTTP_SECONDS_PER_SAMPLE = 0.3e-3  # of these, what --rollout-client-processes take over (in_flight)
 TOKENS_PER_RESPONSE = 32  # of the median one: how finely time is divided
 DEFAULT_SWEEP = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -30,6 +30,8 @@ class SimulationResult:
     slot_seconds: float  # slots × seconds of generating
     slots: int  # of all engines
     generated_tokens: int  # by engines, trained or not
+    rollout_cpu_seconds: float  # of the simulated rollout process
+    answer_lags: Sequence[float]  # seconds that each answer waited for the simulated rollout process
     drawn_lengths: Mapping[int, int]  # tokens → responses that engines began, aborted or not
     seconds_per_sample: float  # mean of what was drawn: a response on a slot, undisturbed
     samples_per_step: int
@@ -49,9 +51,10 @@ class SimulationResult:
 
     @property
     def step_seconds(self) -> float:
-        """Mean step time over the steady state."""
+        """Mean step time over the steady state; over all steps if they are too few to have one."""
         steady = self.steady
-        return (steady[-1].ended - steady[0].ended) / max(1, len(steady) - 1)
+        elapsed = steady[-1].ended - steady[0].ended
+        return elapsed / (len(steady) - 1) if elapsed else self.steps[-1].ended / len(self.steps)
 
     @property
     def pause_seconds(self) -> float:

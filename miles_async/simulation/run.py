@@ -31,6 +31,7 @@ from miles_async.runtime.services import Services
 from miles_async.simulation.engines import SimulatedEngines
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.hooks import SimulatedEpisode, SimulatedPrompts, SimulatedReward
+from miles_async.simulation.processes import AnswerCosts
 from miles_async.simulation.recording import PoolRecorder, Recording
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.settings import SimulationSettings
@@ -81,6 +82,7 @@ class Simulation:
         self.engines = make_engines(settings, self.log)
         self.trainer = SimulatedTrainer(settings, self.log)
         self.source = SimulatedPrompts()
+        self.costs = AnswerCosts(settings)
         self.services = Services(
             outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures
         )
@@ -98,6 +100,7 @@ class Simulation:
                 hooks=Hooks(
                     generate=SimulatedEpisode(
                         SingleTurnGenerate(sampling_parameters(rollout), lambda ids: "", began=beginnings.note),
+                        self.costs,
                         settings,
                     ),
                     reward=GuardedReward(SimulatedReward(settings), None, self.services.circuit(REWARD_SERVICE)),
@@ -167,6 +170,8 @@ class Simulation:
             slot_seconds=meter.slot_seconds,
             slots=settings.num_engines * settings.slots,
             generated_tokens=meter.generated_tokens,
+            rollout_cpu_seconds=self.costs.rollout.busy_seconds,
+            answer_lags=self.costs.rollout.lags,
             drawn_lengths=meter.drawn,
             seconds_per_sample=meter.drawn_seconds / max(1, meter.drawn.total()),
             samples_per_step=settings.rollout.samples_per_rollout,

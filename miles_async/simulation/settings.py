@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.engines import EnginesArguments
@@ -16,6 +17,9 @@ from miles_async.arguments.weights import WeightsArguments
 from miles_async.simulation.distributions import Distribution, Fixed
 
 ONE_SECOND, NO_TIME = Fixed(1.0), Fixed(0.0)
+
+FaultAction = Literal["crash", "refuse", "hang", "corrupt"]
+"""refuse: HTTP 500. hang: no answer. corrupt: the engine has wrong weights from then on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +37,7 @@ class CallFault:
     engine: int
     path: str  # "/update_weights_from_distributed"
     call: int  # the first is 1
-    action: str  # "crash" | "refuse" (HTTP 500) | "hang" (no answer) | "corrupt" (wrong weights from then on)
+    action: FaultAction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,8 @@ class SimulationSettings:
     copy_seconds: float = 0.0  # export and copy of weights: the trainer is busy, engines generate
     publish_seconds: Distribution = NO_TIME  # sending: engines are paused
     start_seconds: float = 5.0  # of one engine process
+    rollout_cpu_seconds: float = 0.0  # of the rollout process, which is one core, per sample
+    client_cpu_seconds: float = 0.0  # of one of --rollout-client-processes, if there are any, per sample
     faults: Faults = field(default_factory=Faults)
     stall_timeout: float = 1800.0
     limit_seconds: float = math.inf  # of virtual time: past it the simulation fails

@@ -15,7 +15,7 @@ import msgspec
 
 from miles_async.errors import DataError
 from miles_async.staleness.ledger import Outcome
-from miles_async.types import Attempt, JsonObject, Prompt
+from miles_async.types import Attempt, Prompt
 
 
 class Cause(enum.StrEnum):
@@ -53,6 +53,15 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     infra_failures: int = 0
     stale_count: int = 0
     history: tuple[str, ...] = ()
+
+
+class BookState(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt book at one moment, for a checkpoint."""
+
+    next_id: int
+    retries: tuple[Retry, ...]  # in the order in which they are issued
+    quarantined: tuple[Retry, ...]
+    readmissions: tuple[str, ...]  # ids of the requests that were granted
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,22 +172,20 @@ class AttemptBook:
             self._retries.append(Retry(prompt=retry.prompt, epoch=retry.epoch, history=history))
         return tuple(retry.prompt.prompt_id for retry in readmitted)
 
-    def state(self) -> JsonObject:
-        """Return the state, JSON-serializable."""
-        return {
-            "next_id": self._next_id,
-            "retries": msgspec.to_builtins(tuple(self._retries)),
-            "quarantined": msgspec.to_builtins(tuple(self._quarantined.values())),
-            "readmissions": sorted(self._readmissions),
-        }
+    def state(self) -> BookState:
+        return BookState(
+            next_id=self._next_id,
+            retries=tuple(self._retries),
+            quarantined=tuple(self._quarantined.values()),
+            readmissions=tuple(sorted(self._readmissions)),
+        )
 
-    def restore(self, state: JsonObject) -> None:
+    def restore(self, state: BookState) -> None:
         """Continue from a saved state; ids are not reused."""
-        self._next_id = int(state["next_id"])
-        self._retries = deque(msgspec.convert(state["retries"], tuple[Retry, ...]))
-        quarantined = msgspec.convert(state["quarantined"], tuple[Retry, ...])
-        self._quarantined = {retry.prompt.prompt_id: retry for retry in quarantined}
-        self._readmissions = set(state["readmissions"])
+        self._next_id = state.next_id
+        self._retries = deque(state.retries)
+        self._quarantined = {retry.prompt.prompt_id: retry for retry in state.quarantined}
+        self._readmissions = set(state.readmissions)
 
     def _quarantine(self, last: Retry, reason: str) -> Verdict:
         self._quarantined[last.prompt.prompt_id] = last

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from miles_async.errors import ContractViolation
-from miles_async.types import Attempt, JsonObject
+from miles_async.types import Attempt
 
 
 class Stage(enum.StrEnum):
@@ -59,6 +59,17 @@ class Row(msgspec.Struct, kw_only=True):
     stage: Stage = Stage.IN_FLIGHT
     issued_version: int
     target_version: int | None = None  # of the cut
+
+
+class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and live rows at one moment, for a checkpoint."""
+
+    issued: int
+    last_id: int
+    ended: Mapping[Outcome, int]
+    reasons: Mapping[str, int]  # "outcome: reason" → attempts
+    aborted: int
+    live: tuple[Row, ...]  # oldest admission first
 
 
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +146,7 @@ class Ledger:
         self._stages[Stage.IN_FLIGHT] += 1
 
     def buffered(self, attempt_id: int) -> None:
-        """Its group is finished, rewarded and in the buffer."""
+        """Move an attempt to the buffer: its group is finished and rewarded."""
         self._move(self._live([attempt_id]), Stage.IN_FLIGHT, Stage.BUFFERED)
 
     def cut(self, attempt_ids: Iterable[int], target_version: int) -> None:
@@ -211,48 +222,44 @@ class Ledger:
                     f"ledger: {[self._rows.get(i, i) for i in sorted(found - expected)]}"
                 )
 
-    def state(self) -> JsonObject:
-        """Counters and live rows, JSON-serializable."""
-        return {
-            "issued": self._issued,
-            "last_id": self._last_id,
-            "ended": {str(outcome): count for outcome, count in self._ended.items()},
-            "reasons": dict(self._reasons),
-            "aborted": self._aborted,
-            "live": msgspec.to_builtins(self.live()),
-        }
+    def state(self) -> LedgerState:
+        return LedgerState(
+            issued=self._issued,
+            last_id=self._last_id,
+            ended=dict(self._ended),
+            reasons=dict(self._reasons),
+            aborted=self._aborted,
+            live=tuple(map(msgspec.structs.replace, self._rows.values())),  # copies: rows change
+        )
 
     @staticmethod
-    def saved_balance(state: JsonObject) -> Balance:
+    def saved_balance(state: LedgerState) -> Balance:
         """Return the balance at the moment when ``state`` was saved."""
-        stages = Counter(row.stage for row in msgspec.convert(state["live"], tuple[Row, ...]))
+        stages = Counter(row.stage for row in state.live)
         return Balance(
-            issued=int(state["issued"]),
+            issued=state.issued,
             in_flight=stages[Stage.IN_FLIGHT],
             buffered=stages[Stage.BUFFERED],
             cut=stages[Stage.CUT],
-            ended={outcome: int(state["ended"].get(outcome, 0)) for outcome in Outcome},
-            reasons=dict(state["reasons"]),
-            aborted=int(state["aborted"]),
+            ended={outcome: state.ended.get(outcome, 0) for outcome in Outcome},
+            reasons=state.reasons,
+            aborted=state.aborted,
         )
 
-    def restore(self, state: JsonObject, *, kept: Collection[int] = ()) -> tuple[Row, ...]:
+    def restore(self, state: LedgerState, *, kept: Collection[int] = ()) -> tuple[Row, ...]:
         """Take over the counters of an earlier process. Its live attempts that are ``kept`` count as buffered, since
         their groups were saved. The others are cancelled ("restart") and returned: their generations ended with that
         process, and their prompts are issued again as new attempts.
         """
-        live = msgspec.convert(state["live"], tuple[Row, ...])
-        rows = tuple(row for row in live if row.attempt_id not in kept)
-        self._rows, self._stages = {}, Counter()
-        for row in live:
-            if row.attempt_id in kept:
-                row.stage, row.target_version = Stage.BUFFERED, None
-                self._rows[row.attempt_id] = row
-                self._stages[Stage.BUFFERED] += 1
-        self._issued, self._last_id = int(state["issued"]), int(state["last_id"])
-        self._ended = Counter({Outcome(outcome): int(count) for outcome, count in state["ended"].items()})
-        self._reasons = Counter(dict(state["reasons"]))
-        self._aborted = int(state["aborted"])
+        rows = tuple(row for row in state.live if row.attempt_id not in kept)
+        self._rows = {
+            row.attempt_id: msgspec.structs.replace(row, stage=Stage.BUFFERED, target_version=None)
+            for row in state.live
+            if row.attempt_id in kept
+        }
+        self._stages = Counter({Stage.BUFFERED: len(self._rows)})
+        self._issued, self._last_id = state.issued, state.last_id
+        self._ended, self._reasons, self._aborted = Counter(state.ended), Counter(state.reasons), state.aborted
         if rows:
             self._ended[Outcome.CANCELLED] += len(rows)
             self._reasons[f"{Outcome.CANCELLED}: restart"] += len(rows)

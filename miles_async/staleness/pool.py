@@ -14,18 +14,27 @@ import msgspec
 
 from miles_async.errors import ContractViolation, DataError
 from miles_async.staleness.admission import Admission
-from miles_async.staleness.attempts import AttemptBook, Cause, DeadLetter, Retry, RetryPolicy
+from miles_async.staleness.attempts import AttemptBook, BookState, Cause, DeadLetter, Retry, RetryPolicy
 from miles_async.staleness.buffer import StalenessBuffer
-from miles_async.staleness.ledger import Balance, Ledger, Outcome, Row, Stage
+from miles_async.staleness.ledger import Balance, Ledger, LedgerState, Outcome, Row, Stage
 from miles_async.staleness.observer import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy, is_stale
-from miles_async.types import Attempt, Group, JsonObject, Prompt
+from miles_async.types import Attempt, Group, Prompt
+
+
+class PoolState(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool at one moment, but for its groups."""
+
+    ledger: LedgerState
+    book: BookState
+    owed: tuple[Retry, ...]  # for attempts in flight and prompts that were offered
+    steps: int  # trained, over all processes of the run
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The pool at one moment, from which another process can continue (C9)."""
 
-    state: JsonObject  # JSON-serializable
+    state: PoolState
     groups: tuple[Group, ...]  # finished and not trained yet, oldest admission first
 
 
@@ -247,12 +256,7 @@ class Pool:
         owed = [_owed(attempt) for attempt_id, attempt in self._live.items() if attempt_id not in groups]
         owed += [_owed(Attempt(attempt_id=-1, prompt=prompt, epoch=epoch)) for epoch, prompt in self._fresh]
         return PoolSnapshot(
-            state={
-                "ledger": self._ledger.state(),
-                "book": self._book.state(),
-                "owed": msgspec.to_builtins(owed),
-                "steps": self._steps,
-            },
+            state=PoolState(ledger=self._ledger.state(), book=self._book.state(), owed=tuple(owed), steps=self._steps),
             groups=tuple(groups[attempt_id] for attempt_id in sorted(groups)),
         )
 
@@ -275,12 +279,11 @@ class Pool:
         for group in snapshot.groups:
             stale = is_stale(group.oldest_version, version, self._policy.bound)
             (too_old if stale else kept).append(group)
-        self._ledger.restore(state["ledger"], kept={group.attempt.attempt_id for group in kept})
-        self._steps = int(state["steps"])
+        self._ledger.restore(state.ledger, kept={group.attempt.attempt_id for group in kept})
+        self._steps = state.steps
         self._total_groups = None if total_groups is None else self._ledger.trained + total_groups
-        book = dict(state["book"])
-        owed = [*msgspec.to_builtins([_owed(group.attempt) for group in too_old]), *state["owed"]]
-        self._book.restore({**book, "retries": [*owed, *book["retries"]]})
+        owed = (*(_owed(group.attempt) for group in too_old), *state.owed)
+        self._book.restore(msgspec.structs.replace(state.book, retries=(*owed, *state.book.retries)))
         for request_id, prompt_ids in (readmissions or {}).items():
             self._book.readmit(request_id, prompt_ids)
         balance = self.balance()

@@ -99,7 +99,7 @@ def largest_differencing(work: Float64, parts: int) -> list[list[int]]:
         sums[number] = united[order]
         unions[number] = first, second, order
         heapq.heappush(queue, (float(sums[number][-1] - sums[number][0]), number))
-    return _parts_of(unions, count, parts)
+    return _unroll(unions, count, parts)
 
 
 def exchanged(parts: list[list[int]], work: Float64) -> list[list[int]]:
@@ -131,7 +131,7 @@ def _best_exchange(
     return float(heavier[row, column]), other, int(row), int(column)
 
 
-def _parts_of(unions: dict[int, tuple[int, int, npt.NDArray[np.intp]]], count: int, parts: int) -> list[list[int]]:
+def _unroll(unions: dict[int, tuple[int, int, npt.NDArray[np.intp]]], count: int, parts: int) -> list[list[int]]:
     """The sequences in each part of the last union."""
     result: list[list[int]] = [[] for _ in range(parts)]
     left = [(2 * count - 2, np.arange(parts))] if count else []  # (union or sequence, where its parts go)

@@ -109,7 +109,7 @@ def tabulate(
 
 
 def experts_of(branch: Branch) -> RoutedExperts:
-    """Experts by which the tokens of a branch passed. Raises ConfigurationError if nobody told."""
+    """Experts by which the tokens of a branch passed. Raises ConfigurationError if the branch has none."""
     if branch.routed_experts is None:
         raise ConfigurationError(
             "--use-rollout-routing-replay: expected the experts of every token, found a sample without them: it was "

@@ -60,7 +60,7 @@ def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: i
 
 
 def length_bias(groups: Sequence[Group]) -> dict[str, float]:
-    """What stopping the slowest samples of groups (``--extra-samples-per-prompt``) does to lengths; {} if none was.
+    """Length bias from stopping the slowest samples of groups (``--extra-samples-per-prompt``); {} if none was.
 
     ``rollout/length_bias``: mean length of the samples ÷ what it would be at least with those that were stopped, each
     as long as the longest of its group, since it was still going on when that one was finished. 1: none; less is
@@ -80,7 +80,7 @@ _CALLS = ("turns", "chunks", "constrained_turns")
 
 
 def generation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """How samples came about, and what was noted in their metadata. What nobody noted, or not as a number, is left out.
+    """Metrics of generation, and numbers noted in the samples' metadata; absent or non-numeric notes are left out.
 
     - ``rollout/finish_reason/{stop,length,abort}``: shares of samples;
     - ``rollout/branches/mean``: per sample; more than 1 where agents edited or truncated their history;

@@ -41,7 +41,7 @@ class Siblings:
 def balance_siblings(
     lengths: Sequence[int], work: Float64, prompt_work: Float64, siblings: Siblings, ranks: int, max_tokens: int
 ) -> Ranks:
-    """As ``balance``, with siblings together as far as that makes the heaviest rank lighter.
+    """Balance like ``balance``, but keep siblings together as far as that makes the heaviest rank lighter.
 
     Candidates are plans for whole families, for their halves, quarters and so on, and for single sequences. A family
     that is too long for a micro-batch is packed into few. On one rank, prompts are no more work than with every family

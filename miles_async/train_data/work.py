@@ -21,6 +21,8 @@ class ModelWork:
     passed_weights: int  # those that one token is multiplied with: some of a mixture's experts, no embedding
     routed_weights: int  # those of all experts that a router chooses from
     expert_share: float  # of them, that one token passes through
+    attention_weights: int  # those of attention, in all layers
+    embedding_weights: int
     pair: int  # multiplications of attention per pair of tokens
 
     def sequence_flops(self, tokens: float) -> float:
@@ -46,6 +48,8 @@ def model_work(config: JsonObject) -> ModelWork | None:
         passed_weights=always + round(routed * share),
         routed_weights=routed,
         expert_share=share,
+        attention_weights=layers * per_layer,
+        embedding_weights=vocabulary,
         pair=layers * per_pair,
     )
 

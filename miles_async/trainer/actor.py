@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import msgspec
 import ray
@@ -42,11 +42,10 @@ BackendFactory = Callable[..., TrainBackend]
 SenderFactory = Callable[..., WeightSender]
 """Called with this node's address, and ``sender`` and ``senders``: which one of how many; on sending ranks only."""
 
-WEIGHTS_THREAD = "weights"
-REPAIRS_THREAD = "repairs"  # of engines, beside deliveries to the others
-SAVES_THREAD = "saves"
-PINGS_THREAD = "pings"
-THREADS = (WEIGHTS_THREAD, REPAIRS_THREAD, SAVES_THREAD, PINGS_THREAD)  # beside the main one
+Thread = Literal["weights", "repairs", "saves", "pings"]
+"""A rank's threads beside the main one. repairs: of engines, beside deliveries of weights to the others."""
+
+THREADS: tuple[Thread, ...] = get_args(Thread)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +92,7 @@ class TrainerActor:
         """Call ``method``, a function of this class, unless ``call`` was executed before: then answer the same."""
         return self._once.run(call, lambda: method(self, *arguments))
 
-    @ray.method(concurrency_group=PINGS_THREAD)
+    @ray.method(concurrency_group="pings")
     def ping(self) -> None:
         """Show that the process can be reached."""
 
@@ -155,7 +154,7 @@ class TrainerActor:
         self._canary = _Canary(canary_tokens, logprobs, self._canary.logprobs, time.perf_counter() - started)
 
     def stage_weights(self, version: int) -> StagedWeights:
-        """Write what was copied to files. Called on sending ranks, in the weights' thread: training goes on."""
+        """Write the copied weights to files. Runs on sending ranks, in the weights' thread: training goes on."""
         assert self._sender is not None, "only sending ranks have a sender"
         canary = self._canary  # training's thread makes the next one
         started = time.perf_counter()
@@ -190,11 +189,11 @@ class TrainerActor:
             self._ready.save(directory)
 
     def write_save(self) -> bytes:
-        """In the saves' thread."""
+        """Runs in the save thread."""
         return self._ready.write_save() if isinstance(self._ready, SavesInBackground) else b""
 
     def finish_save(self, parts: Sequence[bytes]) -> None:
-        """On rank 0, in the saves' thread."""
+        """Runs on rank 0, in the save thread."""
         if isinstance(self._ready, SavesInBackground):
             self._ready.finish_save(parts)
 
@@ -205,7 +204,7 @@ class TrainerActor:
         self._ready.load(directory)
         self._canary = _Canary()
 
-    def call_sender(self, method: Callable[..., Answer], arguments: Sequence[Any]) -> Answer:
+    def call_sender(self, method: Callable[..., Answer], arguments: Sequence[object]) -> Answer:
         """Call the method of this rank's sender that implements ``method`` of its protocol."""
         assert self._sender is not None, "only sending ranks have a sender"
         implementation: Callable[..., Answer] = getattr(self._sender, method.__name__)

@@ -48,7 +48,7 @@ class Placement:
     """
 
     def __init__(self, resources: RankResources, nodes: int, ranks_per_node: int, node_ids: Sequence[str] = ()) -> None:
-        """``node_ids``: nodes that shall have the ranks; if empty, Ray chooses."""
+        """``node_ids``: nodes to use for the ranks; if empty, Ray chooses."""
         self._resources = resources
         self._nodes, self._ranks_per_node = nodes, ranks_per_node
         self._reservation = Reservation(resources.bundle(ranks_per_node), nodes, resources.labels, node_ids)

@@ -29,13 +29,11 @@ from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.seams import WeightSender
 from miles_async.trainer.actor import (
-    REPAIRS_THREAD,
-    SAVES_THREAD,
     THREADS,
-    WEIGHTS_THREAD,
     BackendFactory,
     RankInfo,
     SenderFactory,
+    Thread,
     TrainerActor,
 )
 from miles_async.trainer.placement import Placement, RankResources
@@ -48,6 +46,7 @@ Answer = TypeVar("Answer")
 
 # After a first failure others follow (a lost peer breaks collectives): wait a little, so as to name the cause.
 GRACE_SECONDS = 2.0
+IDLE_PING_SECONDS = 5.0
 LOST_PEER_SECONDS = 90.0  # if all that is known is that a peer was lost: Ray takes a minute to give up a node
 SENDER_CLOSE_SECONDS = 5.0
 LOST_PEER = 3  # the highest rank of suspicion
@@ -90,6 +89,7 @@ class TrainerRanks:
         self._links: list[ActorLink] = []
         self._ranks: list[RankInfo] = []
         self._staged_in: Path | None = None  # the first sender's directory
+        self._calls = 0  # on all ranks, under way
 
     async def start(self) -> None:
         """Start all ranks and load their models.
@@ -147,7 +147,7 @@ class TrainerRanks:
 
     async def stage_weights(self, version: int) -> StagedWeights:
         senders = sorted(info.sender for info in self._ranks if info.sender is not None)
-        work = [self._on_sender(sender, WEIGHTS_THREAD, TrainerActor.stage_weights, version) for sender in senders]
+        work = [self._on_sender(sender, "weights", TrainerActor.stage_weights, version) for sender in senders]
         staged = united(await gathered(*work))
         if (place := Path(staged.directory).parent) != self._staged_in:
             self._staged_in = place
@@ -155,16 +155,16 @@ class TrainerRanks:
         return staged
 
     def sender(self, index: int, *, repair: bool = False) -> RankSender:
-        return RankSender(self, index, REPAIRS_THREAD if repair else WEIGHTS_THREAD)
+        return RankSender(self, index, "repairs" if repair else "weights")
 
     async def call_sender(
-        self, index: int, thread: str, method: Callable[..., Answer], arguments: Sequence[Any]
+        self, index: int, thread: Thread, method: Callable[..., Answer], arguments: Sequence[object]
     ) -> Answer:
         """See :class:`RankSender`."""
         return await self._on_sender(index, thread, TrainerActor.call_sender, method, arguments)
 
     async def _on_sender(
-        self, index: int, thread: str, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
+        self, index: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
     ) -> Answer:
         rank = next((info.rank for info in self._ranks if info.sender == index), 0)
         return await self._call_one(rank, thread, method, *arguments)
@@ -186,14 +186,21 @@ class TrainerRanks:
         try:
             async with asyncio.timeout(self._step_timeout):
                 parts = await gathered(
-                    *(self._call_one(rank, SAVES_THREAD, TrainerActor.write_save) for rank in range(self._world_size))
+                    *(self._call_one(rank, "saves", TrainerActor.write_save) for rank in range(self._world_size))
                 )
-                await self._call_one(0, SAVES_THREAD, TrainerActor.finish_save, parts)
+                await self._call_one(0, "saves", TrainerActor.finish_save, parts)
         except TimeoutError:
             self._kill()
             raise StalledError(
                 f"trainer ranks did not write their checkpoint within {self._step_timeout:g} s"
             ) from None
+
+    async def supervise(self) -> None:
+        """Notice that a rank was lost while nothing is asked of the ranks; never returns. Raises as :meth:`train`."""
+        while True:
+            await asyncio.sleep(IDLE_PING_SECONDS)
+            if self._actors and not self._calls:  # calls notice by themselves, and name the cause
+                await self._on_all(TrainerActor.ping)
 
     async def save_hf(self, directory: Path) -> None:
         await self._on_all(TrainerActor.save_hf, directory)
@@ -238,6 +245,7 @@ class TrainerRanks:
                 if not deadline.expired():
                     deadline.reschedule(min(grace, deadline.when() or grace))
 
+        self._calls += 1
         try:
             async with asyncio.timeout(timeout) as deadline, asyncio.TaskGroup() as scope:
                 for rank in range(len(arguments)):
@@ -247,13 +255,15 @@ class TrainerRanks:
                 self._kill()
                 waiting = [rank for rank in range(len(arguments)) if rank not in results]
                 raise StalledError(f"trainer ranks {waiting} did not answer within {timeout:g} s") from None
+        finally:
+            self._calls -= 1
         if errors:
             self._kill()
             raise _cause(errors)
         return [results[rank] for rank in range(len(arguments))]
 
     async def _call_one(
-        self, rank: int, thread: str, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
+        self, rank: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
     ) -> Answer:
         """Call ``method`` in a thread of one rank. Errors don't concern the other ranks, unless the rank was lost."""
         if not self._actors:
@@ -267,7 +277,7 @@ class TrainerRanks:
             raise _cause({rank: error}) from None
 
     async def _perform(
-        self, rank: int, thread: str | None, method: Callable[[TrainerActor, *Ts], Answer], arguments: tuple[*Ts]
+        self, rank: int, thread: Thread | None, method: Callable[[TrainerActor, *Ts], Answer], arguments: tuple[*Ts]
     ) -> Answer:
         """Call ``method`` on one rank, again as long as it cannot be reached. ``thread``: None for the main one."""
         remote = self._actors[rank].perform.options(**({"concurrency_group": thread} if thread else {})).remote
@@ -286,7 +296,7 @@ class RankSender:
 
     ranks: TrainerRanks
     index: int
-    thread: str
+    thread: Thread
 
     async def call(self, method: Callable[[Any, *Ts], Answer], *arguments: *Ts) -> Answer:
         return await self.ranks.call_sender(self.index, self.thread, method, arguments)

@@ -48,7 +48,7 @@ def grammar(constraint: Constraint, before: str, *, call_style: str | None, spli
         said.append({"type": "json_schema", "json_schema": constraint.schema})
     if constraint.tools:
         said.append(_calls(constraint.tools, constraint.parallel, call_style))
-    elements = [_one_of(said)]
+    elements = [_any_format(said)]
     written = before.rstrip()
     if written.endswith("<think>"):
         elements.insert(0, _reasoning(begin=""))
@@ -57,7 +57,7 @@ def grammar(constraint: Constraint, before: str, *, call_style: str | None, spli
     return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
 
 
-def _one_of(formats: list[Format]) -> Format:
+def _any_format(formats: list[Format]) -> Format:
     return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
 
 

@@ -116,7 +116,7 @@ class Trajectory:
             context = self._continued(conversation, tools, options)
         except TrajectoryError:  # the template changes what is in the tokens
             return self._from_start(conversation, tools, options, written)
-        if self._text_of(context) == written:
+        if self._decode(context) == written:
             return context
         return self._from_start(conversation, tools, options, written)
 
@@ -171,7 +171,7 @@ class Trajectory:
             appended_text=written,
         )
 
-    def _text_of(self, context: Context) -> str:
+    def _decode(self, context: Context) -> str:
         """Decode all tokens of a context."""
         text = context.appended_text
         while (parent := context.parent) is not None:

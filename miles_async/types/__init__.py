@@ -43,6 +43,7 @@ from miles_async.types.samples import (
 )
 from miles_async.types.weights import (
     CanaryScore,
+    GroupBackend,
     HeldPart,
     HeldWeights,
     Publication,
@@ -67,6 +68,7 @@ __all__ = [
     "GenerateRequest",
     "Generation",
     "Group",
+    "GroupBackend",
     "HeldPart",
     "HeldWeights",
     "Incarnation",

@@ -1,4 +1,4 @@
-"""What the trainer is given."""
+"""Batches and shards for the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     Every token that carries loss has an advantage. An estimator that gives all tokens of a sample the same is kept as
     one number per branch, [S], which costs nothing per token; one that tells tokens apart is [N], 0 where no loss is
-    carried. Trainer ranks expand both to [N] (``train_data.batch.token_advantages``), and so do all losses see them.
+    carried. Trainer ranks expand both to [N] (``train_data.batch.token_advantages``), so every loss sees [N].
     """
 
     tokens: Int32  # [N]
@@ -54,7 +54,7 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch that left the buffer: its shards by reference, and what is known of it."""
+    """A batch that left the buffer: its shards by reference, and facts about it."""
 
     batch_id: int
     target_version: int

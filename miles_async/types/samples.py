@@ -1,4 +1,4 @@
-"""From a prompt to a group of finished samples.
+"""Records from a prompt to a group of finished samples.
 
 Per-token arrays of a sample are aligned with ``tokens`` (prompt and response together): entry ``i`` of
 ``loss_mask``, ``rollout_logprobs`` and ``weight_versions`` describes ``tokens[i]``. The logits that

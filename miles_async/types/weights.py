@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from miles_async.types.samples import Float32
+
+GroupBackend = Literal["gloo", "nccl"]
+"""Backend of a torch process group."""
 
 
 class TensorMeta(msgspec.Struct, frozen=True):
@@ -97,6 +101,6 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     canary_difference: float  # mean over tokens, largest over engines; 0 when not verified
     canary_undecided: tuple[str, ...] = ()  # engines whose canary fits this version and the one before alike
     compared_tensors: int = 0  # whose elements were compared; least over engines
-    incomparable_tensors: int = 0  # that can't be compared, or shall not; most over engines
+    incomparable_tensors: int = 0  # that can't be compared, or are skipped; most over engines
     total_bytes: int = 0  # of the weights
     sent_fraction: float = 1.0  # of these bytes, what each engine was sent; mean over engines

@@ -11,7 +11,7 @@ from miles_async.errors import PublicationError
 
 @asynccontextmanager
 async def publication_deadline(seconds: float, awaited: str) -> AsyncIterator[None]:
-    """Allow ``seconds``, of ``--publication-timeout``, for what is inside. Raises PublicationError with ``awaited``."""
+    """Allow ``seconds``, of ``--publication-timeout``, for the block. Raises PublicationError with ``awaited``."""
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -108,7 +108,7 @@ class EngineUpdate:
         self.sent_fraction = self._transport.sent_fraction
 
     async def admit(self, version: int) -> None:
-        """Let engines serve requests under ``version``."""
+        """Route requests to the engines under ``version``."""
         started = now()
         await self._each("admit", lambda engines: self._fleet.admit(engines, version))
         self.pause_seconds += now() - started
@@ -140,7 +140,7 @@ class EngineUpdate:
         return answers
 
     async def _lose(self, problems: Mapping[Incarnation, str]) -> None:
-        """Fence these engines for what is wrong with them."""
+        """Fence these engines with their errors as reasons."""
         for engine, problem in problems.items():
             log.warning("engine fenced", engine=str(engine), reason=problem)
             self._survivors.errors[engine] = EngineError(problem)

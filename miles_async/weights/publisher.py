@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 
 from miles_async.arguments.weights import WeightsArguments
@@ -81,7 +81,7 @@ class WeightPublisher:
             await self._trainer.copy_weights(version)
 
     async def stage(self, version: int) -> None:
-        """Write to files what was copied, while the trainer goes on.
+        """Write the copied weights to files while the trainer goes on.
 
         Raises PublicationError past ``--publication-timeout``.
         """
@@ -106,9 +106,11 @@ class WeightPublisher:
         async with self._lock:  # a delivery under way includes the engines that wait
             assert self._delivered is not None
             staged = self._delivered
-            self._in_repair = joining = await self._repairs.joining()
-        if not joining:
-            return ()
+            joining = await self._repairs.joining()
+            if not joining:
+                return ()
+            await self._tell_senders(WeightSender.keep, staged)  # before a delivery lets them remove it
+            self._in_repair = joining
         overtaken = False
 
         @asynccontextmanager
@@ -120,8 +122,8 @@ class WeightPublisher:
                 yield not overtaken
 
         try:
-            async with self._kept(staged):
-                repaired = await self._repairs.repair(staged, joining, unless_overtaken())
+            repaired = await self._repairs.repair(staged, joining, unless_overtaken())
+            await self._tell_senders(WeightSender.keep_no_longer, staged)
         finally:
             self._in_repair = ()
             self._engines.last_loss = self._repairs.last_loss or self._engines.last_loss
@@ -142,18 +144,12 @@ class WeightPublisher:
         finally:
             self._staging = False
 
-    @asynccontextmanager
-    async def _kept(self, staged: StagedWeights) -> AsyncIterator[None]:
-        """Have the senders keep that version meanwhile, however many are staged after it."""
-        senders = [self._trainer.sender(index, repair=True) for index in range(staged.senders)]
+    async def _tell_senders(self, keep: Callable[[WeightSender, int], None], staged: StagedWeights) -> None:
+        """Have all senders begin or cease to keep that version, however many are staged after it."""
         awaited = f"the sending ranks, which are to keep version {staged.version} for a repair"
         async with publication_deadline(self._timeout, awaited):
-            for sender in senders:
-                await sender.call(WeightSender.keep, staged.version)
-        yield
-        async with publication_deadline(self._timeout, awaited):
-            for sender in senders:
-                await sender.call(WeightSender.keep_no_longer, staged.version)
+            for index in range(staged.senders):
+                await self._trainer.sender(index, repair=True).call(keep, staged.version)
 
     async def publish_for_evaluation(self) -> None:
         """Bring the engines that only evaluate, if there are any, to the visible version. Raises PublicationError."""

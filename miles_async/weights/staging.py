@@ -68,7 +68,7 @@ class Staging:
         self._copy = _Copy(version, buckets, self._slab.copied())
 
     def stage(self, version: int) -> StagedWeights:
-        """Write what was copied to files. Raises TrainerError when that fails."""
+        """Write the copied weights to files. Raises TrainerError when that fails."""
         directory = self._directory.path / version_directory(version)
         with self._writing:
             copy, self._copy = self._copy, None
@@ -161,7 +161,7 @@ class _DeltaWriter:
     def __init__(self, base: StagedWeights, encoding: DeltaEncoding) -> None:
         self._base = base
         self._encoding = encoding
-        self._bucket_of = {meta.name: index for index, metas in base.buckets.items() for meta in metas}
+        self._bucket_index = {meta.name: index for index, metas in base.buckets.items() for meta in metas}
         self._bytes: dict[int, int] = {}
         self._same_tensors = True
         self._open_index = -1
@@ -197,7 +197,7 @@ class _DeltaWriter:
         self._bytes[index] = size if count else 0
 
     def _old(self, name: str) -> Tensor | None:
-        index = self._bucket_of.get(name)
+        index = self._bucket_index.get(name)
         if index is None:
             return None
         if index != self._open_index:  # buckets are the same in every version: each file is opened once

@@ -26,8 +26,8 @@ class StagingOptions:
 
     @property
     def versions(self) -> int:
-        """Versions that there are at most: those that stay, and the one that is written."""
-        return self.keep + 1
+        """Versions that exist at most: those that stay, the one that a repair keeps, and the one that is written."""
+        return self.keep + 2
 
     @property
     def room(self) -> int | None:

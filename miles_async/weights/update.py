@@ -138,7 +138,7 @@ class FleetUpdater:
 
     @asynccontextmanager
     async def _deadline(self, version: int) -> AsyncIterator[None]:
-        """Allow ``--publication-timeout`` for what is inside."""
+        """Allow ``--publication-timeout`` for the block."""
         try:
             async with asyncio.timeout(self._arguments.publication_timeout):
                 yield

@@ -1,4 +1,4 @@
-"""Verification of an update: which engines do not hold what was staged (``--verify-weights``)."""
+"""Verification of an update: which engines do not hold the staged weights (``--verify-weights``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Findings:
 
 
 class Verification:
-    """Compares reports of engines with what was staged."""
+    """Compares reports of engines with the staged weights."""
 
     def __init__(self, arguments: WeightsArguments, tolerance: float) -> None:
         """``tolerance``: for the mean difference of the canary's log-probs."""
@@ -44,7 +44,7 @@ class Verification:
     async def compare_digests(
         self, staged: StagedWeights, held: Mapping[Incarnation, HeldWeights], share: TensorShare, findings: Findings
     ) -> dict[Incarnation, str]:
-        """Describe, per engine, how its weights differ from what was staged. A report that engines share is compared
+        """Describe, per engine, how its weights differ from the staged ones. A report that engines share is compared
         once.
         """
         problems: dict[Incarnation, str] = {}

@@ -58,7 +58,7 @@ from miles_async.runtime.processes.last_resort import LastResort
 from miles_async.runtime.processes.restarted import own_restarts, write_restarts
 from miles_async.runtime.processes.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
-from miles_async.runtime.tasks import afterwards
+from miles_async.runtime.tasks import afterwards, first_of
 from miles_async.seams import EngineFleet, RolloutSide
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.publisher import WeightPublisher
@@ -256,7 +256,7 @@ class Run:
                 await trainer.save_hf(arguments.checkpoint.save_hf)
         finally:
             if rollout is not None:
-                await self.report.hear_last_of(rollout.manager)
+                await self.report.collect_stats(rollout.manager)
             await asyncio.to_thread(tracker.finish)
 
     async def _both(self, rollout: RolloutProcess, trainer: TrainerRanks, recorder: RunRecorder, gpus: RunGpus) -> None:
@@ -279,7 +279,7 @@ class Run:
             checkpoint=arguments.checkpoint,
         )
         try:
-            await controller.run()
+            await first_of(controller.run(), trainer.supervise())
         except BaseException as error:
             if isinstance(first_error(error), StalledError | PublicationError):
                 driver = [f"publication: {publisher.state.value}", f"{controller.position}", *waiting_tasks()]

@@ -22,7 +22,7 @@ COMMON = ("torch", "transformers.models.auto.tokenization_auto", "transformers.m
 def early_imports(arguments: Arguments) -> Iterator[ForkServers]:
     """Import during the context; when it ends, so do the processes that were forked.
 
-    On CUDA, which survives no fork, nothing is: then this reads the packages from disk for those that import them next.
+    Nothing is forked on CUDA: there this only reads the packages from disk ahead of the processes that import them.
     """
     mark_processes()
     cluster = arguments.cluster

@@ -51,7 +51,7 @@ class Service(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkedEngines:
-    """What the processes of engines are forked from, if this node has such fork servers."""
+    """Fork servers for the processes of engines, where this node has them."""
 
     servers: Path | None = None  # socket of the fork server of inference servers
     interpreter: str | None = None  # of the Ray actors that supervise them
@@ -76,7 +76,7 @@ class RunEngines:
         self.wait_for_joining = self.train.supervisor.wait_for_joining
 
     def add(self, service: Service) -> None:
-        """To be started, supervised and stopped with the engines."""
+        """Add a service that starts and stops with the engines."""
         self._services.append(service)
 
     async def start(self) -> None:
@@ -88,11 +88,11 @@ class RunEngines:
             raise
 
     async def supervise(self) -> None:
-        """Keeps all alive until cancelled; raises the first error of any."""
+        """Supervise everything until cancelled; raise the first error."""
         await gathered(*(service.supervise() for service in self._services))
 
     async def stop(self) -> None:
-        """End all processes, whatever one of them says to that."""
+        """End all processes, even if stopping one fails."""
         stopping = (service.stop() for service in reversed(self._services))
         for result in await asyncio.gather(*stopping, return_exceptions=True):
             if isinstance(result, BaseException):
@@ -117,7 +117,7 @@ class RunEngines:
 
 @dataclass(kw_only=True, slots=True)
 class StackMaker:
-    """Makes stacks with what is the same for all of a run."""
+    """Makes stacks with the settings that a run's stacks share."""
 
     arguments: Arguments
     run_dir: Path

@@ -1,4 +1,4 @@
-"""The fork servers of a run: which processes on this node are forked, and what they have imported by then."""
+"""The fork servers of a run: which processes on this node are forked, and their imports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunForkServers:
         return self.actors.interpreter(title) if self.actors is not None else None
 
     def for_engines(self) -> ForkedEngines:
-        """What the rollout process has to know of them."""
+        """Fork-server settings for the rollout process."""
         return ForkedEngines(
             servers=self.engines.path if self.engines is not None else None,
             interpreter=self.interpreter(f"ray::{EngineActor.__name__}"),
@@ -51,7 +51,7 @@ def fork_servers(
     if device != "cpu" or environment.get("OMP_NUM_THREADS") != "1":
         return RunForkServers()
     logs, sides = run_dir / "logs", arguments.sides
-    engines = None if sides == "trainer" else _of_engines(arguments, device, logs, sockets / "engines", environment)
+    engines = None if sides == "trainer" else _engine_server(arguments, device, logs, sockets / "engines", environment)
     if arguments.cluster.ray_address is not None:
         return RunForkServers(engines=engines)
     ranks = ForkServer(
@@ -73,7 +73,7 @@ def fork_servers(
     )
 
 
-def _of_engines(
+def _engine_server(
     arguments: Arguments, device: Device, logs: Path, socket: Path, environment: Mapping[str, str]
 ) -> ForkServer | None:
     groups = [group for group in server_groups(arguments) if not group.external]

@@ -139,7 +139,7 @@ class SessionsOfRun:
     may_constrain: bool
 
     async def open(self, routing_key: str) -> OpenSession:
-        """See ``rollout.agent.Sessions``."""
+        """See ``seams.Sessions``."""
         return await self.service.open(
             SessionSettings(
                 routing_key=routing_key,
@@ -152,11 +152,11 @@ class SessionsOfRun:
         )
 
     async def collect(self, session: OpenSession) -> CollectedSession:
-        """See ``rollout.agent.Sessions``."""
+        """See ``seams.Sessions``."""
         return await self.service.collect(session)
 
     async def abandon(self, session: OpenSession) -> None:
-        """See ``rollout.agent.Sessions``."""
+        """See ``seams.Sessions``."""
         await self.service.abandon(session)
 
 

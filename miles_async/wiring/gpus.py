@@ -1,4 +1,4 @@
-"""Who has the GPUs: trainer and engines each their own, or both the same ones in turns (``--colocate``).
+"""GPU sharing between trainer and engines: each has its own, or both take turns on the same (``--colocate``).
 
 In turns::
 
@@ -38,7 +38,7 @@ class LeavesGpus(Protocol):
 
 
 class OwnGpus(NoTurns):
-    """Each side has GPUs of its own, so nobody waits for anybody."""
+    """Each side has GPUs of its own, so neither waits for the other."""
 
     async def start(self, *sides: Start) -> None:
         """Start them at once."""
@@ -55,7 +55,7 @@ class SharedGpus:
         self._trainer_is_through = asyncio.Event()
 
     async def start(self, *sides: Start) -> None:
-        """Engines first: they size their memory by what is free."""
+        """Start engines first: they size their memory by what is free."""
         engines, trainer = sides
         await engines()
         await self._release()

@@ -55,7 +55,7 @@ async def place_run(arguments: Arguments, device: Device) -> RunPlacement:
 
 
 def gpu_needs(arguments: Arguments) -> tuple[GpuNeed, Mapping[str, list[GpuNeed]]]:
-    """What the trainer needs, and the engines of each group that this run starts on GPUs of their own."""
+    """GPUs for the trainer, and for the engines of each group that this run starts on GPUs of their own."""
     cluster, sides = arguments.cluster, arguments.sides
     nodes = cluster.actor_num_nodes if sides != "rollout" else 0
     trainer = GpuNeed(nodes=nodes, gpus=cluster.actor_num_gpus_per_node, labels=cluster.actor_labels)

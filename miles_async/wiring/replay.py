@@ -71,6 +71,7 @@ class Replay:
         self.frames = 0  # read until now
         self.step = 0  # whose batch is being collected
         self.finished_groups = 0
+        self.unrecorded: set[str] = set()  # arrays of the batches that the run recorded no digest of: it is older
         self.complete = False  # the run came to an end of its own, if only by an error or Ctrl-C
         self._path = path
         self._pool = make_pool(self._note)
@@ -153,7 +154,7 @@ class Replay:
             case Committed():
                 pool.commit(call.version)
             case Restored():
-                self.step = call.snapshot.state["steps"]
+                self.step = call.snapshot.state.steps
                 pool.restore(
                     call.snapshot,
                     version=call.version,
@@ -173,7 +174,8 @@ class Replay:
         except MilesAsyncError as error:
             raise ReplayDifference(f"step {step}, frame {self.frames}: expected a batch, found {error}") from error
         found = digests(shards)
-        if different := [name for name in found if found[name] != frame.digests.get(name)]:
+        self.unrecorded |= found.keys() - frame.digests.keys()
+        if different := [name for name, digest in frame.digests.items() if found.get(name) != digest]:
             left, right = ({name: side.get(name) for name in different} for side in (frame.digests, found))
             raise ReplayDifference(f"step {step}, frame {self.frames}: expected a batch with {left}, found {right}")
         return ReplayedBatch(

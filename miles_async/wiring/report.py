@@ -1,4 +1,4 @@
-"""What a run leaves about itself at its end: summary.json, the plot, the closing table, and who waited for whom."""
+"""End-of-run report: summary.json, the plot, the closing table, and who waited for whom after a stall."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATS_SECONDS = 10.0
 
 
 class RunReport:
-    """Collects what is known of a run, and tells it however the run ends."""
+    """Collects the facts of a run, and reports them however the run ends."""
 
     def __init__(self, run_dir: Path) -> None:
         self.summary = RunSummary()
@@ -39,7 +39,7 @@ class RunReport:
         """All parts are up."""
         self.summary.record_stage("start", time.monotonic() - self._started)
 
-    async def hear_last_of(self, rollout: RolloutSide) -> None:
+    async def collect_stats(self, rollout: RolloutSide) -> None:
         """Take the last statistics, if the rollout side still answers."""
         try:
             async with asyncio.timeout(STATS_SECONDS):
@@ -48,7 +48,7 @@ class RunReport:
             log.debug("no last word from the rollout side", error=repr(error))
 
     async def stalled(self, error: str, driver: Sequence[str], rollout: RolloutSide) -> None:
-        """stall.txt: who waits for whom, before everything is stopped (C10)."""
+        """Write stall.txt, before everything is stopped: who waits for whom (C10)."""
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 described = await rollout.describe()
@@ -64,7 +64,7 @@ class RunReport:
             log.error("the run has stalled; who waits for whom is in a file", file=str(path))
 
     def write(self, ending: Ending, error: str = "") -> None:
-        """summary.json, the plot and the closing table: of what was done, however the run ended.
+        """Write summary.json and the plot, and print the closing table, however the run ended.
 
         Raises SummaryError if summary.json cannot be written.
         """

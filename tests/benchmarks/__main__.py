@@ -25,6 +25,7 @@ from tests.benchmarks import (
     quickstart_overlap,
     requests,
     sessions,
+    simulated_in_flight,
     simulated_scale,
     staging,
     start,
@@ -56,6 +57,7 @@ PARTS = {
     "start": start.rows,
     "request_rates": requests.rates,
     "in_flight": in_flight.rows,
+    "simulated_in_flight": simulated_in_flight.rows,
     "trainer_step": trainer_step.rows,
 }
 

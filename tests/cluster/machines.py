@@ -59,6 +59,7 @@ def why_impossible() -> str:
 
 
 needs_machines = pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")
+needs_tun = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="slow wires need /dev/net/tun")
 
 
 class Machine:
@@ -147,6 +148,7 @@ class Machines:
         self._switch = _Namespaces(
             ["unshare", "--net", "--pid", "--fork", "--kill-child", "bash", "-c", _FIRST_PROCESS]
         )
+        self._wires: list[subprocess.Popen[bytes]] = []
         self._on_switch("ip", "link", "add", "br0", "type", "bridge")
         self._on_switch("ip", "link", "set", "br0", "up")
         self.all = [
@@ -173,6 +175,9 @@ class Machines:
     def _connect(self, machine: Machine, link: str, interface: str, address: str) -> None:
         into = ("peer", "name", interface, "netns", str(machine.pid))
         self._on_switch("ip", "link", "add", link, "type", "veth", *into)
+        self._set_up(machine, link, interface, address)
+
+    def _set_up(self, machine: Machine, link: str, interface: str, address: str) -> None:
         self._on_switch("ip", "link", "set", link, "master", "br0", "up")
         for words in (("addr", "add", f"{address}/24", "dev", interface), ("link", "set", interface, "up")):
             subprocess.run(machine.command("ip", *words), check=True)
@@ -184,19 +189,26 @@ class Machines:
     def reconnect(self, machine: Machine) -> None:
         self._on_switch("ip", "link", "set", machine.link, "up")
 
-    def slow_down(self, machine: Machine, *netem: str) -> None:
-        """Delay or lose packets in both directions: ``netem`` are words of tc's, such as "delay", "50ms"."""
-        self._queue(machine, "netem", *netem)
+    def slow_down(self, machine: Machine, *, delay: float, loss: float = 0.0) -> None:
+        """Replace the machine's cable by a slow one, before anything is connected. In each direction a frame takes
+        ``delay`` seconds, and the share ``loss`` of them is lost.
+        """
+        self._on_switch("ip", "link", "delete", machine.link)
+        enter = ("nsenter", f"--target={self._switch.pid}", "--net", "--pid")  # it ends with the switch
+        words = (sys.executable, "-m", "tests.cluster.slow_wire", machine.link, "far", str(delay), str(loss))
+        wire = subprocess.Popen([*enter, *words], cwd=ROOT, stdout=subprocess.PIPE)
+        self._wires.append(wire)
+        assert wire.stdout is not None
+        assert wire.stdout.readline() == b"ready\n"
+        self._on_switch("ip", "link", "set", "far", "netns", str(machine.pid), "name", "eth0")
+        self._set_up(machine, machine.link, "eth0", machine.address)
 
     def limit(self, machine: Machine, megabits: int) -> None:
         """Limit the machine's link to that many megabits per second, in each direction."""
-        self._queue(machine, "tbf", "rate", f"{megabits}mbit", "burst", "1mb", "latency", "50ms")
-
-    def _queue(self, machine: Machine, *discipline: str) -> None:
-        """Let packets to and from the machine go through a queue: words of tc's."""
         for place in (self._on_switch, lambda *words: subprocess.run(machine.command(*words), check=True)):
             device = machine.link if place == self._on_switch else "eth0"
-            place("tc", "qdisc", "replace", "dev", device, "root", *discipline)
+            queue = ("tbf", "rate", f"{megabits}mbit", "burst", "1mb", "latency", "50ms")
+            place("tc", "qdisc", "replace", "dev", device, "root", *queue)
 
     def bytes_from(self, machine: Machine) -> int:
         """Count the bytes that the machine has sent so far."""
@@ -247,6 +259,8 @@ class Machines:
             with suppress(subprocess.TimeoutExpired):
                 machine.kill()
         self._switch.end()
+        for wire in self._wires:
+            wire.communicate(timeout=_END_SECONDS)
 
 
 @contextmanager

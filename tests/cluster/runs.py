@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from tests.cluster.machines import Machine, Machines
 from tests.integration.imported_server import MARK
@@ -13,19 +14,26 @@ from tests.integration.trained_prompts import trained
 RUN_DIR = "/tmp/run"  # on each machine its own
 BATCH_SIZE, MAX_AGE = 16, 2  # of the quick start
 NO_EVALUATION = ("--eval-prompt-data", "none", "--eval-interval", "none")
+AddressIn = Literal["flag", "environment"]
 TRAIN, GENERATE = ("--actor-node-labels", "pool=train"), ("--rollout-node-labels", "pool=generate")
 
 
 @contextmanager
 def cluster_run(
-    cluster: Machines, *flags: str, command: tuple[str, ...] = REVERSE, position: int = 0
+    cluster: Machines,
+    *flags: str,
+    command: tuple[str, ...] = REVERSE,
+    position: int = 0,
+    address_in: AddressIn = "flag",
 ) -> Iterator[RealRun]:
     """Run on the machine at ``position``; its run directory there is ``run.run_dir`` here. Nothing of it is alive
-    afterwards.
+    afterwards. ``address_in``: how the run learns the cluster's address.
     """
     driver = cluster[position]
-    flags = ("--run-dir", RUN_DIR, "--ray-address", cluster.ray_address, "--forward-env", MARK, "PYTHONPATH", *flags)
-    with real_run(driver.seen_from_host(RUN_DIR), *flags, command=driver.command(*command)) as run:
+    joining = ("--ray-address", cluster.ray_address) if address_in == "flag" else ()
+    env = {"RAY_ADDRESS": cluster.ray_address} if address_in == "environment" else {}
+    flags = ("--run-dir", RUN_DIR, *joining, "--forward-env", MARK, "PYTHONPATH", *flags)
+    with real_run(driver.seen_from_host(RUN_DIR), *flags, command=driver.command(*command, env=env)) as run:
         yield run
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.machines import ROOT, Machine, machines, needs_machines
+from tests.cluster.machines import ROOT, Machine, machines, needs_machines, needs_tun
 
 pytestmark = [pytest.mark.integration, needs_machines]
 
@@ -55,6 +55,25 @@ def test_machines_share_nothing_but_the_network_and_what_is_named(tmp_path: Path
         second.kill()
         assert not second.has(first.pid)
         assert not reaches(first, second)
+    assert host_state() == before
+
+
+@needs_tun
+def test_a_slow_wire_delays_or_loses_frames_and_can_be_cut(tmp_path: Path) -> None:
+    before = host_state()
+    with machines(tmp_path, 3) as cluster:
+        first, slow, deaf = cluster.all
+        cluster.slow_down(slow, delay=0.2)
+        cluster.slow_down(deaf, delay=0.0, loss=1.0)
+        for source, target in ((first, slow), (slow, first)):
+            began = time.monotonic()
+            assert reaches(source, target)
+            assert time.monotonic() - began > 0.4  # there and back
+        assert not reaches(first, deaf)
+        cluster.cut(slow)
+        assert not reaches(first, slow)
+        cluster.reconnect(slow)
+        assert reaches(first, slow)
     assert host_state() == before
 
 

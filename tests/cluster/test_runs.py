@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -34,10 +34,17 @@ def assert_trained(run: RealRun, steps: int) -> None:
 
 
 def listening(machine: Machine) -> set[tuple[str, int]]:
-    """(address, port) on which a process of this machine accepts connections, by IPv4."""
-    rows = [line.split() for line in Path(f"/proc/{machine.pid}/net/tcp").read_text().splitlines()[1:]]
+    """(address, port) on which a process of this machine accepts connections, by IPv4 or IPv6."""
+    tables = [path.read_text() for path in Path(f"/proc/{machine.pid}/net").glob("tcp*")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     ends = [row[1].split(":") for row in rows if row[3] == LISTEN]
-    return {(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in ends}
+    return {(_address(written), int(port, 16)) for written, port in ends}
+
+
+def _address(written: str) -> str:
+    """Read an address as /proc writes it: in words of 32 bits, the last byte of each first."""
+    words = [bytes.fromhex(written[first : first + 8])[::-1] for first in range(0, len(written), 8)]
+    return str(ip_address(b"".join(words)))
 
 
 def assert_refused(cluster: Machines, *flags: str, problem: str) -> None:
@@ -64,11 +71,12 @@ def test_ranks_on_one_machine_and_engines_on_another(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_ranks_and_engines_on_both_machines(tmp_path: Path) -> None:
-    """Data parallel over machines, each of which generates, too."""
+    """Data parallel over machines, each of which generates, too. RAY_ADDRESS says which cluster to join."""
     # covers: A6
+    flags = (*SHORT, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1")
     with machines(tmp_path, 2) as cluster:
         cluster.start_ray()
-        with cluster_run(cluster, *SHORT, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1") as run:
+        with cluster_run(cluster, *flags, address_in="environment") as run:
             assert run.wait(RUN_SECONDS) == 0, run.output
             run.assert_nothing_left()
         assert_trained(run, 4)
@@ -89,7 +97,7 @@ def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) ->
         cluster.start_ray({1: "pool=train", 2: "pool=generate"})
         with cluster_run(cluster, *SMALL, *TRAIN, *GENERATE, *outputs, *ports) as run:
             run.wait_for_steps(1, RUN_SECONDS)
-            for machine in cluster.all:  # router; rendezvous of ranks and weights; engine
+            for machine in cluster.all:  # router; rendezvous of ranks and weights; engine and its ranks
                 assert {address for address, port in listening(machine) if port in PORTS} == {machine.address}
             assert run.wait(RUN_SECONDS) == 0, run.output
             run.assert_nothing_left()

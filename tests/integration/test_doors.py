@@ -108,7 +108,13 @@ def of_processes(run: RealRun, ask: Callable[[psutil.Process], Answer]) -> dict[
 
 def doors(run: RealRun) -> dict[str, list[tuple[str, int]]]:
     """Where servers of the run listen: name of the server → address and port."""
-    known = {"sglang.launcher": "engine", "router_launcher": "router", "smg::": "router", "session_process": "sessions"}
+    known = {
+        "sglang.launcher": "engine",
+        "sglang::scheduler": "ranks of an engine",
+        "router_launcher": "router",
+        "smg::": "router",
+        "session_process": "sessions",
+    }
     found: dict[str, list[tuple[str, int]]] = {}
     for line, connections in of_processes(run, lambda process: process.net_connections("tcp")).items():
         name = next((name for part, name in known.items() if part in line), "other")
@@ -134,6 +140,7 @@ ENGINE_DOORS = (
     *(("POST", path) for path in ("/generate", "/v1/chat/completions", "/update_weights_from_tensor", "/flush_cache")),
     *(("POST", path) for path in ("/update_weights_from_disk", "/pause_generation", "/init_weights_update_group")),
     *(("GET", path) for path in ("/model_info", "/server_info", "/get_weights_by_name", "/v1/realtime", "/docs")),
+    *(("GET", path) for path in ("/health_generate", "/metrics")),
 )
 
 
@@ -149,6 +156,8 @@ async def test_an_engine_opens_with_the_runs_keys_only(run: RealRun, tls: Tls) -
     for path in ("/update_weights_from_tensor", "/pause_generation", "/flush_cache", "/abort_request"):
         assert await answer("POST", path, api, url, tls) == 401  # generating is not administering
     assert await answer("GET", "/health", None, url, tls) == 200
+    assert await answer("GET", "/ready", None, url, tls) in (200, 503)  # the latter while it is paused
+    assert await answer("GET", "/health_generate", api, url, tls) == 200  # as the run asks whether it makes progress
     async with client(tls) as http, http.get(f"{url}/server_info", headers=api.headers()) as response:
         told = await response.text()
     assert not [name for name, text in found.items() if text in told]
@@ -199,7 +208,7 @@ async def test_doors_speak_tls_alone_and_show_a_certificate_of_the_authority(run
 @needs_openssl
 def test_a_run_on_one_machine_is_not_reached_from_others(run: RealRun) -> None:  # covers: C13
     listening = doors(run)
-    for name in ("engine", "router", "sessions"):
+    for name in ("engine", "ranks of an engine", "router", "sessions"):
         assert {host for host, _ in listening[name]} == {LOOPBACK}
 
 

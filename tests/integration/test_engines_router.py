@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import router_metrics
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
-from miles_async.errors import ConfigurationError, EngineStartError, TransientEngineError
+from miles_async.errors import ConfigurationError, EngineError, EngineStartError, TransientEngineError
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest, Generation
 from tests.fakes.fake_engine import FakeEngine
@@ -151,6 +153,55 @@ async def test_requests_go_round_a_router_that_lost_its_engines(
             await setup.generate()
     engines = {(await setup.generate(key=str(i))).engine_id for i in range(24)}
     assert engines == {"engine-0", "engine-1"}
+
+
+class Supervised:
+    """A router that is supervised."""
+
+    def __init__(self, log_dir: Path, **budget: float) -> None:
+        self._http = Http()
+        self._registry = EngineRegistry()
+        self._router = Router(self._registry, self._http, log_dir=log_dir, **budget)
+
+    async def __aenter__(self) -> Supervised:
+        await self._router.start()
+        self.supervision = asyncio.create_task(self._router.supervise())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.supervision.cancel()
+        await asyncio.gather(self.supervision, return_exceptions=True)
+        await self._router.stop()
+        await self._http.close()
+
+    async def kill(self) -> None:
+        os.kill(await self._router.pid(), signal.SIGKILL)
+        await self._until(up=False)
+
+    async def restarted(self) -> None:
+        await self._until(up=True)
+        assert not self.supervision.done()
+
+    async def _until(self, *, up: bool) -> None:
+        async with asyncio.timeout(30):
+            while self._registry.router_up is not up:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_a_router_that_dies_too_often_ends_the_run(tmp_path: Path) -> None:  # covers: C10
+    async with Supervised(tmp_path, max_restarts=1) as router:
+        await router.kill()
+        await router.restarted()
+        await router.kill()
+        with pytest.raises(EngineError, match=r"restarted 1 times in 3600 s, and now it died with status -9"):
+            await router.supervision
+
+
+async def test_a_restart_of_the_router_that_is_long_ago_does_not_count(tmp_path: Path) -> None:  # covers: C10
+    async with Supervised(tmp_path, max_restarts=1, restart_window=0.05) as router:
+        for _ in range(3):  # a start takes longer than the window
+            await router.kill()
+            await router.restarted()
 
 
 async def test_a_taken_port_and_a_bad_flag_are_clear_errors(setup: Setup, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.backends.megatron.backend import ADAPTER_DIRECTORY, MegatronBackend
 from miles_async.errors import CheckpointError, ConfigurationError
+from tests.integration.family_table import DEEPER
 from tests.integration.megatron_scenario import (
     CORRECTED,
     LR,
@@ -54,6 +55,9 @@ LAYOUTS = {
     "tp2-sequence-parallel": Layout(2, tensor=2),
     "tp2": Layout(2, tensor=2, sequence_parallel=False),
     "pp2": Layout(2, pipeline=2),
+    "pp2-virtual2": Layout(2, pipeline=2, virtual=2, micro_batches=2),
+    "dp2": Layout(2),
+    "cp2": Layout(2, context=2, micro_batches=2),
     "ep2": Layout(2, expert=2, micro_batches=2),
     "tp2-ep2": Layout(2, tensor=2, expert=2, expert_tensor=1),
 }
@@ -70,6 +74,11 @@ AT_NIGHT: list[Case] = [
     ("tp2-sequence-parallel", "qwen3 lora"),
     ("tp2", "qwen2 dora"),
     ("tp2-sequence-parallel", "gemma2 dora"),  # a norm after attention and MLP
+    ("pp2-virtual2", "qwen3-four-layers dora"),
+    ("dp2", "qwen3 lora"),
+    ("dp2", "qwen3-moe dora"),
+    ("cp2", "qwen3 lora"),
+    ("cp2", "qwen3-moe dora"),
     ("ep2", "qwen3-moe lora"),
     ("tp2-ep2", "deepseek-v3 dora"),
 ]
@@ -172,8 +181,8 @@ def _set_first_matrices(backend: MegatronBackend) -> None:
         for name, wrapper in module.named_modules():
             if not isinstance(wrapper, AdapterWrapper):
                 continue
-            layer, part = re.search(r"layers\.(\d+)\.(?:self_attention|mlp)\.(.*)$", name).groups()  # type: ignore[union-attr]
-            layer = int(layer) + parallel_state.get_pipeline_model_parallel_rank()  # one layer per stage
+            place, part = re.search(r"(.*layers\.\d+)\.(?:self_attention|mlp)\.(.*)$", name).groups()  # type: ignore[union-attr]
+            layer = module.get_submodule(place).layer_number - 1  # in the whole model
             if expert := re.match(r"experts\.local_experts\.(\d+)\.(.*)", part):
                 count = len(module.get_submodule(name.rpartition(".local_experts.")[0]).local_experts)
                 number = int(expert[1]) + count * parallel_state.get_expert_model_parallel_rank()
@@ -264,8 +273,9 @@ def _algorithm(case: Case) -> AlgorithmArguments:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
-    for family in {model.split()[0] for _, model in CASES + AT_NIGHT}:
-        save_tiny(family, root / family)
+    for name in {model.split()[0] for _, model in CASES + AT_NIGHT}:
+        family, layers = DEEPER.get(name, (name, 2))
+        save_tiny(family, root / name, num_hidden_layers=layers)
     return root
 
 

@@ -147,19 +147,19 @@ def _observe_all(rank: int, world_size: int, store: dist.Store, root: Path) -> d
 
 def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Path) -> list[str] | str:
     """Differences of the export, and of what save_hf() writes, from the files; or the refusal."""
-    from miles_async.backends.megatron.host import spec as host_spec
+    from miles_async.backends.megatron.norms import RMSNorm
 
-    class WithBias(host_spec.RMSNorm):
+    class WithBias(RMSNorm):
         def __init__(self, config: Any, hidden_size: int, **kwargs: Any) -> None:
             super().__init__(config, hidden_size, **kwargs)
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
 
-    class InBf16(host_spec.RMSNorm):
+    class InBf16(RMSNorm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.to(torch.bfloat16)
 
-    attempt, usual = ATTEMPTS[name], host_spec.RMSNorm
+    attempt, usual = ATTEMPTS[name], RMSNorm
     WithBias.__name__ = InBf16.__name__ = usual.__name__  # by which the bridge knows it
     norm = {"": usual, "with a bias": WithBias, "in bf16": InBf16}[attempt.norm]
     try:

@@ -125,6 +125,7 @@ def test_a_gpu_machine_without_transformer_engine_can_import_all_that_a_rank_doe
         ("megatron.bridge.models.mistral.mistral_bridge", "rotary_base=hf_config.rope_theta"),
         ("megatron.bridge.models.gemma.gemma3_bridge", "hf_config.rope_local_base_freq, hf_config.rope_theta"),
         ("megatron.bridge.models.gemma.gemma3_provider", "embeddings * (self.config.hidden_size**0.5)"),
+        ("megatron.bridge.models.gemma.gemma3_provider", "assert isinstance(rotary_pos_emb, tuple)"),
         ("megatron.bridge.models.olmoe.olmoe_provider", "* self.config.num_attention_heads,  # Main difference"),
         # bridge_fixes, of layers for multi-token prediction; mtp.AheadLayer
         ("megatron.bridge.models.deepseek.common", "# TODO: mtp layers"),

@@ -42,7 +42,7 @@ LAYOUTS = {
     "dp2-overlap": Layout(
         world_size=2,
         micro_batches=3,
-        model={"megatron_extra": ("--overlap-grad-reduce", "--bucket-size", "512")},  # several buckets
+        model={"megatron_extra": ("--overlap-grad-reduce", "--overlap-param-gather", "--bucket-size", "512")},
     ),
     "one-rank-recompute-block": Layout(
         model={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -55,6 +55,7 @@ LAYOUTS = {
     "tp4": Layout(world_size=4, tensor=4),
     "pp2": Layout(world_size=2, pipeline=2, micro_batches=2),
     "pp2-unequal": Layout(world_size=2, pipeline=2, first_stage_layers=2, micro_batches=2),
+    "pp2-unequal-cp2": Layout(world_size=4, pipeline=2, context=2, first_stage_layers=2),
     "pp2-virtual2": Layout(world_size=2, pipeline=2, virtual=2, micro_batches=3),
     "tp2-pp2-virtual2": Layout(world_size=4, tensor=2, pipeline=2, virtual=2, micro_batches=2),
     "dp2-pp2-virtual2": Layout(world_size=4, pipeline=2, virtual=2),
@@ -66,6 +67,7 @@ LAYOUTS = {
     "cp4": Layout(world_size=4, context=4),
     "cp2-ep2": Layout(world_size=4, context=2, expert=2),
     "ep2": Layout(world_size=2, expert=2, micro_batches=2),
+    "pp2-ep2": Layout(world_size=4, pipeline=2, expert=2, micro_batches=2),
     "ep2-etp2": Layout(world_size=4, expert=2, expert_tensor=2),
     "tp2-ep2": Layout(world_size=2, tensor=2, expert=2, expert_tensor=1),
     "tp2-ep2-etp2": Layout(world_size=4, tensor=2, expert=2, expert_tensor=2, micro_batches=2),

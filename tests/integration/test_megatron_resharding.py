@@ -21,6 +21,7 @@ import torch.distributed as dist
 from miles_async.backends.megatron.backend import MegatronBackend
 from miles_async.backends.megatron.distributed import together
 from miles_async.errors import CheckpointError
+from miles_async.runtime.rank_records import gather_records
 from tests.integration.megatron_scenario import (
     LR,
     SEQUENCES,
@@ -46,6 +47,7 @@ LAYOUTS = {
     "tp2-ep2": Layout(2, tensor=2, expert=2, expert_tensor=1),
     "cp2": Layout(2, context=2),
     "pp2-virtual2": Layout(2, pipeline=2, virtual=2, micro_batches=2),
+    "pp2-unequal": Layout(2, pipeline=2, first_stage_layers=3),
     "one": Layout(1),
     "dp2-tp2": Layout(4, tensor=2),
     "tp2-ep2-etp2": Layout(4, tensor=2, expert=2, expert_tensor=2),
@@ -58,8 +60,10 @@ LOADED_BY_TWO = [
     ("cp2", "tp2", "qwen3-tied"),
     ("pp2", "pp2-virtual2", "qwen3-tied"),
     ("pp2-virtual2", "dp2", "qwen3-tied"),
+    ("pp2-unequal", "tp2", "qwen3-tied"),
+    ("dp2", "pp2-unequal", "qwen3-tied"),
 ]
-SAVED += [("cp2", "qwen3-tied"), ("pp2-virtual2", "qwen3-tied")]
+SAVED += [("cp2", "qwen3-tied"), ("pp2-virtual2", "qwen3-tied"), ("pp2-unequal", "qwen3-tied")]
 SAVED += [("tp2", "glm4"), ("tp2-ep2", "gpt-oss")]  # norms after attention; sinks, biases of experts
 LOADED: dict[int, list[tuple[str, str, str]]] = {  # ranks → layout of the save, layout, model
     2: LOADED_BY_TWO,
@@ -100,7 +104,7 @@ def _save(rank: int, world_size: int, store: dist.Store, case: Case, root: Path)
     backend.stage_save(root / "-".join(case) / "checkpoint")
     backend.save_hf(root / "-".join(case) / "hf")
     steps = _train(backend, range(SAVED_AT, SAVED_AT + 2))
-    parts = together(backend.write_save)  # of the state before these steps
+    parts = gather_records(together(backend.write_save), bytes)  # of the state before these steps
     together(lambda: backend.finish_save(parts) if rank == 0 else None)
     seen = Resumed([], steps, backend.logprobs(SEQUENCES), [])
     backend.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.memory.plan import (
-    StageMemory,
-    StageRequest,
     _measure,
     measure,
     model_parameters,
     rank_bytes,
 )
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.errors import ConfigurationError
 from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.rank_processes import run_ranks
@@ -51,6 +51,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
         "small": save_tiny("qwen3", root / "small"),
+        "gemma": save_tiny("gemma", root / "gemma"),
+        "latent": save_tiny("deepseek-v3", root / "latent"),
         "dense": save_tiny("qwen3", root / "dense", **SIZES),
         "mixture": save_tiny("qwen3-moe", root / "mixture", **SIZES, moe_intermediate_size=512, num_experts=8),
     }
@@ -69,11 +71,13 @@ def request(directory: Path, world_size: int = 1, *, bf16: bool = False, **model
 
 
 def measure_here(request: StageRequest) -> list[StageMemory]:
-    """Measure as ``measure`` does, in a process that need not import Megatron again."""
-    return run_ranks(1, _measured, request)[0]
+    """Measure as ``measure`` does, in a process that need not import Megatron again, what the request asks for."""
+    return run_ranks(1, _measured, request)[0][request.model.recompute_granularity]
 
 
-def _measured(rank: int, world_size: int, store: dist.Store, request: StageRequest) -> list[StageMemory]:
+def _measured(
+    rank: int, world_size: int, store: dist.Store, request: StageRequest
+) -> Mapping[Recompute, list[StageMemory]]:
     return _measure(request)
 
 
@@ -108,7 +112,8 @@ def _real_rank(
         )
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts over
         tokens = TOKENS if directory == directories[-1] else 64
-        backend.train(long_sample_shard(tokens, ranks=backend.data_parallel_size))
+        ranks, micro_batches = backend.data_parallel_size, layout.micro_batches
+        backend.train(long_sample_shard(tokens, ranks=ranks, micro_batches=micro_batches))
         peak = _resident("VmHWM") - before
         parameters = sum(parameter.numel() for module in backend._model.modules for parameter in module.parameters())
         backend.stage_save(saves / f"{index}")
@@ -132,6 +137,7 @@ CASES = {
     "dense-dp2": ("dense", 2, None),
     "dense-tp2-adapters": ("dense", 2, None),
     "dense-critic": ("dense", 1, None),
+    "dense-pp2": ("dense", 2, None),
 }
 ADAPTED = {"lora_rank": 64, "lora_type": "dora"}
 
@@ -147,23 +153,66 @@ ADAPTED = {"lora_rank": 64, "lora_type": "dora"}
 def test_a_rank_takes_what_was_told(case: str, models: dict[str, Path], tmp_path: Path) -> None:
     family, world_size, recompute = CASES[case]
     adapters = ADAPTED if case.endswith("adapters") else {}
-    tensor = 1 if "dp" in case else world_size
-    layout = Layout(world_size=world_size, tensor=tensor, model=adapters)
+    tensor, pipeline = (world_size if f"{axis}2" in case else 1 for axis in ("tp", "pp"))
+    micro_batches = 4 if pipeline > 1 else 1  # more than the stages keep at one time
+    layout = Layout(
+        world_size=world_size, tensor=tensor, pipeline=pipeline, micro_batches=micro_batches, model=adapters
+    )
     critic = case.endswith("critic")
     algorithm = AlgorithmArguments(token_advantages="gae") if critic else AlgorithmArguments()
     directories = [models["small"], models[family]]
     measured = run_ranks(world_size, _real_rank, directories, layout, recompute, algorithm, tmp_path)
-    parameters, peak, _ = measured[0]
-    split = {"tensor_model_parallel_size": tensor, "recompute_granularity": recompute}
+    split = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "recompute_granularity": recompute,
+    }
     asked = request(models[family], world_size, **split, **adapters)
-    stage = (measure if case == "dense" else measure_here)(asked)[0]
-    told = rank_bytes(stage, asked.model, world_size, reference=False, critic=critic, bucket=0, copies_saves=True)
-    assert stage.parameters + stage.expert_parameters + stage.adapters + stage.expert_adapters == parameters
-    assert bool(stage.adapters) == bool(adapters)
-    assert peak == pytest.approx(told.total, rel=WITHIN)
-    # One replica copies for all.
-    copies = [told.saved_copy, 0] if "dp" in case else [told.saved_copy] * world_size
-    assert [copied for _, _, copied in measured] == pytest.approx(copies, rel=WITHIN, abs=1024)
+    stages = measure(asked)[recompute] if case == "dense" else measure_here(asked)
+    assert len(stages) == pipeline
+    for (parameters, peak, _), stage in zip(measured[:: world_size // pipeline], stages, strict=True):
+        told = rank_bytes(stage, asked.model, world_size, reference=False, critic=critic, bucket=0, copies_saves=True)
+        assert stage.parameters + stage.expert_parameters + stage.adapters + stage.expert_adapters == parameters
+        assert bool(stage.adapters) == bool(adapters)
+        assert peak == pytest.approx(told.total, rel=WITHIN), f"stage {stage.stages.start}"
+        # One replica copies for all.
+        copies = [told.saved_copy, 0] if "dp" in case else [told.saved_copy] * (world_size // pipeline)
+        found = [copied for _, _, copied in measured[stage.stages.start * len(copies) :][: len(copies)]]
+        assert found == pytest.approx(copies, rel=WITHIN, abs=1024)
+
+
+def test_every_recomputation_is_measured_as_if_it_was_asked_for(models: dict[str, Path]) -> None:
+    """Whatever flags of another one are given."""
+    plain = run_ranks(1, _measured, request(models["dense"]))[0]
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    compared = run_ranks(1, _measured, request(models["dense"], **block))[0]
+    assert list(plain) == [None, "selective", "full"]
+    assert [compared[each] for each in (None, "selective")] == [plain[each] for each in (None, "selective")]
+    kept = [plain[each][0].kept for each in plain]
+    assert kept == sorted(kept, reverse=True)
+    assert plain["full"][0].kept < compared["full"][0].kept < plain[None][0].kept  # one of the four layers
+
+
+def test_recomputation_that_megatron_refuses_is_left_out(models: dict[str, Path]) -> None:
+    offloaded = ("--cpu-offloading", "--cpu-offloading-num-layers", "1")
+    assert list(run_ranks(1, _measured, request(models["dense"], megatron_extra=offloaded))[0]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("family", "key_and_value"),
+    [
+        ("small", 1 * 2 * 16),  # one KV head of two on each of two ranks
+        ("gemma", 2 * 2 * 16),  # two of four
+        ("latent", 2 * (16 + 8 + 24)),  # two of four, uncompressed
+    ],
+)
+def test_keys_and_values_of_other_ranks_are_counted(models: dict[str, Path], family: str, key_and_value: int) -> None:
+    """Of one layer, those of the tokens of three other ranks."""
+    split = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
+    [alone] = measure_here(request(models[family], 2, tensor_model_parallel_size=2, bf16=True))
+    [stage] = measure_here(request(models[family], 8, **split, bf16=True))
+    assert (alone.received, stage.received) == (0, 3 * TOKENS * key_and_value * 2)
+    assert stage.activations == alone.activations + stage.received
 
 
 def test_adapters_in_bf16_are_counted(models: dict[str, Path]) -> None:

@@ -1,9 +1,10 @@
-"""Runs of one side: rollouts without a trainer, and a trainer on what they left."""
+"""Runs of one side: rollouts without a trainer, a trainer on what they left, and one on what a whole run left."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.integration.real_run import RealRun, real_run
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 STEPS = 2
+REPEATED = 5  # a step of a run of ten
 FLAGS = ("--num-rollout", str(STEPS), "--rollout-num-gpus", "1")
 
 
@@ -80,3 +82,25 @@ def test_one_rank_trains_alone_what_two_do(trained: Callable[[int], list[dict[st
     for one, two in zip(trained(1), trained(2), strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "train/logprob_diff_mean"):
             assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_step_of_a_whole_run_is_repeated_on_one_rank(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
+    """From the checkpoint before it and the batch that was dumped, as docs/run_directory.md says."""
+    dumps = str(tmp_path / "{rollout_id}.parquet")
+    saving = ("--save", str(tmp_path / "checkpoints"), "--save-interval", str(REPEATED))
+    flags = ("--num-rollout", "10", *saving, "--save-debug-rollout-data", dumps)
+    with real_run(tmp_path / "whole", *flags, command=imported_reverse) as run:
+        assert run.wait(360) == 0, run.output
+        whole = run.steps
+    assert [step["step"] for step in whole] == list(range(10))
+
+    loading = ("--load", str(tmp_path / f"checkpoints/iter_{REPEATED:07}"), "--load-debug-rollout-data", dumps)
+    alone = (*loading, "--num-rollout", str(REPEATED + 1), "--actor-num-gpus-per-node", "1")
+    with real_run(tmp_path / "repeated", *alone, command=imported_reverse) as run:
+        assert run.wait(200) == 0, run.output
+        [repeated] = run.steps
+    assert repeated["step"] == REPEATED
+    for name in ("reward/mean", "train/loss", "train/grad_norm", "train/lr", "train/logprob_diff_mean"):
+        assert repeated[name] == pytest.approx(whole[REPEATED][name], rel=1e-4, abs=1e-6), name

@@ -25,6 +25,7 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.errors import CheckpointError, ConfigurationError, ProcessLostError, StalledError, TrainerError
 from miles_async.runtime.processes.fork_server_process import ForkServer
+from miles_async.trainer import ranks
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import StagedWeights
@@ -293,6 +294,27 @@ async def test_a_rank_that_dies_while_it_writes_a_checkpoint_surfaces_at_once(
     await running.stop()
 
 
+async def test_a_rank_that_dies_while_nothing_is_asked_of_it_surfaces(
+    model: Path, resources: RankResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: A1, C10
+    monkeypatch.setattr(ranks, "IDLE_PING_SECONDS", 0.2)
+    running = trainer_ranks(model, resources, canary_tokens=())
+    await running.start()
+    pids = [info.pid for info in running.ranks]
+    supervision = asyncio.ensure_future(running.supervise())
+    await asyncio.sleep(1.0)  # it has looked
+    await running.train(references())
+    assert not supervision.done()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(ProcessLostError, match="trainer rank 1 died"):
+        await asyncio.wait_for(supervision, 30)
+    await wait_until_gone(pids)
+    with pytest.raises(TimeoutError):  # of ranks that are gone, the call that lost them has told why
+        await asyncio.wait_for(running.supervise(), 1.0)
+    await running.stop()
+
+
 async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path, resources: RankResources) -> None:
     # covers: A1, C10
     running = trainer_ranks(model, resources, canary_tokens=())
@@ -300,11 +322,11 @@ async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path, resources
     pids = [info.pid for info in running.ranks]
     await running.train(references())
 
-    async def train_for_ever() -> None:
+    async def train_forever() -> None:
         while True:
             await running.train(references())
 
-    training = asyncio.ensure_future(train_for_ever())
+    training = asyncio.ensure_future(train_forever())
     await asyncio.sleep(0.2)
     os.kill(pids[1], signal.SIGKILL)
     killed = time.monotonic()

@@ -200,7 +200,7 @@ def check_interrupted(server: Server, reply: dict[str, Any], mode: str) -> None:
     else:
         assert [span["version"] for span in spans] == [before, after]
         assert ends[-1] == LONG
-    if mode == "retract":  # the cache is made anew: from the edge on it is all the new weights'
+    if mode == "retract":  # the cache is rebuilt: from the edge on it is all from the new weights
         np.testing.assert_allclose(logprobs(reply)[ends[0] :], server.trained(reply)[ends[0] :], atol=1e-4)
 
 

@@ -100,8 +100,8 @@ def to_shards(steps: Sequence[Sequence[ToySample]], *, dp_size: int, micro_batch
     ]
 
 
-def long_sample_shard(tokens: int, *, ranks: int = 1) -> TrainShard:
-    """One sample of so many tokens, all of which carry loss, in one micro-batch of each rank: the first rank's."""
+def long_sample_shard(tokens: int, *, ranks: int = 1, micro_batches: int = 1) -> TrainShard:
+    """One sample of so many tokens, all of which carry loss, in each micro-batch of each rank: the first rank's."""
     sample = ToySample(
         tokens=np.random.default_rng(0).integers(0, 64, tokens).astype(np.int32),
         loss_mask=np.ones(tokens, np.uint8),
@@ -109,4 +109,4 @@ def long_sample_shard(tokens: int, *, ranks: int = 1) -> TrainShard:
         weight_versions=np.full(tokens, 3, np.int32),
         advantage=1.0,
     )
-    return to_shards([[sample] * ranks], dp_size=ranks, micro_batches=1)[0]
+    return to_shards([[sample] * ranks * micro_batches], dp_size=ranks, micro_batches=micro_batches)[0]

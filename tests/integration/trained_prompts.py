@@ -44,7 +44,7 @@ def settled(snapshot: RolloutSnapshot) -> list[str]:
     was dropped.
     """
     state = snapshot.pool.state
-    missing = {retry["prompt"]["prompt_id"] for retry in [*state["owed"], *state["book"]["retries"]]}
+    missing = {retry.prompt.prompt_id for retry in (*state.owed, *state.book.retries)}
     missing |= {group.attempt.prompt.prompt_id for group in snapshot.pool.groups}
     assert snapshot.source["epoch"] == 0
     return [prompt for prompt in source_order(snapshot.source["position"]) if prompt not in missing]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from miles_async.types import TensorMeta
+
+Load = Callable[[list[tuple[str, Tensor]]], tuple[bool, str]]
+"""Takes the tensors of a bucket: whether that worked, and why not."""
 
 
 def import_all() -> None:
@@ -36,11 +42,30 @@ def receive(
     return received
 
 
-def init_custom_process_group(address: str, port: int, group_name: str, rank: int, world_size: int) -> Any:
+def stream_manager(groups: dict[str, Any], load: Load) -> Any:
+    """SGLang's SchedulerWeightUpdaterManager, as far as a stream (``weight_stream.py``) needs it."""
+    runner = SimpleNamespace(
+        weight_updater=SimpleNamespace(
+            device="cpu",
+            _model_update_group=groups,
+            load_weights_from_distributed=load,
+            destroy_weights_update_group=lambda name: dist.destroy_process_group(groups.pop(name)),
+        )
+    )
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), _select_runners=lambda: [("target", runner)])
+
+
+def init_custom_process_group(
+    address: str,
+    port: int,
+    group_name: str,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta = datetime.timedelta(seconds=120),
+) -> Any:
     """sglang.srt.utils.common.init_custom_process_group (0.5.23), for one backend."""
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
-    timeout = datetime.timedelta(seconds=120)
     store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = _new_process_group_helper(

@@ -75,7 +75,7 @@ class RecordedRun:
         self.pool.commit(self.version)
 
     def _restore(self, snapshot: PoolSnapshot) -> None:
-        quarantined = [retry["prompt"]["prompt_id"] for retry in snapshot.state["book"]["quarantined"]]
+        quarantined = [retry.prompt.prompt_id for retry in snapshot.state.book.quarantined]
         readmissions = {"request": quarantined[:1]} if quarantined else None
         self.pool.restore(snapshot, version=self.version, total_groups=10**6, readmissions=readmissions)
 

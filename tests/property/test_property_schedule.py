@@ -84,7 +84,7 @@ def test_a_resumed_run_is_replayed_from_its_own_schedule(seed: int) -> None:
             if number:  # what the checkpoint brought along is a decision, too
                 restored = run.frames()[0].decisions.restored
                 assert restored.ended["trained"] == step * run.arguments.rollout.rollout_batch_size
-            step = run.pool.snapshot().state["steps"]
+            step = run.pool.snapshot().state.steps
 
 
 @settings(max_examples=40)

@@ -157,6 +157,12 @@ def test_a_stall_is_a_refusal_that_says_who_waits(capsys: pytest.CaptureFixture[
     assert "--stall-timeout" in capsys.readouterr().err
 
 
+def test_one_step_has_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--sweep", "max-weight-staleness=1", "--steps", "1"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("max-weight-staleness")]
+    assert float(line.split()[2]) > 60  # generation and training
+
+
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "plan.png"
     assert main([*QUICK, "--sweep", "max-weight-staleness=0,1", "--output", str(output)]) == 0

@@ -42,6 +42,7 @@ def play(
     engines: int,
     scenario: Scenario,
     *,
+    trainer: BroadcastingTrainer | None = None,
     patience: float | None = UNVERIFIED.group_timeout,
     bucketwise: bool = False,
     seconds: float = 10_000,
@@ -49,11 +50,11 @@ def play(
     """With ``distributed``."""
 
     async def main() -> None:
-        trainer = BroadcastingTrainer(patience=UNVERIFIED.group_timeout)
-        world = trainer.world = World(engines, trainer.contents, step_timeout=STEP, bucketwise=bucketwise)
+        sending = trainer or BroadcastingTrainer(patience=UNVERIFIED.group_timeout)
+        world = sending.world = World(engines, sending.contents, step_timeout=STEP, bucketwise=bucketwise)
         world.patience = patience
         async with world:
-            await scenario(world, publisher_of(world, trainer, UNVERIFIED))
+            await scenario(world, publisher_of(world, sending, UNVERIFIED))
 
     with quiet_logs():
         run_in_virtual_time(main(), limit_seconds=seconds)
@@ -199,6 +200,30 @@ def test_a_repair_that_hangs_delays_no_publication(path: str, bucketwise: bool) 
         assert world.registry.engines["engine-2"].version == 3
 
     play(3, scenario, bucketwise=bucketwise)
+
+
+class SlowToKeep(BroadcastingTrainer):
+    """Its ranks learn late which version a repair brings."""
+
+    async def keep(self, version: int) -> None:
+        await asyncio.sleep(5.0)
+        await super().keep(version)
+
+
+def test_publications_do_not_remove_the_version_of_a_repair_that_begins() -> None:
+    # covers: C8
+    async def scenario(world: World, publisher: WeightPublisher) -> None:
+        await publisher.publish(0)
+        world.servers["engine-2"].die()
+        await world.supervisor.wait_for_joining()
+        repair = asyncio.ensure_future(publisher.repair())
+        for version in (1, 2):
+            await asyncio.sleep(1.0)
+            await publisher.publish(version)
+        assert await repair == ("engine-2",)
+        assert world.registry.engines["engine-2"].version == 2
+
+    play(3, scenario, trainer=SlowToKeep(patience=UNVERIFIED.group_timeout))
 
 
 def test_a_repaired_engine_that_hangs_as_it_is_admitted_delays_a_publication_by_seconds() -> None:

@@ -56,11 +56,11 @@ def test_an_error_in_a_thread_is_raised_where_it_is_awaited() -> None:
 
 def test_a_deadlock_is_an_error_that_names_who_waits_where() -> None:
     # covers: C10
-    async def wait_for_ever() -> None:
+    async def wait_forever() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(StalledError, match=r"deadlock.*test_a_deadlock.*wait_for_ever"):
-        run_in_virtual_time(wait_for_ever())
+    with pytest.raises(StalledError, match=r"deadlock.*test_a_deadlock.*wait_forever"):
+        run_in_virtual_time(wait_forever())
 
 
 def test_the_limit_of_virtual_time_is_an_error() -> None:

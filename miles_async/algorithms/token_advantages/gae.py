@@ -38,7 +38,7 @@ class Gae:
         self._gamma, self._kl_coef = arguments.gamma, arguments.kl_coef
         self._lambd, self._alpha = arguments.lambd, arguments.lambd_length_alpha
         self._estimate = reward_kl_estimator(arguments)
-        self._of_tokens = arguments.advantage_estimator == "token_rewards"
+        self._has_token_rewards = arguments.advantage_estimator == "token_rewards"
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -50,7 +50,7 @@ class Gae:
         last = torch.ones_like(sequence, dtype=torch.bool)
         last[:-1] = sequence[1:] != sequence[:-1]
         rewards = batch.advantages[tokens].double()
-        if not self._of_tokens:
+        if not self._has_token_rewards:
             rewards = rewards * last
         if self._kl_coef:
             rewards = rewards - self._kl_coef * self._estimate(batch.old_logprobs, batch.ref_logprobs)[tokens]

@@ -53,7 +53,8 @@ def largest(batches: Sequence[TokenBatch], ratio: float, gather: Gather) -> list
 def _covariances(batches: Sequence[TokenBatch], gather: Gather) -> tuple[list[Tensor], int]:
     """(C of each token, float64 [N] per micro-batch; N of the rollout batch)."""
     sums = [
-        torch.stack([(values.double() * batch.loss_mask.double()).sum() for values in _of(batch)]) for batch in batches
+        torch.stack([(values.double() * batch.loss_mask.double()).sum() for values in _terms(batch)])
+        for batch in batches
     ]
     count, logprobs, advantages = gather(torch.stack(sums).sum(0)).view(-1, 3).sum(0)
     tokens = count.clamp(min=1)
@@ -63,7 +64,7 @@ def _covariances(batches: Sequence[TokenBatch], gather: Gather) -> tuple[list[Te
     ], int(count)
 
 
-def _of(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+def _terms(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ones_like(batch.loss_mask), batch.old_logprobs, batch.advantages
 
 

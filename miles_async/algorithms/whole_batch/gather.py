@@ -1,4 +1,4 @@
-"""How the tokens of other data-parallel ranks are seen."""
+"""Gather tokens from the other data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
 """Conditions of Transformer Engine's attention kernels that flags and environment tell. Light to import.
 
 Samples are packed, so attention gets sequences end to end (``qkv_format`` thd). For these, Transformer Engine (2.10,
-2.11) has cuDNN's fused kernel in bf16 from Hopper on, flash-attn (version 2) in bf16 where that package is installed,
-and else its unfused attention, which takes memory by the square of the longest sample
+2.11) has cuDNN's fused kernel in bf16 from Hopper on, flash-attn in bf16 where that package is installed, and else its
+unfused attention, which takes memory by the square of the longest sample
 (pytorch/attention/dot_product_attention/utils.py, common/fused_attn/fused_attn.cpp).
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
+
+from packaging.version import Version
 
 SWITCHES: Mapping[str, Mapping[str, str]] = {
     backend: dict(zip(("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), values, strict=True))
@@ -19,15 +21,42 @@ SWITCHES: Mapping[str, Mapping[str, str]] = {
 (``LanguageModule._set_attention_backend``).
 """
 
+FLASH_VERSIONS = Version("2.1.1"), Version("2.8.3")
+"""Oldest and newest flash-attn that Transformer Engine (2.10, 2.11) takes; on Blackwell the oldest is 2.7.3."""
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+FLASH_3 = "flash-attn-3"  # any version. flash-attn-4, which SGLang needs, is not taken
+
+FLASH_NOTE = (
+    f"--megatron-attention-backend flash: neither flash-attn {FLASH_VERSIONS[0]} to {FLASH_VERSIONS[1]} nor {FLASH_3} "
+    "is installed, so Transformer Engine chooses (auto): cuDNN's fused attention from Hopper on; on older GPUs unfused "
+    "attention, which takes memory by the square of the longest sample"
+)
+
+GetVersion = Callable[[str], str]
+"""Name of a package → its version. Raises PackageNotFoundError."""
 
 
-def attention_problems(
-    backend: str, environment: Mapping[str, str], is_installed: Callable[[str], bool] = _is_installed
-) -> Iterator[str]:
-    """Yield why ranks would fail at ``--megatron-attention-backend``; ``environment``: theirs."""
+def usable_backend(named: str, get_version: GetVersion = importlib.metadata.version) -> str:
+    """Return ``named``, or "auto" for a flash-attn that is not installed."""
+    return "auto" if named == "flash" and not _has_flash(get_version) else named
+
+
+def _has_flash(get_version: GetVersion) -> bool:
+    """True if a flash-attn is installed that Transformer Engine takes (pytorch/attention/.../backends.py)."""
+    oldest, newest = FLASH_VERSIONS
+    second = _version("flash-attn", get_version)
+    return (second is not None and oldest <= second <= newest) or _version(FLASH_3, get_version) is not None
+
+
+def _version(package: str, get_version: GetVersion) -> Version | None:
+    try:
+        return Version(get_version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def attention_problems(backend: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield why ranks would fail at a ``usable_backend``; ``environment``: theirs."""
     wrong = {
         name: environment[name] for name, value in SWITCHES[backend].items() if environment.get(name, value) != value
     }
@@ -36,11 +65,6 @@ def attention_problems(
         yield (
             f"{found} in the environment: Megatron sets it by --megatron-attention-backend, which is {backend}: unset "
             f"it, and choose by that flag ({', '.join(SWITCHES)})"
-        )
-    if backend == "flash" and not (is_installed("flash_attn") or is_installed("flash_attn_interface")):
-        yield (
-            "--megatron-attention-backend flash: needs the package flash-attn, which is not installed; leave the flag "
-            "out, and Transformer Engine takes cuDNN's fused attention from Hopper on"
         )
 
 

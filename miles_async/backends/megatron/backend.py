@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError, ConfigurationError
+from miles_async.runtime.serialization import decode, encode
 from miles_async.types import TrainShard
 
 if TYPE_CHECKING:
@@ -176,10 +176,14 @@ class MegatronBackend:
         return state.get_pipeline_model_parallel_rank() if first else None
 
     def train(self, shard: TrainShard) -> dict[str, float]:
+        from miles_async.backends.megatron.distributed import complete_parameters
+
         # A version is stepped from again where it was not published in between: engines have older weights then.
         same_weights = shard.target_version != self._stepped_from
         self._stepped_from = shard.target_version
         metrics = self._runner.train(shard, same_weights=same_weights)
+        for learner in self._learners.values():
+            complete_parameters(learner.model.modules)
         return metrics | self._per_rollout.update(metrics)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
@@ -192,7 +196,7 @@ class MegatronBackend:
         if temperature is not None:
             scorer = dataclasses.replace(scorer, temperature=temperature)
         scores = self._runner.policy.model.score([packed], scorer.logprobs).numbers
-        flat = from_last_stage(scores[0].tolist() if scores else [])
+        flat = from_last_stage(scores[0].tolist() if scores else [], list[float])
         ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
 
@@ -257,14 +261,15 @@ class MegatronBackend:
         ]
 
     def write_save(self) -> bytes:
-        """Not collective; in any thread."""
+        """Write this rank's files; not collective, any thread."""
         assert self._staged is not None, "stage_save() comes first"
-        return pickle.dumps([staged.write() for staged in self._staged])
+        return encode([staged.write() for staged in self._staged])
 
     def finish_save(self, parts: Sequence[bytes]) -> None:
-        """Not collective: on rank 0; in any thread."""
+        """Complete the save on rank 0; not collective, any thread."""
         assert self._staged is not None, "stage_save() comes first"
-        for staged, of_ranks in zip(self._staged, zip(*map(pickle.loads, parts), strict=True), strict=True):
+        written = [decode(part, list[bytes]) for part in parts]
+        for staged, of_ranks in zip(self._staged, zip(*written, strict=True), strict=True):
             staged.finish(of_ranks)
 
     def load(self, directory: Path) -> None:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miles_async.errors import MilesAsyncError
+from miles_async.errors import MilesAsyncError, by_name
+from miles_async.runtime.rank_records import broadcast_record, gather_records, gather_values
+from miles_async.types import GroupBackend
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 T = TypeVar("T")
 
+Float64 = npt.NDArray[np.float64]
 
-def initialise(store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_minutes: float) -> None:
+
+def initialise(store: dist.Store, *, rank: int, world_size: int, backend: GroupBackend, timeout_minutes: float) -> None:
     """Create the default process group, before megatron-bridge would, which always chooses NCCL.
 
     ``timeout_minutes``: of one collective. After it gloo raises; NCCL's watchdog ends the process (torch 2.13,
@@ -48,7 +58,8 @@ def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str
                 dist.all_reduce(values, op=operation, group=group)
                 parts = values.cpu().split([sums[name].numel() for name in names])
                 reduced |= {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
-    return from_last_stage(reduced)
+    found = from_last_stage({name: value.numpy() for name, value in reduced.items()}, dict[str, Float64])
+    return {name: torch.tensor(value) for name, value in found.items()}
 
 
 def gather_from_replicas(values: Tensor) -> Tensor:
@@ -56,43 +67,39 @@ def gather_from_replicas(values: Tensor) -> Tensor:
     from megatron.core import parallel_state
 
     group = parallel_state.get_data_parallel_group()
-    if group.size() == 1:
-        return values
-    count = torch.tensor([len(values)], device=values.device)
-    counts = [torch.empty_like(count) for _ in range(group.size())]
-    dist.all_gather(counts, count, group=group)
-    sizes = [int(one) for one in counts]
-    padded = values.new_zeros(max(sizes))
-    padded[: len(values)] = values
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded, group=group)
-    return torch.cat([one[:size] for one, size in zip(received, sizes, strict=True)])
+    return values if group.size() == 1 else torch.cat(gather_values(values, group))
 
 
-def from_last_stage(value: T) -> T:
-    """Broadcast a picklable object from the last pipeline stage. Collective over the pipeline group."""
+def complete_parameters(modules: Sequence[Module]) -> None:
+    """Give this rank all values of its parameters, with ``--overlap-param-gather``. Collective over replicas.
+
+    An optimizer step then updates each rank's shard only, and the next forward pass gathers the rest. Whatever else
+    reads parameters calls this first. A forward pass after it gathers nothing, so that ranks may run different ones.
+    """
+    module: Any  # Megatron's DistributedDataParallel
+    for module in modules:
+        if module.ddp_config.overlap_param_gather:
+            module.start_param_sync(force_sync=True)
+
+
+def from_last_stage(record: T, record_type: type[T]) -> T:
+    """Broadcast a record of plain data and arrays from the last pipeline stage. Collective over the pipeline group."""
     from megatron.core import parallel_state
 
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return value
-    box = [value]
     group = parallel_state.get_pipeline_model_parallel_group()
-    dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-    return box[0]
+    return record if group.size() == 1 else broadcast_record(record, record_type, source=group.size() - 1, group=group)
 
 
-def together(work: Callable[[], T]) -> list[T]:
-    """Call ``work`` on every rank and return what each returned, on all of them. Collective.
+def together(work: Callable[[], T]) -> T:
+    """Call ``work`` on every rank and return this rank's result. Collective.
 
     If it raises a MilesAsyncError anywhere, all ranks raise the first one: none waits for a rank that gave up.
     """
+    failures: list[tuple[str, str]] = []  # class in errors.py, message
     try:
-        mine: T | MilesAsyncError = work()
+        result = work()
     except MilesAsyncError as error:
-        mine = error
-    results: list[T | MilesAsyncError] = [mine] * dist.get_world_size()
-    dist.all_gather_object(results, mine)
-    done = [result for result in results if not isinstance(result, MilesAsyncError)]
-    if len(done) < len(results):
-        raise next(result for result in results if isinstance(result, MilesAsyncError))
-    return done
+        failures.append((type(error).__name__, str(error)))
+    for kind, message in chain.from_iterable(gather_records(failures, list[tuple[str, str]])):
+        raise (by_name(kind) or MilesAsyncError)(message)
+    return result

@@ -32,10 +32,11 @@ from torch.nn import Module
 from miles_async.algorithms.objective import LossSums
 from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories
 from miles_async.backends.megatron.distributed import gather_from_replicas
-from miles_async.backends.megatron.forward import Pipeline
+from miles_async.backends.megatron.model.forward import Pipeline
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import Scorer
 from miles_async.backends.megatron.packing.pack import PackedBatch, PackLayout, pack_batch
+from miles_async.runtime.rank_records import gather_records
 from miles_async.train_data.batch import part
 from miles_async.train_data.dp_split import FILLER
 from miles_async.types import TrainBatch, TrainShard
@@ -111,8 +112,8 @@ def _whole_trajectories(shard: TrainShard, device: torch.device) -> list[Branche
     if not (divided := samples[ranks > 1].tolist()):
         return list(own.values())
     group = parallel_state.get_data_parallel_group()
-    found: list[dict[int, Branches]] = [{}] * group.size()
-    dist.all_gather_object(found, {sample: own[sample] for sample in divided if sample in own}, group=group)
+    mine = {sample: own[sample] for sample in divided if sample in own}
+    found = gather_records(mine, dict[int, Branches], group)
     for sample in divided:
         holders = [rank for rank, of_rank in enumerate(found) if sample in of_rank]
         if holders[0] == group.rank():

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron.forward import LossFunction, Pipeline
+from miles_async.backends.megatron.distributed import complete_parameters
 from miles_async.backends.megatron.metrics import accumulate
 from miles_async.backends.megatron.model.build import LoadedModel, make_optimizer
+from miles_async.backends.megatron.model.forward import LossFunction, Pipeline
 from miles_async.backends.megatron.packing.pack import PackedBatch
 from miles_async.backends.megatron.platform import Platform
 
@@ -42,6 +43,7 @@ class Learner:
     ) -> Learner:
         """Make the optimizer and schedule of a trainable model. Collective."""
         optimizer, scheduler = make_optimizer(loaded.modules, arguments, model, platform, total_steps=total_steps)
+        complete_parameters(loaded.modules)
         return Learner(model=loaded.pipeline(device), optimizer=optimizer, scheduler=scheduler)
 
     @property

@@ -19,7 +19,7 @@ class HostStorages:
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, scratch: Iterable[Tensor] = ()) -> None:
-        """Copy the contents and free the memory. ``scratch``: tensors whose contents nobody needs."""
+        """Copy the contents and free the memory. ``scratch``: tensors whose contents are not needed."""
         self._kept = _storages(tensors)
         self._scratch = {place: storage for place, storage in _storages(scratch).items() if place not in self._kept}
         self._copies: dict[int, torch.UntypedStorage] = {}
@@ -62,6 +62,6 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """By address. Several tensors may be views of one."""
+    """Map addresses to storages. Several tensors may be views of one."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}

@@ -1,4 +1,4 @@
-"""``--megatron-X`` on the way into Megatron's configs: names of dtypes and enumerations become what they name."""
+"""Convert ``--megatron-X`` for Megatron's configs: names of dtypes and enumerations become their values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from miles_async.arguments.megatron_fields import FieldValue, megatron_fields
 from miles_async.arguments.megatron_settings import Values
+from miles_async.backends.megatron.attention_kernels import usable_backend
 from miles_async.backends.megatron.host.limits import IGNORED_ON_CPU
 from miles_async.backends.megatron.platform import Platform
 
@@ -41,6 +42,6 @@ def optimizer_values(settings: Values, platform: Platform) -> dict[str, object]:
 
 def _object(name: str, value: FieldValue | list[FieldValue]) -> object:
     if name == "attention_backend":
-        return AttnBackend[str(value)]
+        return AttnBackend[usable_backend(str(value))]
     kind = megatron_fields()[name].type
     return DTYPES[str(value)] if kind is not None and "dtype" in kind.kinds and value is not None else value

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 
 from miles_async.algorithms.objective import Objective
 from miles_async.backends.megatron.reference import PREFIX, FollowingReference
@@ -32,23 +33,23 @@ class PerRollout:
         adaptive.adapt(metrics.get(self.objective.adapts_to, float("nan")), metrics.get("sequences", 0.0))
         return {"kl_coefficient": used}
 
-    def sharded_state(self) -> dict[str, Any]:
+    def sharded_state(self) -> ShardedStateDict:
         """Megatron's sharded state, for a checkpoint."""
-        state: dict[str, Any] = {}
+        state: ShardedStateDict = {}
         if self.reference is not None:
             state |= {"reference": self.reference.sharded_state(), "reference_steps": self.reference.steps}
         if self.objective.adaptive is not None:
             state["kl_coefficient"] = self.objective.adaptive.value
         return state
 
-    def wanted(self, found: Collection[str]) -> dict[str, Any]:
+    def wanted(self, found: Collection[str]) -> ShardedStateDict:
         """What to load of a checkpoint that has these keys, beside plain numbers, which come anyway."""
         has_reference = any(key.startswith(f"{PREFIX}.") for key in found)
         if self.reference is None or not has_reference:
             return {}
         return {"reference": self.reference.sharded_state()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: ShardedStateDict) -> None:
         """Continue from what a checkpoint had."""
         if self.reference is not None and "reference" in state:
             self.reference.load(state["reference"], state["reference_steps"])

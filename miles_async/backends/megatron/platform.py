@@ -17,6 +17,7 @@ import torch
 from miles_async.arguments.cluster import Device, DeviceChoice
 from miles_async.backends.megatron.host.limits import FUSIONS
 from miles_async.errors import ConfigurationError
+from miles_async.types import GroupBackend
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 """Variables of CUDA's libraries for results that are the same bits every time."""
@@ -29,7 +30,7 @@ class Platform:
     """Device, communication backend, and the layers and fusions that the model is built of."""
 
     device: Device
-    communication_backend: str  # of torch.distributed
+    communication_backend: GroupBackend
     transformer_engine: bool  # layers: Transformer Engine's, or those of host/spec.py
     fusions: Mapping[str, bool] = field(default_factory=dict)  # provider fields to overwrite
 
@@ -89,10 +90,10 @@ class Platform:
         """The same without Transformer Engine."""
         return replace(self, transformer_engine=False, fusions=HOST_FUSIONS_OFF)
 
-    def layer_spec(self, of_bridge: Callable[..., Any]) -> Callable[..., Any]:
-        """Value for ``GPTModelProvider.transformer_layer_spec``; ``of_bridge``: the bridge's, of Transformer Engine."""
+    def layer_spec(self, bridge_spec: Callable[..., Any]) -> Callable[..., Any]:
+        """Value for ``GPTModelProvider.transformer_layer_spec``. ``bridge_spec``: with Transformer Engine's layers."""
         if self.transformer_engine:
-            return of_bridge
+            return bridge_spec
         from miles_async.backends.megatron.host.spec import host_block_spec
 
         return host_block_spec

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -45,7 +46,7 @@ class FollowingReference:
             if kept is not parameter:
                 parameter.copy_(kept)
 
-    def sharded_state(self) -> dict[str, Any]:
+    def sharded_state(self) -> ShardedStateDict:
         """Megatron's sharded state of the weights, under names of their own."""
         sharded = [module.sharded_state_dict() for module in self.modules]  # type: ignore[operator]
         return {

@@ -32,11 +32,11 @@ from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories
 from miles_async.api import Need
 from miles_async.backends.megatron.critic import Critic
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
-from miles_async.backends.megatron.forward import Pipeline, Scoring
 from miles_async.backends.megatron.gradient_norms import GradientNorms
 from miles_async.backends.megatron.kept_weights import KeptWeights
 from miles_async.backends.megatron.learner import Learner
 from miles_async.backends.megatron.metrics import accumulate, mean, step_metrics
+from miles_async.backends.megatron.model.forward import Pipeline, Scoring
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import Scorer, values_of
 from miles_async.backends.megatron.packing.pack import PackedBatch, PackLayout, pack_batch

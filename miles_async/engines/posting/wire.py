@@ -38,7 +38,7 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Close the request's connection, since nobody waits for the answer; rollout process → client process."""
+    """Close the request's connection, since its answer is no longer needed; rollout process → client process."""
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -10,7 +10,6 @@ plain as int32 in base64, packed in one or two bytes each.
 from __future__ import annotations
 
 from base64 import b64decode
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +21,7 @@ PACK = "packed_answer"  # field of a request: true asks for the packed form
 MEDIA_TYPE = "application/msgpack"  # of a packed answer
 
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
-_EXPERTS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2")}  # bytes of each → form when packed
+_EXPERTS: dict[int, np.dtype[np.integer]] = {1: np.dtype("u1"), 2: np.dtype("<i2")}  # bytes of each → form when packed
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -101,7 +100,7 @@ def read_answer(body: bytes, content_type: str, source: str) -> ServerAnswer:
     )
 
 
-def pack(reply: Any) -> bytes | None:
+def pack(reply: object) -> bytes | None:
     """The packed form of a plain answer, already parsed; None unless it has one log-prob for each of its tokens.
 
     What cannot be packed is sent plain, and refused by :func:`read_answer`.
@@ -144,7 +143,7 @@ def _read_plain(body: bytes, source: str) -> _Read:
 
 
 def _compact(encoded: str) -> RoutedExperts:
-    """Experts as SGLang writes them, in one byte each if that holds all of them. -1 stands for what is no expert."""
+    """Experts as SGLang writes them, in one byte each if that holds all of them. -1 stands for no expert."""
     experts = np.frombuffer(b64decode(encoded, validate=True), _IDS)
     few = not len(experts) or (experts.min() >= 0 and experts.max() <= 255)
     return experts.astype(_EXPERTS[1 if few else 2])

@@ -26,6 +26,7 @@ from miles_async.types import (
     CanaryScore,
     EngineLoad,
     GenerateRequest,
+    GroupBackend,
     HeldWeights,
     ServerAnswer,
     TensorMeta,
@@ -175,7 +176,7 @@ class SGLangServer:
         port: int,
         first_rank: int,
         world_size: int,
-        backend: str,
+        backend: GroupBackend,
         timeout: float,
     ) -> None:
         body = {

@@ -23,7 +23,7 @@ _PADDING = 2  # most products of queries and keys that are computed ÷ those tha
 
 @cache  # a server that is forked from a process which has imported the launcher imports it again
 def register() -> None:
-    """Let the backends made from now on do so."""
+    """Patch backends created from now on."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_extend", _extend, HookType.AROUND)

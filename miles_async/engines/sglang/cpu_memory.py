@@ -1,4 +1,4 @@
-"""Memory of an engine on CPU: SGLang's defaults are for GPUs, which nobody shares.
+"""Memory of an engine on CPU: SGLang's defaults assume a GPU that is not shared.
 
 SGLang takes what is free before it loads the model, times ``--mem-fraction-static``, less what is not free any more
 afterwards, whoever took it meanwhile. So the fraction leaves room for neighbours that start in the same moment, and
@@ -8,17 +8,18 @@ afterwards, whoever took it meanwhile. So the fraction leaves room for neighbour
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from miles_async.runtime.memory import free_memory
+from miles_async.types import JsonObject
 
 RUNNING_REQUESTS = 64  # at once; a CPU gains nothing from larger batches
 LEAST_TOKENS = 16384  # kept wherever there is room: prefixes of many prompts
 CACHE_SHARE = 0.25  # of the memory that is free, for the caches of all engines of a run on a machine
 _STATIC_FRACTION = 0.9
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1, "mxfp8": 1,
+}  # by SGLang's names, those of --kv-cache-dtype included  # fmt: skip
 
 
 def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, engines: int) -> tuple[str, ...]:
@@ -40,8 +41,8 @@ def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, eng
     )
 
 
-def cache_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
-    """Bytes of keys and values of a token, in all layers; None if config.json does not tell."""
+def cache_bytes_per_token(config: JsonObject, dtype: str) -> int | None:
+    """Bytes of keys and values of a token, in all layers; None if ``config`` or ``dtype`` does not tell."""
     layers = config.get("num_hidden_layers")
     item_bytes = _ITEM_BYTES.get(dtype)
     if not isinstance(layers, int) or item_bytes is None:
@@ -55,7 +56,7 @@ def cache_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
     return layers * 2 * kv_heads * int(config.get("head_dim") or hidden // heads) * item_bytes
 
 
-def _config(model_path: str) -> Mapping[str, Any]:
+def _config(model_path: str) -> JsonObject:
     try:
         config = json.loads((Path(model_path) / "config.json").read_text())
         config = config.get("text_config", config)

@@ -12,7 +12,7 @@ _REGISTER = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 
 def register() -> None:
-    """Leave such memory as it is."""
+    """Skip registering the buffers with CUDA."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_REGISTER, _leave, HookType.REPLACE)

@@ -4,7 +4,8 @@ Where everything that SGLang imports is installed this is ``python -m sglang.lau
 torchvision, triton or ``sgl_kernel`` is missing (a machine without a GPU) they become mentionable, see
 ``absent_modules.py``.
 
-Its doors open with the keys that it is given in its environment, see ``locks.py``.
+Its doors open with the keys that it is given in its environment, see ``locks.py``. Its ranks meet at its own address
+alone, see ``rank_store.py``.
 It takes all weights of a publication by one request, see ``weight_stream.py``, answers in packed form where a request
 asks for it, see ``packed_answers.py``, and sleeps while it is paused, see ``paused_sleep.py``. On a CPU, requests share
 prefills, see ``shared_prefills.py``, and attention is computed for many at once, see ``cpu_attention.py``.
@@ -100,12 +101,14 @@ from miles_async.engines.sglang import (  # noqa: E402
     host_buffers,
     load_file,
     paused_sleep,
+    rank_store,
     shared_prefills,
     weight_stream,
 )
 
 load_file.register()
 paused_sleep.register()
+rank_store.register()
 weight_stream.register()
 if _runs_on_cpu(sys.argv):
     shared_prefills.register()

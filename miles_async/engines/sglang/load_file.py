@@ -1,5 +1,4 @@
-"""The file by which SGLang's processes tell each other their load lies in the server's temporary directory, which goes
-with the server however it ends.
+"""Put SGLang's load-sharing file into the server's temporary directory, so that it is removed with the server.
 
 SGLang has it in /dev/shm under a random name and never removes it: a server that failed before anybody had seen it
 would leave it there.
@@ -14,7 +13,7 @@ from sglang.srt.managers import load_snapshot
 
 
 def register() -> None:
-    """Have it so in this process and those that it forks."""
+    """Keep the load file in the server's temporary directory, in this process and those that it forks."""
     load_snapshot.shm_path_for = _path
 
 

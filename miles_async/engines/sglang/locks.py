@@ -2,8 +2,9 @@
 
 SGLang (0.5.23) has ``--api-key`` and ``--admin-api-key``. But everybody on a machine sees the arguments of a process,
 its log has them at level info, and ``/server_info`` tells the admin key to those who have the other. So its middleware
-is given the keys here, and its arguments have none. It leaves open ``/health``, ``/health_generate``, ``/ready`` and
-``/metrics``, and does not look at websockets (``/v1/realtime``, for speech), which are refused here.
+is given the keys here, and its arguments have none. It leaves open whatever begins like ``/health``, ``/ready`` or
+``/metrics``, of which ``/health_generate`` makes the GPU work: here only the paths of ``OPEN`` are. It does not look at
+websockets (``/v1/realtime``, for speech), which are refused here.
 
 After its start SGLang requests its own ``/freeze_gc`` with the key of its arguments, which would be refused and leave
 a traceback in the log. ``server.is_up`` requests it with the admin key instead.
@@ -12,6 +13,7 @@ a traceback in the log. ``server.is_up`` requests it with the admin key instead.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 from miles_async.runtime.network.keys import EngineKeys
@@ -20,6 +22,9 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = ("/health", "/ready")
+"""Paths that need no key: they cost nothing and say whether the server is up. The router asks for the first."""
 
 _REFUSED = {"type": "websocket.close", "code": 1008}  # before it was accepted: HTTP status 403
 
@@ -40,8 +45,14 @@ class NoWebsockets:
 def lock(keys: EngineKeys) -> None:
     """Lock the HTTP server that this process is about to start."""
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.utils.auth import add_api_key_middleware
+    from sglang.srt.utils import auth
 
-    add_api_key_middleware(http_server.app, api_key=keys.api.reveal(), admin_api_key=keys.admin.reveal())
+    auth.decide_request_auth = partial(_decide, auth.decide_request_auth)
+    auth.add_api_key_middleware(http_server.app, api_key=keys.api.reveal(), admin_api_key=keys.admin.reveal())
     http_server.app.add_middleware(NoWebsockets)
     http_server._freeze_gc_after_server_warmup = lambda server_args: None
+
+
+def _decide(decide: Callable[..., Any], *, path: str, **request: Any) -> Any:
+    """SGLang's decision, to which no path but those of ``OPEN`` looks like one that needs no key."""
+    return decide(path=path if path in OPEN else f"/locked{path}", **request)

@@ -15,7 +15,7 @@ PAUSED_TURN = "_record_scheduler_state_for_paused_engine"
 
 @cache  # a server that is forked from a process which has imported the launcher imports it again
 def register() -> None:
-    """Let the schedulers made from now on sleep while they are paused."""
+    """Make schedulers created from now on sleep while they are paused."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"sglang.srt.managers.scheduler.Scheduler.{PAUSED_TURN}", _sleep, HookType.AFTER)

@@ -6,14 +6,14 @@ any of them, like answers to generation requests (``answers.py``). Both give the
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from miles_async.engines.http import ERROR_TEXT
 from miles_async.errors import EngineError
-from miles_async.types import CanaryScore
+from miles_async.types import CanaryScore, Float32
 
 PACK_SCORES = "packed_scores"  # field of a request: true asks for the packed form
 _LOGPROBS = np.dtype("<f4")
@@ -62,7 +62,7 @@ def read_scores(body: bytes, count: int, source: str) -> CanaryScore:
     return CanaryScore(weight_version=version, logprobs=found)
 
 
-def pack_scores(reply: Any) -> bytes | None:
+def pack_scores(reply: object) -> bytes | None:
     """The packed form of an answer, already parsed; None if it has no log-probs of given tokens, as an error has."""
     meta = reply.get("meta_info", {}) if isinstance(reply, dict) else {}
     entries, version = meta.get("input_token_logprobs"), meta.get("weight_version")
@@ -71,5 +71,5 @@ def pack_scores(reply: Any) -> bytes | None:
     return msgspec.msgpack.encode(_Packed(version, _of_entries(entries).tobytes()))
 
 
-def _of_entries(entries: list[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _of_entries(entries: Sequence[Sequence[object]]) -> Float32:
     return np.array([entry[0] for entry in entries], _LOGPROBS)  # NaN for None

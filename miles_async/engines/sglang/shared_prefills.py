@@ -16,7 +16,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 def register() -> None:
-    """Let the schedulers made from now on do so."""
+    """Patch schedulers created from now on."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_SCHEDULER}.get_new_batch_prefill", _plan, HookType.AROUND)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.sglang.stream_buckets import received
+from miles_async.runtime.rank_records import gather_records
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -88,6 +90,5 @@ def _loaded(manager: Any, names: Sequence[str]) -> str | None:
 
 def _agreed(problem: str | None, group: Any) -> str | None:
     """The first problem of any of the engine's ranks: only the first rank answers."""
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    return next(filter(None, problems), None)
+    problems = gather_records([] if problem is None else [problem], list[str], group)
+    return next(chain.from_iterable(problems), None)

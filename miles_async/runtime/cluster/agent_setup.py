@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install() -> None:
-    """Have Ray, where this process starts it from now on, start agents with this script."""
+    """Make Ray, if this process starts it from now on, start agents with this script."""
     from ray._private import ray_constants, services
 
     command = services._build_python_executable_command_memory_profileable

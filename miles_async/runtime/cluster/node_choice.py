@@ -33,7 +33,7 @@ class NodeChoice:
 def choose_nodes(
     nodes: Sequence[Node], free: Mapping[str, int], trainer: GpuNeed, engines: Sequence[GpuNeed]
 ) -> NodeChoice | None:
-    """Choose a place for everything; None if none was found. ``free``: GPUs that nobody uses, by id of their node.
+    """Choose a place for everything; None if none was found. ``free``: unused GPUs, by id of their node.
 
     Nodes with engines only are preferred to nodes with both; the trainer takes the nodes that it fills best, or the
     emptiest ones if the engines need the gaps.

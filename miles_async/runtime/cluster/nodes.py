@@ -1,4 +1,4 @@
-"""The nodes of the Ray cluster: their labels, and what they have."""
+"""The nodes of the Ray cluster: labels and resources."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def describe_nodes() -> str:
 
 
 def free_gpus() -> dict[str, int]:
-    """GPUs that nobody uses, by id of their node."""
+    """Unused GPUs, by id of their node."""
     from ray._private.state import available_resources_per_node  # Ray 2.60 has no public way to ask per node
 
     return {node_id: int(resources.get("GPU", 0)) for node_id, resources in available_resources_per_node().items()}

@@ -16,7 +16,7 @@ class OwnRay:
         self._ending = False
 
     def lost(self) -> str:
-        """Name the processes that ended although nobody shut Ray down; empty while all is well."""
+        """Name the processes that ended without a shutdown of Ray; empty if none did."""
         if self._lost or self._ending:
             return self._lost
         if len(self._seen) < len(NEEDED):  # Ray is starting; looking through all processes is not for later

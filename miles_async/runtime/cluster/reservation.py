@@ -22,9 +22,7 @@ class Reservation:
     def __init__(
         self, bundle: Mapping[str, float], nodes: int, labels: Mapping[str, str], node_ids: Sequence[str] = ()
     ) -> None:
-        """``labels``: of the nodes that may have a bundle. ``node_ids``: those that shall have them; if empty or gone,
-        Ray chooses.
-        """
+        """``labels``: of nodes that may have a bundle. ``node_ids``: nodes to use; if empty or gone, Ray chooses."""
         self._bundles = [dict(bundle)] * nodes
         self._labels = dict(labels)
         self._node_ids = node_ids

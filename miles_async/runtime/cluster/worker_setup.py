@@ -17,7 +17,7 @@ from shlex import split
 
 
 def install() -> None:
-    """Have Ray, where this process starts it from now on, set workers up with this script."""
+    """Make Ray, if this process starts it from now on, set workers up with this script."""
     from ray._private import ray_constants
 
     ray_constants.SETUP_WORKER_FILENAME = __file__  # Ray joins it to a directory of its own: an absolute path stays

@@ -39,7 +39,7 @@ class OwnedDirectory:
         self._elsewhere: set[Path] = set()
 
     def owns(self, files: Iterable[Path]) -> None:
-        """Have these files removed with the directory. They may be gone by then, or others in their place."""
+        """Remove these files with the directory. They may be gone by then, or others in their place."""
         for file in set(files) - self._elsewhere:
             with suppress(FileNotFoundError), (self.path / _ELSEWHERE).open("a") as elsewhere:
                 elsewhere.write(f"{file.lstat().st_ino} {file}\n")

@@ -97,7 +97,7 @@ def _locked_and_empty(directory: Path) -> int:
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         lock = _locked(directory)
-        if not _is_that_of(lock, directory / RUN_FILE):  # another run moved it aside before it was locked
+        if not _is_same_file(lock, directory / RUN_FILE):  # another run moved it aside before it was locked
             os.close(lock)
         elif os.fstat(lock).st_size == 0:
             return lock
@@ -130,7 +130,7 @@ def _locked(directory: Path) -> int:
     return lock
 
 
-def _is_that_of(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

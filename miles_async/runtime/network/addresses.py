@@ -1,4 +1,4 @@
-"""How the processes of a run reach each other: one address per node, which is Ray's own.
+"""Addresses of a run's processes: one per node, which is Ray's own.
 
 Everything uses it: HTTP servers, the rendezvous of process groups, and the interface that gloo and NCCL bind. Servers
 listen at this address only, so what is given to others (A6) and what is open are the same. A run on one machine uses
@@ -56,7 +56,7 @@ class Network:
         import ray  # here, since tools and tests use engines without Ray
 
         address: str = ray.util.get_node_ip_address()
-        _interface_of(address)
+        _find_interface(address)
         return address
 
     def entrance(self) -> str:
@@ -74,14 +74,14 @@ class Network:
             return dict.fromkeys((_GLOO, _NCCL), self.interface)
         # On one machine NCCL's data goes through memory and NVLink.
         names = (_GLOO,) if self.single_node else (_GLOO, _NCCL)
-        return {name: _interface_of(self.address()) for name in names if name not in environment}
+        return {name: _find_interface(self.address()) for name in names if name not in environment}
 
 
 LOCAL = Network()
 """The network of a run on one machine."""
 
 
-def _interface_of(address: str) -> str:
+def _find_interface(address: str) -> str:
     """Return the name of this node's interface that has ``address``."""
     number = socket.gethostbyname(address)  # `ray start --node-ip-address` takes names, too
     for interface, addresses in psutil.net_if_addrs().items():

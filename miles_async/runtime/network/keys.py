@@ -61,7 +61,7 @@ class Secret:
 
 
 def fresh_key() -> Secret:
-    """A key that nobody can guess."""
+    """Generate a random key."""
     return Secret(secrets.token_urlsafe(_KEY_BYTES))
 
 
@@ -121,7 +121,7 @@ def take_engine_keys(environment: MutableMapping[str, str]) -> EngineKeys | None
 
 
 def take_session_keys(environment: MutableMapping[str, str]) -> SessionKeys:
-    """As :func:`take_engine_keys`, of the session server, which does not start without."""
+    """Take the session server's keys, as :func:`take_engine_keys` does; it does not start without them."""
     return SessionKeys(
         agents=Secret(environment.pop(AGENTS_KEY_VARIABLE)), run=Secret(environment.pop(SESSIONS_KEY_VARIABLE))
     )

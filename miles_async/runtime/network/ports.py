@@ -32,8 +32,16 @@ def bind_port(address: str, ports: range | None = None) -> socket.socket:
     )
 
 
+def bind_held_port(address: str, number: int) -> socket.socket:
+    """Bind this very port, which a :class:`HeldPort`, or connections of its last owner, may have. Not listening yet.
+
+    Raises OSError if somebody listens on it or does not share it.
+    """
+    return _bound(address, number, reuse=True)
+
+
 class HeldPort:
-    """A free TCP port, bound by us until :meth:`release`, so that nobody else gets it meanwhile.
+    """A free TCP port, kept bound until :meth:`release`, so that no other process takes it.
 
     Never listened on: on Linux a server that sets SO_REUSEADDR (they all do) can listen on it while we hold it, so hold
     it until the server is up.
@@ -51,7 +59,7 @@ class HeldPort:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             try:
-                self._socket = _bound(address, number, reuse=True)  # connections of its last owner may linger
+                self._socket = bind_held_port(address, number)
             except OSError as error:
                 raise ConfigurationError(f"port {number} is not free: {error}; choose another, or none") from error
         self.number = int(self._socket.getsockname()[1])

@@ -65,7 +65,7 @@ class ChildProcess:
             )
 
     async def fork(self, server: Path) -> None:
-        """Have a fork server start it, which has imported what it needs; :meth:`start` it if there is none."""
+        """Start the process through a fork server that has imported its modules; :meth:`start` it if there is none."""
         with self._log() as log:
             try:
                 self._process = await fork(server, self._command, child_environment(self._environment), log.fileno())

@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies. Raises SystemExit if it is dead already."""
+    """Make the kernel kill this process when its parent dies. Raises SystemExit if it is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above took effect

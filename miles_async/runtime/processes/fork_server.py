@@ -137,7 +137,7 @@ class ForkLoop:
         connection.close()
 
     def _forget(self) -> None:
-        """In a child: let go of what is the server's."""
+        """In a child: release the server's resources."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

@@ -68,7 +68,7 @@ class ForkServers:
         return self._process.pid
 
     def fork(self, servers: Iterable[ForkServer]) -> None:
-        """Have these forked, and no others later. Requests may come from now on: they wait."""
+        """Fork these servers; call it once. Requests may come from now on: they wait."""
         with self._connection, ExitStack() as files:
             for server in servers:
                 server.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class ForkServers:
 
 @asynccontextmanager
 async def running(*servers: ForkServer, modules: Sequence[str] = ()) -> AsyncIterator[ForkServers]:
-    """Have servers import and fork during the context. ``modules``: what they have in common."""
+    """Run fork servers during the context. ``modules``: modules that all of them import."""
     processes = ForkServers(modules, {})
     processes.start()
     async with afterwards(processes.stop):

@@ -17,7 +17,7 @@ IMPORTS_SECONDS = 40.0  # that imports may go on: Ray gives up a worker that has
 
 
 def main(server: str, title: str, arguments: list[str]) -> None:
-    """Have the arguments run by a forked process, and end as it does."""
+    """Run the arguments in a forked process, and end as it does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "title": title}
     connection.settimeout(IMPORTS_SECONDS)

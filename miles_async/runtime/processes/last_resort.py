@@ -76,7 +76,7 @@ class LastResort:
         self._patience = ORDERLY_SECONDS
 
     def interrupts_this_task(self) -> None:
-        """Have SIGTERM cancel the current task from now on."""
+        """Make SIGTERM cancel the current task from now on."""
         self._task = asyncio.current_task()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

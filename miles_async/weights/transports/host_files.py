@@ -71,7 +71,7 @@ def change_bucket(
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where an engine's directory is. Directories with the same ``parent`` see each other's files."""
+    """Location of an engine's directory. Directories with the same ``parent`` see each other's files."""
 
     parent: tuple[str, int, int]  # id of the running machine, device and inode
     name: str

@@ -96,7 +96,7 @@ class LocalFilesTransport:
         return hosts.survivors.errors
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Have each server load from its own host."""
+        """Make each server load from its own host."""
         directories = {engine: self._directories[engine] for engine in engines}
         errors = await self._fleet.load_files(directories, staged.version, self._flush_cache)
         if not self._keep:
@@ -115,7 +115,7 @@ class LocalFilesTransport:
         return {engine: place for engine, place in found.items() if isinstance(place, host_files.Place)}
 
     def _may_take(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> Sequence[Incarnation]:
-        """Those of ``engines`` that have not got this version from others before, which was of no use."""
+        """Engines that have not got this version from others before; a second time would not help."""
         return [engine for engine in engines if self._taken.get(engine.engine) != staged.version]
 
     async def _link_to_holders(
@@ -126,7 +126,7 @@ class LocalFilesTransport:
         holders: Mapping[Incarnation, host_files.Place],
         with_base: Collection[Incarnation],
     ) -> Mapping[Incarnation, str]:
-        """Have engines share the files of holders on their node. Returns what these engines have to load."""
+        """Link the files of holders on the same node. Returns what these engines have to load."""
         names = {place.parent: place.name for place in holders.values()}
         linking = []
         for engine in self._may_take(staged, hosts.survivors.left):
@@ -160,7 +160,7 @@ class LocalFilesTransport:
                 await hosts.run(changing, host_files.change_bucket, staged.version, index, delta, base, tensors)
 
     async def _find_whole(self, staged: StagedWeights, index: int, passing: list[Incarnation]) -> Source:
-        """Where hosts get a bucket's file from. Engines that fail to pass it on are removed from ``passing``."""
+        """Find the source of a bucket's file. Engines that fail to pass it on are removed from ``passing``."""
         while passing:
             assert self._pass_on is not None
             answers = await self._fleet.on_host(passing[:1], self._pass_on, staged.version, bucket_file(index))
@@ -201,7 +201,7 @@ class _Hosts:
     async def link(
         self, neighbour: str, engines: Sequence[Incarnation], files: Sequence[str]
     ) -> Mapping[Incarnation, str]:
-        """Have engines share the files that one beside them has. Those that found it gone are omitted."""
+        """Link engines to the files that one on their node has. Engines that found them gone are omitted."""
         linked = await self.run(engines, host_files.link_version, self._version, neighbour, files)
         return {engine: directory for engine, directory in linked.items() if directory is not None}
 

@@ -8,7 +8,7 @@ import torch
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[None]:
-    """Run what is inside on a stream of its own; the context may be entered many times.
+    """Run the block on a stream of its own; the context may be entered many times.
 
     On the default stream, which all threads share, it would wait for the kernels that training has queued, and they
     for it. A no-op on devices other than CUDA.

@@ -73,7 +73,7 @@ HARMLESS = {
                 "batch.loss_mask.double()",
                 "values.double() * batch.loss_mask.double()",
                 "(values.double() * batch.loss_mask.double()).sum()",
-                "torch.stack([(values.double() * batch.loss_mask.double()).sum() for values in _of(batch)])",
+                "torch.stack([(values.double() * batch.loss_mask.double()).sum() for values in _terms(batch)])",
                 "torch.stack(sums)",
                 "torch.stack(sums).sum(0)",
                 "gather(torch.stack(sums).sum(0))",

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
 from miles_async.arguments.foreign.checks import check_foreign, layer_kinds
 from miles_async.arguments.foreign.record import ForeignFlag
+from miles_async.arguments.foreign.shapes import SHAPES
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.parser import ParsedCommandLine, build_parser, parse_arguments
@@ -96,9 +98,23 @@ class TestTranslation:
         assert "expected alltoall" in refusal(*words, "flex")
         assert refusal(*words, "flex", "--moe-token-dispatcher-type", "flex").count("flex") == 1
 
+    @pytest.mark.parametrize("form", ["{} {}", "{}={}"])
+    def test_the_last_value_counts_of_flags_that_are_ours(self, form: str):
+        def given(flag: str, *values: str) -> list[str]:
+            return " ".join(form.format(flag, value) for value in values).split()
+
+        parsed = parse(*given("--advantage-estimator", "gspo", "grpo"))
+        assert (parsed.arguments.algorithm.policy_loss, parsed.notes) == (AlgorithmArguments().policy_loss, ())
+        assert parse(*given("--advantage-estimator", "grpo", "gspo")).arguments.algorithm.policy_loss == "gspo"
+        assert parse(*given("--train-backend", "fsdp", "megatron")).arguments.model.train_backend == "megatron"
+        assert parse(*given("--loss-type", "custom_loss", "sft_loss")).arguments.algorithm.supervised
+        assert "--loss-type custom_loss does not exist" in refusal(*given("--loss-type", "sft_loss", "custom_loss"))
+
     def test_what_follows_a_value_is_not_swallowed(self):
         assert "unexpected argument '7'" in refusal("--balance-data", "7")
         assert "unexpected argument '7'" in refusal("--num-layers", "36", "7")
+        assert "unexpected argument '7'" in refusal("--num-layers", "36", "7", "--num-layers", "36")
+        assert "unexpected argument '7'" in refusal("--loss-type", "sft_loss", "7", "--loss-type", "sft_loss")
         assert "--num-layers: expected one argument" in refusal("--num-layers", "--lr", "1")
 
     def test_another_name_for_a_flag_of_ours(self):
@@ -206,7 +222,31 @@ class TestChecks:
             ("--rotary-interleaved", "model_type 'qwen3'"),
             ("--multi-latent-attention", "nothing of kv_lora_rank"),
             ("--untie-embeddings-and-output-weights", "tie_word_embeddings True"),
-            ("--moe-layer-freq [0]*36", "num_hidden_layers 36 and first_k_dense_replace 0"),
+            ("--num-query-groups 4", "num_key_value_heads 8"),
+            ("--num-experts 128", "nothing of num_experts, which means 0"),
+            ("--moe-layer-freq [1]*36", "nothing of num_experts, which means 0"),
+            ("--moe-layer-freq 1", "nothing of num_experts, which means 0"),
+            ("--moe-ffn-hidden-size 768", "nothing of num_experts, which means 0"),
+            (
+                "--moe-shared-expert-intermediate-size 768",
+                "nothing of shared_expert_intermediate_size, which means none",
+            ),
+            ("--moe-router-topk 8", "nothing of num_experts_per_tok, which means 0"),
+            ("--moe-router-topk-scaling-factor 2.5", "nothing of routed_scaling_factor, which means 1.0"),
+            ("--moe-router-num-groups 8", "nothing of n_group, which means 1"),
+            ("--moe-router-group-topk 4", "nothing of topk_group, which means 1"),
+            ("--moe-router-score-function sigmoid", "model_type 'qwen3'"),
+            ("--moe-router-pre-softmax", "nothing of num_experts, which means 0"),
+            ("--moe-router-enable-expert-bias", "model_type 'qwen3'"),
+            ("--rotary-scaling-factor 40", "nothing of rope_scaling.factor, which means 1.0"),
+            ("--position-embedding-type yarn", "nothing of rope_scaling.rope_type, which means default"),
+            ("--mscale 0.7", "nothing of rope_scaling.mscale, which means 1.0"),
+            ("--mscale-all-dim 1", "nothing of rope_scaling.mscale_all_dim, which means 0.0"),
+            ("--q-lora-rank 1536", "nothing of q_lora_rank, which means none"),
+            ("--kv-lora-rank 512", "nothing of kv_lora_rank, which means none"),
+            ("--qk-head-dim 128", "nothing of qk_nope_head_dim, which means none"),
+            ("--qk-pos-emb-head-dim 64", "nothing of qk_rope_head_dim, which means none"),
+            ("--v-head-dim 128", "nothing of v_head_dim, which means none"),
             ("--sglang-tp-size 8", "--rollout-num-gpus-per-engine, which is an engine's tensor-parallel size, is 4"),
             ("--rollout-stop-token-ids 5 6", "eos_token_id is that of config.json 5"),
         ],
@@ -218,11 +258,50 @@ class TestChecks:
         assert found.endswith("change one of them, or leave the flag out")
 
     def test_what_config_json_does_not_say_is_not_compared(self, tmp_path: Path):
-        assert disagreements(tmp_path, DENSE, "--vocab-size", "7", "--num-experts", "8") == []
+        assert disagreements(tmp_path, DENSE, "--vocab-size", "7") == []
+
+    @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
+    def test_experts_by_their_name_in_each_family(self, tmp_path: Path, field: str):
+        config = {"model_type": "olmoe", field: 8, "intermediate_size": 64, "norm_topk_prob": False}
+        words = "--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-num-groups 1 --moe-router-pre-softmax"
+        assert disagreements(tmp_path, config, *words.split()) == []
+        assert len(disagreements(tmp_path, config, "--num-experts", "16", "--moe-router-group-topk", "2")) == 2
+
+    @pytest.mark.parametrize(
+        ("words", "source"),
+        [
+            ("--moe-router-pre-softmax", "norm_topk_prob True"),
+            ("--moe-router-topk-scaling-factor 2.5", "nothing of routed_scaling_factor, which means 1.0"),
+            ("--moe-shared-expert-intermediate-size 64", "shared_expert_intermediate_size, which means none"),
+        ],
+    )
+    def test_a_mixture_that_does_not_agree(self, tmp_path: Path, words: str, source: str):
+        config = {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True}
+        (found,) = disagreements(tmp_path, config, *words.split())
+        assert source in found
+
+    @pytest.mark.parametrize(
+        ("config", "words"),
+        [
+            (DENSE, "--rotary-scaling-factor 1 --mscale 1 --mscale-all-dim 0 --position-embedding-type rope"),
+            (DENSE, "--num-experts 0 --moe-layer-freq [0]*36 --mtp-num-layers 0 --moe-router-num-groups 1"),
+            (DENSE, "--moe-router-topk-scaling-factor 1 --moe-router-score-function softmax"),
+            (MIXTURE, "--position-embedding-type rope"),
+            (MIXTURE, "--position-embedding-type yarn --moe-router-pre-softmax"),
+        ],
+    )
+    def test_values_that_mean_the_same_as_nothing(self, tmp_path: Path, config: dict[str, object], words: str):
+        assert disagreements(tmp_path, config, *words.split()) == []
 
     def test_end_tokens_of_the_generation_config_count(self, tmp_path: Path):
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
         assert disagreements(tmp_path, DENSE, "--rollout-stop-token-ids", "5", "6", "7") == []
+
+    @pytest.mark.parametrize("model", ["Qwen3-4B", "Qwen3-30B-A3B", "DeepSeek-R1", "GLM-4.5", "gpt-oss-20b"])
+    def test_every_flag_that_describes_a_model_is_compared(self, model: str):
+        config = json.loads((Path(__file__).parents[2] / "recipes" / "configs" / f"{model}.json").read_text())
+        unsaid = [row.flag for row in SHAPES if row.fact is None or row.fact(Arguments(), config) is None]
+        assert unsaid == (["--moe-router-pre-softmax"] if model == "gpt-oss-20b" else [])
 
     @pytest.mark.parametrize("text", ["[0", "__import__('os')", "[0]*'a'", "0", "'x'"])
     def test_layers_that_cannot_be_read(self, text: str):

@@ -26,23 +26,28 @@ def refusal(*words: str) -> str:
 def test_values_have_the_field_s_type_and_reach_its_configs() -> None:
     found = settings(
         "--megatron-bucket-size", "4096", "--megatron-decoupled-lr=1e-5", "--megatron-overlap-grad-reduce",
-        "--megatron-moe-permute-fusion", "false", "--megatron-exp-avg-dtype", "bf16", "--megatron-delay-wgrad-compute",
+        "--megatron-moe-permute-fusion", "false", "--megatron-exp-avg-dtype", "bf16",
         "--megatron-attention-backend", "flash", "--megatron-offload-modules", "core_attn",
     )  # fmt: skip
     assert found.provider == {
         "moe_permute_fusion": False,
-        "delay_wgrad_compute": True,
         "attention_backend": "flash",
         "offload_modules": ["core_attn"],
     }
     assert found.optimizer == {"decoupled_lr": 1e-5, "exp_avg_dtype": "bf16"}
-    assert found.ddp == {"bucket_size": 4096, "overlap_grad_reduce": True, "delay_wgrad_compute": True}
+    assert found.ddp == {"bucket_size": 4096, "overlap_grad_reduce": True}
 
 
 def test_a_field_s_own_name_is_enough_and_no_turns_a_switch_off() -> None:
     found = settings("--moe-permute-fusion", "--no-masked-softmax-fusion", "--optimizer-cpu-offload", "--bucket-size=8")
     assert found.provider == {"moe_permute_fusion": True, "masked_softmax_fusion": False}
     assert (found.optimizer, found.ddp) == ({"optimizer_cpu_offload": True}, {"bucket_size": 8})
+
+
+def test_a_field_of_several_configs_is_set_in_each() -> None:
+    found = settings("--overlap-grad-reduce", "--overlap-param-gather")
+    assert found.optimizer == {"overlap_param_gather": True}
+    assert found.ddp == {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 def test_other_names_of_megatron_s_command_line() -> None:
@@ -67,7 +72,14 @@ def test_other_names_of_megatron_s_command_line() -> None:
         (["--megatron-params-dtype", "bf16"], "--bf16 chooses the dtypes"),
         (["--megatron-moe-aux-loss-coeff", "1"], "the policy gradient alone moves the weights: remove it"),
         (["--megatron-num-layers-in-first-pipeline-stage", "1"], "use --decoder-first-pipeline-num-layers"),
-        (["--overlap-param-gather"], "weights are published after every step"),
+        (["--average-in-collective"], "gradients are summed and divided by the tokens that carry loss"),
+        (["--num-microbatches-with-partial-activation-checkpoints", "2"], "use --recompute-granularity"),
+        (["--overlap-moe-expert-parallel-comm"], "it needs a forward pass in parts"),
+        (["--moe-layer-recompute"], "use --recompute-granularity selective --recompute-modules moe"),
+        (["--beta-fast", "32"], "the model is built by config.json of --hf-checkpoint"),  # with latent attention only
+        (["--rope-type", "yarn"], "the model is built by config.json of --hf-checkpoint"),
+        (["--align-param-gather"], "it is not implemented: remove it"),
+        (["--overlap-param-gather-with-optimizer-step"], "it is not implemented: remove it"),
     ],
 )
 def test_what_cannot_be_set_says_why(words: list[str], says: str) -> None:

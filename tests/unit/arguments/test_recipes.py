@@ -21,6 +21,7 @@ from miles_async.arguments.parser import build_parser
 from miles_async.arguments.pass_through import is_pass_through
 from miles_async.arguments.words import looks_like_flag
 from miles_async.cli import main
+from miles_async.machine.gpus import GpuFacts
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PATHS = {"--hf-checkpoint", "--ref-load", "--load", "--save", "--prompt-data", "--eval-prompt-data", "--dump-details"}
@@ -108,6 +109,34 @@ def test_dry_run_ends_in_order_or_names_what_to_change(
     assert len(problems) == len(refused)
     for expected in refused:
         assert expected in shown.err
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of 512 GPUs, with the packages that are there; what ranks take is not measured."""
+    node = GpuFacts(driver="580.65.06", cuda="13.0", gpus=("NVIDIA H100",) * 512, nccl="2.28.9")
+    monkeypatch.setattr("miles_async.machine.checks.gpu_facts", lambda: node)
+    monkeypatch.setattr("miles_async.machine.checks.package_findings", lambda versions, device: [])
+    monkeypatch.setattr("miles_async.machine.checks.shared_memory_findings", lambda device: [])
+    monkeypatch.setattr("miles_async.runtime.device.count_gpus", lambda: len(node.gpus))
+    monkeypatch.setattr("miles_async.commands.memory.memory_report", lambda arguments: "memory of ranks\n")
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize("name", EXPECTED)
+def test_dry_run_on_gpus_ends_in_the_same_way(name: str, own: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    # covers: P8
+    words, refused = recipe(name), EXPECTED[name][2]
+    correction = [] if "--use-tis" in words else ["--use-rollout-logprobs"]
+    status = main(["train", *words, *own, "--device", "cuda", *correction, "--dry-run"])
+    shown = capsys.readouterr()
+    assert status == (2 if refused else 0), shown.err
+    if not refused:
+        assert "ranks on cuda" in shown.out
+        assert "Transformer Engine chooses (auto)" in shown.out  # every recipe asks for flash-attn, which is not there
+        assert shown.out.endswith("memory of ranks\n")
 
 
 @pytest.mark.parametrize("name", ["S5_deepseek-r1", "S6_glm47-355b-a32b"])

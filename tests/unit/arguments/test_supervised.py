@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
+from miles_async.arguments import validation
 from miles_async.arguments.parser import assemble, parse_arguments
 from miles_async.arguments.validation import validate
 from miles_async.errors import ConfigurationError
@@ -57,6 +58,40 @@ def test_flags_of_what_is_not_done_are_refused(change: dict[str, Any], message: 
     with pytest.raises(ConfigurationError) as caught:
         validate(assemble({**flags, **change}, {}))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"share_prefixes": True, "device": "cuda"}, "--share-prefixes with --device cuda"),
+        (
+            {"share_prefixes": True, "device": "cpu", "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "--share-prefixes with --context-parallel-size 2",
+        ),
+        (
+            {"enable_mtp_training": True, "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "--enable-mtp-training with --context-parallel-size 2",
+        ),
+        ({"enable_mtp_training": True, "lora_rank": 8}, "--enable-mtp-training with --lora-rank 8"),
+        ({"enable_mtp_training": True, "share_prefixes": True}, "--enable-mtp-training with --share-prefixes"),
+        ({"recompute_num_layers": 2}, "--recompute-num-layers 2 has no effect"),
+        ({"lora_alpha": 4.0}, "--lora-alpha have no effect"),
+    ],
+)
+def test_layouts_are_checked_as_for_sampled_data(change: dict[str, Any], message: str, flags: dict[str, Any]) -> None:
+    # covers: C12
+    with pytest.raises(ConfigurationError) as caught:
+        validate(assemble({**flags, **change}, {}))
+    assert message in str(caught.value)
+
+
+def test_every_check_belongs_to_all_runs_or_to_one_kind_of_data() -> None:
+    listed = [
+        *(*validation.COMMON_CHECKS, *validation.SAMPLED_CHECKS),
+        *(*validation.SUPERVISED_CHECKS, *validation.DIVIDING_CHECKS),
+    ]
+    known = {name for name in vars(validation) if name.startswith("check_")}
+    assert sorted(check.__name__ for check in listed) == sorted(known - {"check_foreign"})  # takes foreign flags, too
 
 
 def test_a_script_of_slime_is_read_as_it_is() -> None:

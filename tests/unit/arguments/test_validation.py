@@ -107,6 +107,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case("no ports", {"port_range": "20000"}, "--port-range 20000: expected LOW-HIGH"),
         case("ports the wrong way round", {"port_range": "20009-20000"}, "--port-range 20009-20000"),
         case("ports that there are not", {"port_range": "65000-66000"}, "--port-range 65000-66000"),
+        case("too few ports", {"port_range": "20000-20001"}, "--port-range 20000-20001: expected at least"),
         case("no label", {"ray_address": "auto", "actor_node_labels": ("pool",)}, "--actor-node-labels pool: expected"),
         case("files of one node", {"ray_address": "auto", "weight_transport": "disk"}, "give --weight-staging-dir"),
         case("labels of one machine", {"rollout_node_labels": ("pool=x",)}, "--rollout-node-labels without --ray-add"),

@@ -240,7 +240,6 @@ def test_exit_code_tells_how_a_run_ended(
             "--recompute-modules layernorm: needs Transformer Engine",
         ),
         (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
-        (["--device", "cuda", "--attention-backend", "flash"], "flash: needs the package flash-attn"),
         (["--device", "cuda", "--sglang-enable-nccl-nvls"], "export NCCL_NVLS_ENABLE=1"),
     ],
     ids=str,
@@ -253,6 +252,14 @@ def test_a_dry_run_refuses_settings_that_would_fail_later(
     if "prompts" not in message:  # what takes seconds to know is checked by the rollout process, before engines
         assert main([*flags, *extra]) == 2
     assert not runs
+
+
+def test_a_dry_run_refuses_variables_that_megatron_would_find_wrong(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert main([*flags, "--device", "cuda", "--dry-run"]) == 2
+    assert "NVTE_FUSED_ATTN=0 in the environment" in capsys.readouterr().err
 
 
 def change_config(flags: list[str], **changes: Any) -> Path:

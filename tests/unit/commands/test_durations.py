@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,93 @@ def test_what_is_given_wins(model: tuple[str, ...]) -> None:
     assert "T_train 77," not in plan([*model, *estimated])
 
 
+def publications(text: str) -> dict[str, tuple[str, ...]]:
+    """(senders, seconds of the copy, beside training, of the pause) by transport, as printed."""
+    rows = [line.split() for line in text.splitlines() if line.startswith(("distributed", "disk", "object_store"))]
+    return {" ".join(row[:-4]): tuple(row[-4:]) for row in rows}
+
+
+# 2 × 32000 × 1024 weights of embedding and output, 4 × (4 × 1024² + 3 × 1024 × 4096) of layers: 0.2653 GB in bf16.
+FOUR_STAGES = ("--pipeline-model-parallel-size", "4", "--actor-num-gpus-per-node", "4")
+ESTIMATED = ("--gpu", "h100", "--response-tokens", "1000")
+
+
+def test_every_transport_has_its_senders(model: tuple[str, ...]) -> None:
+    """Each pipeline stage sends over links; with files of a shared file system, one rank does."""
+    found = publications(plan([*model, *FOUR_STAGES, *ESTIMATED]))
+    assert found == {
+        "distributed (chosen)": ("4", "0.00332", "0", "0.00133"),
+        "disk": ("1", "0.0133", "0.115", "0.115"),
+        "object_store": ("4", "0.00332", "0.00133", "0.115"),
+    }
+
+
+def test_the_transport_of_the_run_is_simulated(model: tuple[str, ...]) -> None:
+    text = plan([*model, *FOUR_STAGES, *ESTIMATED, "--weight-transport", "disk", "--steps", "40"])
+    assert "disk (chosen)" in publications(text)
+    found = [float(re.search(rf"{name} ([\d.]+)", text)[1]) for name in ("T_pause", "T_copy")]  # type: ignore[index]
+    assert found == pytest.approx([0.1154, 0.01327], rel=0.05)  # means; one more or less at the ends
+
+
+def test_changes_alone_are_brought(model: tuple[str, ...]) -> None:
+    """And engines load all files: few elements change, but in every one of them."""
+    flags = ("--weight-transport", "disk", "--weight-delta", "xor", "--steps", "8")
+    text = plan([*model, *FOUR_STAGES, *ESTIMATED, *flags])
+    assert publications(text)["disk (chosen)"] == ("1", "0.0133", "0.00231", "0.115")
+    assert publications(text)["object_store"] == ("4", "0.00332", "2.65e-05", "0.115")
+    assert publications(text)["distributed"] == ("4", "0.00332", "0", "0.00133")
+
+
+ON_FOUR = ("--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "4", "--gpu-memory-gb", "1")
+# Bytes of a token in all 16 heads of all layers, and weights that every rank of data-parallel attention has.
+PER_TOKEN, SHARED, COPIED = 4 * 2 * 1024 * 2, 4 * 3 * 1024 * 4096 + 1024 * 32000, 4 * 4 * 1024**2 + 1024 * 32000
+
+
+@pytest.mark.parametrize(
+    ("flags", "room"),
+    [
+        ((), 4 * (0.85 * 2**30 - 2 * (SHARED + COPIED) / 4) / PER_TOKEN),
+        (("--sglang-kv-cache-dtype", "fp8_e4m3"), 8 * (0.85 * 2**30 - 2 * (SHARED + COPIED) / 4) / PER_TOKEN),
+        (("--sglang-attn-dp-size", "4"), 4 * (0.85 * 2**30 - 2 * (SHARED / 4 + COPIED)) / PER_TOKEN),
+    ],
+    ids=["tensor parallel", "fp8", "data parallel"],
+)
+def test_requests_fill_all_caches_of_an_engine(model: tuple[str, ...], flags: tuple[str, ...], room: float) -> None:
+    """A request has 512 tokens of prompt and, in the middle of its time, 500 of its response."""
+    text = plan([*model, *ON_FOUR, *flags, *ESTIMATED, "--rollout-concurrency-per-engine", "500"])
+    assert f"an engine runs {int(room / 1012)} requests at once" in text
+
+
+ONE = ("--advantage-estimator", "reinforce")
+CRITIC = (*ONE, "--token-advantages", "gae")
+
+
+@pytest.mark.parametrize(
+    ("flags", "forwards"),
+    [
+        ((), 3),
+        (("--recompute-granularity", "full"), 4),
+        (("--use-kl-loss", "--kl-loss-coef", "0.1"), 3 + 1),
+        ((*ONE, "--token-advantages", "kl_in_reward", "--kl-coef", "0.1"), 3 + 1),
+        (CRITIC, 3 + 1 + 3),
+        ((*CRITIC, "--critic-updates-per-step", "2", "--recompute-granularity", "full"), 4 + 1 + 2 * 4),
+        (("--advantage-estimator", "opob"), 3 + 3),
+        (("--ppo-epochs", "2"), 2 * 3),
+        (("--no-use-rollout-logprobs", "--use-tis", "--global-batch-size", "2"), 3 + 1 / 2),
+        (("--no-use-rollout-logprobs", "--use-tis", "--ppo-epochs", "2"), 2 * 3 + 1),
+        (("--no-use-rollout-logprobs", "--use-tis", "--prox-logp-method", "snapshots"), 3 + 1),
+        (("--no-use-rollout-logprobs", "--use-tis", "--prox-logp-method", "loglinear"), 3),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_training_step_has_all_passes(model: tuple[str, ...], flags: tuple[str, ...], forwards: float) -> None:
+    """Forward passes of 4 sequences of 1,512 tokens on one GPU; a backward pass counts as two."""
+    layers, output, pair = 4 * (4 * 1024**2 + 3 * 1024 * 4096), 1024 * 32000, 4 * 16 * 64 * 2
+    forward = 2 * 4 * (1512 * (layers + output) + 1512**2 / 2 * pair)
+    seconds = forwards * forward / (989e12 * 0.35)
+    assert f"a training step {seconds:.3g} s" in plan([*model, *flags, *ESTIMATED])
+
+
 def test_without_an_estimate_durations_are_required(model: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match="--latency, --train-seconds; or, to have them estimated, --gpu"):
         plan(model)
@@ -71,7 +159,7 @@ def test_what_cannot_be_estimated_is_refused(model: tuple[str, ...], words: tupl
 
 def test_the_plan_of_a_large_run_is_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its flags and its layout; tests/integration/test_memory_plan.py measures smaller ones."""
-    monkeypatch.setattr(memory, "measure", lambda request: [])
+    monkeypatch.setattr(memory, "measure", lambda request: {"full": []})
     with pytest.raises(ValueError, match="empty"):  # all checks are passed: only the measured stages are missing
         plan([ONE_TRILLION, "--memory"])
     with pytest.raises(ConfigurationError, match="--decoder-last-pipeline-num-layers 6 does not divide"):

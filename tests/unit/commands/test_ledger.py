@@ -131,7 +131,7 @@ async def test_dead_letters_have_every_attempts_reason(run_dir: Path, capsys: An
         (("explain", "run", "train.jsonl:55"), "did you mean train.jsonl:5?"),
         (("explain", "run", "jsonl:6"), "did you mean train.jsonl:6?"),
         (("explain", "run", "99"), "no prompt and no attempt '99' in this ledger (attempts 0 to 4)"),
-        (("explain", "run"), "the following arguments are required: PROMPT_OR_GROUP; see miles-async explain --help"),
+        (("explain", "run"), "the following arguments are required: PROMPT_OR_ATTEMPT; see miles-async explain --help"),
         (("ledger", "run", "--readmit", "train.jsonl:66"), "is not quarantined; did you mean train.jsonl:6?"),
         (("ledger", "run", "--readmit", "train.jsonl:6"), "name the directory of --save instead"),
         (("ledger", "empty"), "expected a run directory (ledger.sqlite) or checkpoints (iter_...)"),

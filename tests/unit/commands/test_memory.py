@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.rollout import RolloutArguments
-from miles_async.backends.megatron.memory.plan import StageMemory, StageRequest
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.commands import memory
 
 GIB = 1 << 30
@@ -28,12 +29,13 @@ CONFIG = {
 }
 # 1 GiB of bf16 weights, 2 of gradients, 6 of optimizer, 3 of activations.
 STAGES = [StageMemory(stages=range(1), parameters=GIB // 2, expert_parameters=0, kept=GIB, peak=3 * GIB, under_way=1)]
+RECOMPUTED = [replace(STAGES[0], kept=GIB // 4, peak=2 * GIB)]
 
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arguments:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(memory, "measure", lambda request: STAGES)
+    monkeypatch.setattr(memory, "measure", lambda request: {None: STAGES, "full": RECOMPUTED})
     return Arguments(
         cluster=ClusterArguments(device="cpu", rollout_num_gpus=4, rollout_num_gpus_per_engine=4, gpu_memory_gb=80),
         model=ModelArguments(hf_checkpoint=tmp_path, bf16=True),
@@ -65,6 +67,51 @@ def test_tables(arguments: Arguments) -> None:
     assert [cell.strip() for cell in engine.split("│")[2:-1]] == ["4", "0.2", "1,024", f"{int(67.75 * 1024**2):,}"]
 
 
+def activation_cells(arguments: Arguments) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table of activations."""
+    lines = memory.memory_report(arguments).splitlines()
+    start = next(index for index, line in enumerate(lines) if "Activations by" in line)
+    end = next(index for index, line in enumerate(lines[start:], start) if line.startswith("└"))
+    cells = [[cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines[start:end] if line[0] in "┃│"]
+    return cells[0], cells[1:]
+
+
+def test_activations_are_told_for_every_recomputation(arguments: Arguments) -> None:
+    """Megatron refused one of them. The logits are those of 1,024 tokens in fp32, 128 Ki of them per token and rank."""
+    directory = arguments.model.hf_checkpoint
+    assert directory is not None
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 18}))
+    split = replace(
+        arguments,
+        cluster=replace(arguments.cluster, actor_num_gpus_per_node=2),
+        model=replace(arguments.model, tensor_model_parallel_size=2),
+    )
+    header, rows = activation_cells(split)
+    assert header == ["stage", "none (chosen)", "selective", "full", "of which logits of 1024 tokens"]
+    assert rows == [["0", "3.0", "refused", "2.0", "0.5"]]
+    full = replace(split, model=replace(split.model, recompute_granularity="full"))
+    assert activation_cells(full)[0][1:4] == ["none", "selective", "full (chosen)"]
+    trainer = next(line for line in memory.memory_report(full).splitlines() if line.startswith("│ 0 "))
+    assert trainer.split("│")[7].strip() == "2.0"
+
+
+def test_the_last_stage_alone_has_logits(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = arguments.model.hf_checkpoint
+    assert directory is not None
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 18}))
+    stages = [replace(STAGES[0], stages=range(1), under_way=2), replace(STAGES[0], stages=range(1, 2))]
+    monkeypatch.setattr(memory, "measure", lambda request: {None: stages})
+    split = replace(
+        arguments,
+        cluster=replace(arguments.cluster, actor_num_gpus_per_node=2),
+        model=replace(arguments.model, pipeline_model_parallel_size=2),
+    )
+    assert [(row[0], row[1], row[4]) for row in activation_cells(split)[1]] == [
+        ("0 (fullest)", "4.0", "0.0"),
+        ("1", "3.0", "1.0"),
+    ]
+
+
 @pytest.mark.parametrize(("checkpoint", "host"), [
     (CheckpointArguments(save=Path("checkpoints")), "7.0"),  # of bf16 weights 14 bytes each
     (CheckpointArguments(save=Path("checkpoints"), async_save=False), "0.0"),
@@ -93,6 +140,51 @@ def test_a_fraction_that_is_given_wins(arguments: Arguments) -> None:
     assert f"{int(39.75 * 1024**2):,}" in memory.memory_report(given)
 
 
+def engine_cells(arguments: Arguments, *flags: str) -> list[str]:
+    """GPUs, GiB of weights, bytes per token and tokens of an engine with these flags of SGLang."""
+    given = replace(arguments, engines=EnginesArguments(sglang_extra=flags))
+    line = next(line for line in memory.memory_report(given).splitlines() if "│ engine" in line)
+    return [cell.strip() for cell in line.split("│")[2:-1]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_token"), [("auto", 1024), ("bfloat16", 1024), ("fp8_e4m3", 512), ("fp8_e5m2", 512)]
+)
+def test_a_cache_in_half_the_bits_has_room_for_twice_the_tokens(
+    arguments: Arguments, dtype: str, per_token: int
+) -> None:
+    tokens = int(67.75 * 1024**3) // per_token
+    found = engine_cells(arguments, f"--kv-cache-dtype={dtype}")
+    assert found == ["4", "0.2", f"{per_token:,}", f"{tokens:,}"]
+
+
+def test_a_cache_of_unknown_form_is_not_guessed(arguments: Arguments) -> None:
+    assert engine_cells(arguments, "--kv-cache-dtype", "nvfp4") == ["4", "0.2", "unknown", "unknown"]
+
+
+WHOLE = CONFIG | {"intermediate_size": 2048, "vocab_size": 11264}
+
+
+@pytest.mark.parametrize(
+    "flags", [("--enable-dp-attention", "--dp-size=4"), ("--attn-dp-size", "4"), ("--attn-dp-size=4",)]
+)
+def test_ranks_of_data_parallel_attention_hold_all_heads(arguments: Arguments, flags: tuple[str, ...]) -> None:
+    """Each of 4 ranks: both KV heads of its share of the requests, and all of attention and embedding."""
+    directory = arguments.model.hf_checkpoint
+    assert directory is not None
+    (directory / "config.json").write_text(json.dumps(WHOLE))
+    copied = 4 * 2 * 512 * (512 + 128) + 11264 * 512  # weights that each rank has, of which it else has a quarter
+    weights = (GIB // 2 - copied) * 2 // 4 + copied * 2
+    room = int((0.85 * 80 * GIB - weights) // 2048)  # 4 layers × 2 × 2 heads × 64 × 2 bytes
+    assert engine_cells(arguments, *flags) == ["4", "0.3", "2,048", f"4 × {room:,}"]
+
+
+def test_half_of_the_ranks_share_each_cache(arguments: Arguments) -> None:
+    """Two of four ranks have a KV head each. Without sizes in config.json no weights are counted twice."""
+    room = int(67.75 * 1024**2)
+    assert engine_cells(arguments, "--attn-dp-size=2") == ["4", "0.2", "1,024", f"2 × {room:,}"]
+
+
 def test_ranks_that_do_not_fit_are_refused(arguments: Arguments) -> None:
     memory.memory_report(with_memory(arguments, 12.5))
     with pytest.raises(memory.ConfigurationError, match=r"stage 0 needs 12\.5 GiB and --gpu-memory-gb is 12\.4"):
@@ -101,7 +193,7 @@ def test_ranks_that_do_not_fit_are_refused(arguments: Arguments) -> None:
 
 def test_engines_without_room_for_a_sample_are_refused(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     small = StageMemory(stages=range(1), parameters=1000, expert_parameters=0, kept=0, peak=0, under_way=1)
-    monkeypatch.setattr(memory, "measure", lambda request: [small])
+    monkeypatch.setattr(memory, "measure", lambda request: {None: [small]})
     tight = replace(arguments, weights=replace(arguments.weights, update_weight_buffer_size=1))
     memory.memory_report(with_memory(tight, 0.0013))  # 1,000 KiB of cache for 1,025 tokens are too little, 1,100 enough
     with pytest.raises(memory.ConfigurationError, match="a sample may have 1025: give it more GPUs"):
@@ -111,9 +203,9 @@ def test_engines_without_room_for_a_sample_are_refused(arguments: Arguments, mon
 def test_the_loss_decides_what_else_is_kept(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[StageRequest] = []
 
-    def measure(request: StageRequest) -> list[StageMemory]:
+    def measure(request: StageRequest) -> dict[None, list[StageMemory]]:
         asked.append(request)
-        return STAGES
+        return {None: STAGES}
 
     monkeypatch.setattr(memory, "measure", measure)
     algorithm = replace(arguments.algorithm, use_kl_loss=True, kl_loss_coef=0.1, log_entropy=True)

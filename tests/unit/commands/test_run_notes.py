@@ -41,3 +41,12 @@ def test_optimizer_steps_that_age_a_batch_by_more_than_the_bound(values: Any, st
 )
 def test_no_note_within_the_bound(values: Any) -> None:
     assert notes(**values) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "said"), [("cuda", "flash", True), ("cuda", "auto", False), ("cpu", "flash", False)]
+)
+def test_a_flash_attn_that_is_not_installed(device: str, backend: str, said: bool) -> None:
+    flags = {"device": device, "bf16": True}
+    found = run_notes(assemble(flags, {"--megatron-attention-backend": (backend,)}))
+    assert any("flash-attn-3 is installed, so Transformer Engine chooses (auto)" in note for note in found) == said

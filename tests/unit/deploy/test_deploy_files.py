@@ -14,12 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[3]
 SBATCH = ROOT / "deploy" / "slurm" / "train.sbatch"
 RAYJOB = ROOT / "deploy" / "kuberay" / "rayjob.yaml"
+NETWORK_POLICY = ROOT / "deploy" / "kuberay" / "network-policy.yaml"
 
 STAND_IN = """#!{python}
 import json, os, signal, sys, time
@@ -107,24 +109,40 @@ def test_the_batch_script_hands_on_the_signal_that_the_time_is_up(tmp_path: Path
     assert job.process.wait(15) == 130
 
 
+def assert_accepted(text: str) -> None:
+    """Raise jsonschema.ValidationError for a name or type that the object's kind doesn't have, at any depth."""
+    content = yaml.safe_load(text)
+    schema = Path(__file__).with_name("schemas") / f"{content['kind']}.yaml"
+    jsonschema.validate(content, yaml.safe_load(schema.read_text()))
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy" / "kuberay").glob("*.yaml")), ids=lambda path: path.name)
-def test_yaml_names_what_it_is(path: Path) -> None:
-    content = yaml.safe_load(path.read_text())
-    assert {"apiVersion", "kind", "metadata", "spec"} == set(content)
+def test_yaml_has_the_names_and_types_of_its_kind(path: Path) -> None:
+    assert_accepted(path.read_text())
 
 
-# Of KubeRay's CRD ray.io/v1 RayJob (1.6), the fields of this file: a misspelt one would be dropped silently.
-JOB = {
-    "entrypoint",
-    "submissionMode",
-    "shutdownAfterJobFinishes",
-    "ttlSecondsAfterFinished",
-    "backoffLimit",
-    "rayClusterSpec",
-}
-CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
-GROUP = {"labels", "rayStartParams", "template"}
-WORKERS = {*GROUP, "groupName", "replicas", "minReplicas", "maxReplicas"}
+@pytest.mark.parametrize(
+    ("path", "before", "after"),
+    [
+        (RAYJOB, "apiVersion: ray.io/v1", "apiVersion: ray.io/v1alpha1"),
+        (RAYJOB, "backoffLimit: 0", "backoffLimit: none"),
+        (RAYJOB, "mode: token", "mode: tokens"),
+        (RAYJOB, "groupName: generate", "name: generate"),
+        (RAYJOB, "mountPath: /shared", "mountpath: /shared"),
+        (RAYJOB, "secretRef:", "secretref:"),
+        (RAYJOB, "512Gi", "512GiB"),
+        (RAYJOB, "claimName: ", "claim: "),
+        (RAYJOB, "  resources: *eight_gpus", "  ressources: *eight_gpus"),
+        (NETWORK_POLICY, "ingress:", "ingres:"),
+        (NETWORK_POLICY, "namespaceSelector: {}", "namespaceSelector: []"),
+        (NETWORK_POLICY, "job-name: miles-async", "job-name: [miles-async]"),
+    ],
+)
+def test_a_misspelt_name_or_a_wrong_type_is_refused(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert before in text
+    with pytest.raises(jsonschema.ValidationError):
+        assert_accepted(text.replace(before, after))
 
 
 def job() -> dict[str, Any]:
@@ -132,15 +150,17 @@ def job() -> dict[str, Any]:
     return content["spec"]
 
 
-def test_the_ray_job_has_fields_that_kuberay_knows() -> None:
-    spec = job()
-    cluster = spec["rayClusterSpec"]
-    assert set(spec) <= JOB
-    assert set(cluster) <= CLUSTER
-    assert set(cluster["headGroupSpec"]) <= GROUP
-    assert all(set(group) <= WORKERS for group in cluster["workerGroupSpecs"])
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        assert "labels" not in group["rayStartParams"]  # KubeRay refuses them there
+def groups() -> list[dict[str, Any]]:
+    cluster = job()["rayClusterSpec"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def test_the_ray_job_has_labels_where_kuberay_takes_them() -> None:
+    assert all(group["labels"] and "labels" not in group["rayStartParams"] for group in groups())
+
+
+def test_the_pods_of_the_ray_job_mount_all_their_volumes() -> None:
+    for group in groups():
         for container in group["template"]["spec"]["containers"]:
             mounted = {mount["name"] for mount in container["volumeMounts"]}
             assert mounted == {volume["name"] for volume in group["template"]["spec"]["volumes"]}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.router_launcher import with_keys
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.locks import NoWebsockets
+from miles_async.engines.sglang.locks import OPEN, NoWebsockets, _decide
 from miles_async.engines.sglang.server import server_command
 from miles_async.errors import ConfigurationError, EngineError
 from miles_async.runtime.network.addresses import Network
@@ -60,6 +63,7 @@ async def test_what_changes_an_engine_carries_the_admin_key_and_all_else_the_oth
         server.weight_version(url, 5),
         server.probe(url, 5),
         server.load(url, 5),
+        server.make_progress(url, 5),
         server.score(url, [1, 2], 5),
     ]
     for call in calls:
@@ -89,6 +93,44 @@ def test_commands_hold_no_key() -> None:
 def test_no_router_without_keys_where_others_reach_it(tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1"):
         Router(EngineRegistry(), Http(), log_dir=tmp_path, network=Network(host="10.0.0.1"))
+
+
+@pytest.fixture
+def sglangs() -> Any:
+    """SGLang's own module of decisions, which imports nothing; its package takes 10 s."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "srt" / "utils" / "auth.py"
+    spec = importlib.util.spec_from_file_location("sglangs_auth", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "sglangs_auth", module)  # dataclasses look there
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_only_two_paths_of_an_engine_need_no_key(sglangs: Any) -> None:
+    request = {
+        "method": "GET",
+        "api_key": API.reveal(),
+        "admin_api_key": ADMIN.reveal(),
+        "auth_level": sglangs.AuthLevel.NORMAL,
+    }
+
+    def allowed(path: str, key: str | None) -> bool:
+        header = None if key is None else f"Bearer {key}"
+        return _decide(sglangs.decide_request_auth, path=path, authorization_header=header, **request).allowed
+
+    locked = ("/health_generate", "/healthy", "/health/", "/metrics", "/metrics/", "/ready/now", "/model_info")
+    assert [path for path in (*OPEN, *locked) if allowed(path, None)] == ["/health", "/ready"]
+    assert [path for path in locked if allowed(path, "wrong")] == []
+    assert [path for path in locked if not allowed(path, API.reveal())] == []
+    assert sglangs.decide_request_auth(path="/health_generate", authorization_header=None, **request).allowed, (
+        "SGLang locks it now: locks.py need not"
+    )
 
 
 async def test_websockets_of_an_engine_are_refused() -> None:

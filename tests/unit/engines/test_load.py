@@ -42,7 +42,7 @@ def registry_of(*urls: str | None) -> EngineRegistry:
     return registry
 
 
-async def test_those_that_serve_and_run_are_asked_and_who_is_silent_is_left_out(
+async def test_serving_engines_are_asked_and_silent_ones_are_omitted(
     http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C10
@@ -51,10 +51,10 @@ async def test_those_that_serve_and_run_are_asked_and_who_is_silent_is_left_out(
         silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with FakeEngine() as busy, FakeEngine() as idle, FakeEngine() as paused, FakeEngine() as joining:
             urls = (busy.url, idle.url, paused.url, joining.url, silent_url, "http://127.0.0.1:1")
-            await _check_who_is_asked(http, busy, registry_of(*urls))
+            await _check_asked_engines(http, busy, registry_of(*urls))
 
 
-async def _check_who_is_asked(http: Http, busy: FakeEngine, registry: EngineRegistry) -> None:
+async def _check_asked_engines(http: Http, busy: FakeEngine, registry: EngineRegistry) -> None:
     registry.engines["engine-2"].paused = True
     registry.engines["engine-3"].state = EngineState.JOINING
     request = asyncio.ensure_future(_post(http, busy.url))

@@ -86,7 +86,7 @@ def test_a_service_that_is_not_wanted_is_not_asked(service: SimpleNamespace) -> 
     assert not service.asked
 
 
-def test_a_name_that_is_looked_up_for_ever_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_lookup_that_never_ends_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(network, "_ask", lambda url, seconds: release.wait(30))
     reply = ask("http://slow.example", seconds=-0.9)

@@ -128,7 +128,7 @@ async def test_the_format_by_default_is_thoughts_and_an_answer(workers: WorkerPo
     assert await format_reward(prompt(None), make_sample([0], text=response)) == reward
 
 
-async def test_a_pattern_that_takes_for_ever_costs_the_sample():
+async def test_a_pattern_that_never_ends_costs_the_sample():
     workers = WorkerPool(1, timeout=0.5)
     try:
         with pytest.raises(RewardError, match="took longer"):

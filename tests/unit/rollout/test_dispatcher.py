@@ -73,7 +73,7 @@ class Engine:
         self.seconds = 0.0
         self.requests: list[tuple[list[int], int]] = []  # (input ids, max new tokens)
         self.dispatched: dict[str, int] = {}  # routing key → version, of requests in flight
-        self.gate = asyncio.Event()  # while it is clear, requests wait at our side
+        self.gate = asyncio.Event()  # while it is clear, requests wait on the client
         self.gate.set()
         self.script: Callable[[int], Exception | Generation | None] = lambda call: None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,18 @@ def test_a_row_is_a_branch_with_its_tokens(tmp_path: Path) -> None:
         assert row["tokens"] == branch.tokens.tolist()
         assert row["weight_versions"] == branch.weight_versions.tolist()
         assert row["rollout_logprobs"] == branch.rollout_logprobs.tolist()
+
+
+def test_the_page_explains_every_column(tmp_path: Path) -> None:
+    """Those that are not always there included."""
+    optional = {name: np.zeros(4, np.float32) for name in ("teacher_logprobs", "token_rewards")}
+    samples = tuple(msgspec.structs.replace(sample, **optional) for sample in DUMP.groups[2].samples)
+    dump = msgspec.structs.replace(DUMP, groups=(msgspec.structs.replace(DUMP.groups[2], samples=samples),))
+    write_dump(path := tmp_path / "17.parquet", dump)
+    page = Path(__file__).parents[3] / "docs" / "run_directory.md"
+    cells = re.findall(r"^\| (`.*?) \|", page.read_text().partition("## Rollout data")[2], re.MULTILINE)
+    explained = [name for cell in cells for name in re.findall("`(.*?)`", cell)]
+    assert sorted(explained) == sorted(parquet.read_schema(path).names)
 
 
 def without(column: str) -> arrow.Table:

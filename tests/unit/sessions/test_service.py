@@ -197,8 +197,19 @@ async def test_a_worker_that_dies_too_often_ends_the_run_and_says_which() -> Non
         launch.may_start.set()
         await until(lambda: service.workers[1].url is not None)
         await launch.kill(service, 1)
-        with pytest.raises(EngineError, match=r"worker 1 of the session server was started 2 times"):
+        with pytest.raises(EngineError, match=r"worker 1 of .* was restarted 1 times in 3600 s, and now it ended"):
             await supervision
+
+
+async def test_a_restart_that_is_long_ago_does_not_count() -> None:  # covers: C10
+    launch = Workers()
+    async with service_of(launch, max_restarts=1, restart_window=0.05) as (service, supervision):
+        for _ in range(3):
+            await asyncio.sleep(0.06)
+            await launch.kill(service, 0)
+            launch.may_start.set()
+            await until(lambda: service.workers[0].url is not None)
+        assert not supervision.done()
 
 
 async def test_one_worker_that_cannot_start_is_an_error_of_the_start() -> None:

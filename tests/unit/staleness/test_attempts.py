@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 
+import msgspec
 import pytest
 
 from miles_async.errors import DataError
-from miles_async.staleness.attempts import AttemptBook, Cause, RetryPolicy
+from miles_async.staleness.attempts import AttemptBook, BookState, Cause, RetryPolicy
 from miles_async.staleness.ledger import Outcome
 from miles_async.types import Prompt
 from tests.property.builders import make_prompt
@@ -25,6 +25,11 @@ class Source:
 
     def __call__(self) -> tuple[int, Prompt]:
         return 0, make_prompt(f"p{next(self._numbers)}")
+
+
+def read_back(state: BookState) -> BookState:
+    """From a file that it was written to."""
+    return msgspec.json.decode(msgspec.json.encode(state), type=BookState)
 
 
 def book(*, attempts: int = 2, quarantined: int = 100, recycle: bool = True) -> AttemptBook:
@@ -67,7 +72,7 @@ def test_a_dropped_prompt_is_not_owed_another_attempt() -> None:
     attempts.ended(dropped, Cause.STALE, "age 3")
     assert attempts.waiting_retries == 0
     resumed = book(recycle=False)
-    resumed.restore(json.loads(json.dumps(attempts.state())))
+    resumed.restore(read_back(attempts.state()))
     issued = [resumed.issue(source, 0).prompt.prompt_id for _ in range(10)]
     assert dropped.prompt.prompt_id not in issued
 
@@ -166,7 +171,7 @@ def test_resume_keeps_retries_quarantine_and_numbers() -> None:
         attempts.ended(attempts.issue(source, 0), Cause.DATA, "rejected")
     attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
     resumed = book()
-    resumed.restore(json.loads(json.dumps(attempts.state())))
+    resumed.restore(read_back(attempts.state()))
     assert resumed.quarantined == {"p0"}
     again = resumed.issue(source, 7)
     assert (again.attempt_id, again.prompt, again.stale_count) == (3, make_prompt("p1"), 1)

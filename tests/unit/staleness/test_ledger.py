@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
-import json
-
+import msgspec
 import pytest
 
 from miles_async.errors import ContractViolation
-from miles_async.staleness.ledger import Ledger, Outcome
+from miles_async.staleness.ledger import Ledger, LedgerState, Outcome, Stage
 from tests.property.builders import make_attempt
+
+
+def read_back(state: LedgerState) -> LedgerState:
+    """From a file that it was written to."""
+    return msgspec.json.decode(msgspec.json.encode(state), type=LedgerState)
 
 
 def issued(count: int) -> Ledger:
@@ -131,7 +135,14 @@ def test_the_balance_of_a_saved_ledger_is_read_without_restoring_it() -> None:
         ledger.buffered(attempt_id)
     ledger.cut([1], 2)
     ledger.end(3, Outcome.FAILED, "boom")
-    assert Ledger.saved_balance(json.loads(json.dumps(ledger.state()))) == ledger.balance()
+    assert Ledger.saved_balance(read_back(ledger.state())) == ledger.balance()
+
+
+def test_a_saved_state_does_not_follow_the_ledger() -> None:
+    ledger = issued(1)
+    state = ledger.state()
+    ledger.buffered(0)
+    assert [row.stage for row in state.live] == [Stage.IN_FLIGHT]
 
 
 def test_attempts_that_ended_since_an_earlier_balance() -> None:
@@ -152,7 +163,7 @@ def test_resume_goes_on_counting_and_cancels_attempts_of_the_old_process() -> No
     ledger = issued(3)
     ledger.buffered(0)
     ledger.end(1, Outcome.FAILED, "boom")
-    state = json.loads(json.dumps(ledger.state()))
+    state = read_back(ledger.state())
     resumed = Ledger()
     lost = resumed.restore(state)
     assert [row.prompt_id for row in lost] == ["prompts.jsonl:0", "prompts.jsonl:2"]

@@ -180,5 +180,13 @@ def test_many_tokens_touch_all_experts() -> None:
 
 
 def test_sequence_flops_are_linear_and_quadratic() -> None:
-    work = ModelWork(weights=100, passed_weights=10, routed_weights=0, expert_share=0.0, pair=6)
+    work = ModelWork(
+        weights=100,
+        passed_weights=10,
+        routed_weights=0,
+        expert_share=0.0,
+        attention_weights=5,
+        embedding_weights=90,
+        pair=6,
+    )
     assert work.sequence_flops(4) == 4 * 10 + 16 * 3

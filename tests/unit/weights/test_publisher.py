@@ -142,6 +142,32 @@ async def test_group_is_kept_while_engines_stay_the_same() -> None:
     assert "open 3" in fleet.events
 
 
+@pytest.mark.parametrize("publish_order", ["all", "rolling"])
+async def test_groups_of_engines_that_are_gone_are_left(publish_order: str) -> None:
+    """A group keeps its sender's port, so a run would use up --port-range."""
+    # covers: C8
+    fleet = FakeFleet([])
+    publisher = make(fleet, publish_order=publish_order)
+    for version in range(4):
+        await publisher.publish(version)
+        assert list(fleet.groups.values()) == [{"engine-0"}]
+        fleet.restart("engine-0")
+
+
+async def test_rolling_leaves_the_group_of_an_engine_that_was_scaled_away_and_no_other() -> None:
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    publisher = make(fleet, publish_order="rolling")
+    for version in (0, 1):
+        await publisher.publish(version)
+    assert list(fleet.groups.values()) == [{"engine-0"}, {"engine-1"}, {"engine-2"}]
+    fleet.serving.remove("engine-1")
+    fleet.events.clear()
+    await publisher.publish(2)
+    assert list(fleet.groups.values()) == [{"engine-0"}, {"engine-2"}]
+    assert "connect" not in fleet.events
+
+
 @pytest.mark.parametrize(
     "step",
     [

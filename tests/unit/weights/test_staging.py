@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -196,6 +197,25 @@ def test_a_version_that_is_kept_stays_until_it_is_kept_no_longer(staging: Stagin
     staging.keep_no_longer(10)
     stage(staging, 14, tensors(14))
     assert not first.exists()
+
+
+def test_room_is_for_all_versions_that_exist_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: P5, C8
+    options = StagingOptions(parent=tmp_path, bucket_bytes=700, version_bytes=1)
+    staging, found = Staging(options), []
+
+    def write(*arguments: Any) -> None:
+        found.append(len(list(tmp_path.glob("*/v*"))))
+        save_file(*arguments)
+
+    monkeypatch.setattr("miles_async.weights.staging.save_file", write)
+    for version in range(10, 20):
+        stage(staging, version, tensors(version))
+        if version % 3 == 0:  # a repair brings the version to an engine until three later ones are staged
+            staging.keep(version)
+            staging.keep_no_longer(version - 3)
+    staging.close()
+    assert max(found) == options.room
 
 
 def test_a_version_may_be_staged_again(staging: Staging) -> None:

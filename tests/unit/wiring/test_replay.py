@@ -31,6 +31,7 @@ from tests.property.builders import make_group, make_prompt
 from tests.property.recorded_run import BASE, RecordedRun
 
 STEPS = 4
+RECORDED = Path(__file__).parent / "recorded"  # by an earlier version, see its README.md
 
 
 @pytest.fixture
@@ -120,6 +121,16 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert "LOADED []" in done.stdout
 
 
+def test_a_run_of_an_earlier_version_is_replayed_as_far_as_it_recorded(capsys: Any) -> None:
+    lines = printed(capsys, "replay", RECORDED).splitlines()
+    assert lines[-2] == "steps 3 to 5, 9 finished groups, 63 frames: all identical"
+    assert lines[-1] == "not compared: group_ids, which the run, of an earlier version, did not record"
+
+
+def test_a_run_of_this_version_is_compared_in_everything(run: RecordedRun, capsys: Any) -> None:
+    assert "not compared" not in printed(capsys, "replay", run.run_dir)
+
+
 # ------------------------------------------------------------------------------------------------- what it notices
 def test_another_order_in_a_batch_is_shown(run: RecordedRun, capsys: Any) -> None:
     frames = run.frames()
@@ -152,6 +163,15 @@ def test_another_token_is_shown_by_its_array(run: RecordedRun, capsys: Any) -> N
     assert f"error: step 0, frame {number + 1}: expected a batch with {{'tokens': '" in printed(
         capsys, "replay", run.run_dir, code=1
     )
+
+
+def test_an_array_that_the_batch_no_longer_has_is_shown(run: RecordedRun, capsys: Any) -> None:
+    frames = run.frames()
+    number, frame = next((i, f) for i, f in enumerate(frames) if isinstance(f, BatchFrame))
+    frames[number] = msgspec.structs.replace(frame, digests={**frame.digests, "teacher_logprobs": "00"})
+    run.overwrite(frames)
+    said = printed(capsys, "replay", run.run_dir, code=1)
+    assert f"frame {number + 1}: expected a batch with {{'teacher_logprobs': '00'}}" in said
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from miles_async.backends.megatron.adapters.attach import adapted_layers
 from miles_async.backends.megatron.adapters.layers import columns_of_all, rows_of_all
 from miles_async.backends.megatron.distributed import together
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.rank_records import gather_records
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -47,20 +48,20 @@ class _Layer:
 
 def write_adapter(directory: Path, bridge: AutoBridge, modules: list[Module], model: ModelArguments) -> None:
     """Write the adapters of all ranks into ``directory``. Collective. Raises OSError and SafetensorError on rank 0."""
-    from safetensors.torch import save_file
+    from safetensors.torch import load, save_file
 
     tensors: dict[str, Tensor] = {}
     for layer in _layers(bridge, modules):
-        parts = together(partial(_whole, layer.wrapper))
+        parts = ChainMap(*gather_records(_whole(layer.wrapper), dict[int, bytes]))
         if dist.get_rank() > 0:
             continue
         for rank, projections in enumerate(layer.projections):
-            first, second, lengths = next(part for owner, *part in filter(None, parts) if owner == rank)
+            part = load(parts[rank])
             for name, rows in projections.items():
-                tensors[f"{_PREFIX}{name}.lora_A.weight"] = first.clone()  # safetensors refuses shared memory
-                tensors[f"{_PREFIX}{name}.lora_B.weight"] = second[rows]
-                if lengths is not None:
-                    tensors[f"{_PREFIX}{name}.lora_magnitude_vector"] = lengths[rows]
+                tensors[f"{_PREFIX}{name}.lora_A.weight"] = part["first"].clone()  # safetensors refuses shared memory
+                tensors[f"{_PREFIX}{name}.lora_B.weight"] = part["second"][rows]
+                if "lengths" in part:
+                    tensors[f"{_PREFIX}{name}.lora_magnitude_vector"] = part["lengths"][rows]
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         config = peft_config(model, sorted({_module(name).rpartition(".")[2] for name in tensors}))
@@ -130,10 +131,12 @@ def _projections(task: WeightConversionTask, wrapper: AdapterWrapper | None) -> 
     return [found[rank] for rank in sorted(found)]
 
 
-def _whole(wrapper: AdapterWrapper | None) -> tuple[int, Tensor, Tensor, Tensor | None] | None:
-    """The expert-parallel rank, A, B and lengths on the first of the ranks that hold the same ones."""
+def _whole(wrapper: AdapterWrapper | None) -> dict[int, bytes]:
+    """Expert-parallel rank → A, B and lengths as safetensors, on the first of the ranks that hold the same ones."""
+    from safetensors.torch import save
+
     if wrapper is None:
-        return None
+        return {}
     adapter = wrapper.adapter
     first, second, lengths = adapter.linear_in.weight.detach(), adapter.linear_out.weight.detach(), adapter.row_lengths
     second = rows_of_all(second, adapter)
@@ -149,9 +152,10 @@ def _whole(wrapper: AdapterWrapper | None) -> tuple[int, Tensor, Tensor, Tensor 
         else parallel_state.get_data_parallel_rank(with_context_parallel=True)
     )
     if replica or adapter.linear_in.tp_group.rank():
-        return None
+        return {}
     rank = parallel_state.get_expert_model_parallel_rank() if expert else 0
-    return rank, first.cpu(), second.cpu(), None if lengths is None else lengths.detach().cpu()
+    tensors = {"first": first, "second": second} | ({} if lengths is None else {"lengths": lengths.detach()})
+    return {rank: save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})}
 
 
 def _set(wrapper: AdapterWrapper, rows: Mapping[str, Tensor], tensors: Mapping[str, Tensor], directory: Path) -> None:

@@ -16,14 +16,14 @@ import pickle
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -36,6 +36,7 @@ from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuff
 from miles_async.backends.megatron.distributed import together
 from miles_async.backends.megatron.per_rollout import PerRollout
 from miles_async.errors import CheckpointError
+from miles_async.runtime.rank_records import gather_records
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -115,7 +116,7 @@ def save(
 ) -> None:
     """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError."""
     staged = StagedSave(directory, modules, optimizer, scheduler, per_rollout)
-    parts = together(staged.write)
+    parts = gather_records(together(staged.write), bytes)
     together(lambda: staged.finish(parts) if dist.get_rank() == 0 else None)
 
 
@@ -188,7 +189,7 @@ def _reason(error: BaseException) -> str:
 
 
 # ------------------------------------------------------------------------------------- model and optimizer
-def _parameters(modules: Sequence[Module], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
+def _parameters(modules: Sequence[Module], optimizer: MegatronOptimizer, *, loading: bool) -> ShardedStateDict:
     """Sharded state of the model and its optimizer on this rank, with one entry per virtual pipeline stage and one per
     part of the optimizer.
     """
@@ -257,8 +258,8 @@ def _inner(modules: Sequence[Module]) -> dict[str, Module]:
 class RandomStates(TypedDict):
     """States of all generators of one rank."""
 
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
+    python: tuple[object, ...]
+    numpy: dict[str, object]
     torch: Tensor
     cuda: Tensor | None
     model_parallel: dict[str, Tensor]

@@ -10,21 +10,25 @@ interpreter's lock.
 
 from __future__ import annotations
 
-import pickle
 import queue
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
@@ -76,7 +80,7 @@ def _host_memory(size: int, *, pinned: bool) -> Tensor:
 class PlannedSave:
     """A rank's part of a checkpoint that all ranks have planned together."""
 
-    def __init__(self, directory: Path, state: dict[str, Any], copies: HostBuffer | None) -> None:
+    def __init__(self, directory: Path, state: ShardedStateDict, copies: HostBuffer | None) -> None:
         """Collective. ``state``: megatron's sharded state. ``copies``: where to copy it; if None, it must not change
         before :meth:`write` is through.
         """
@@ -93,7 +97,7 @@ class PlannedSave:
 
     def write(self) -> bytes:
         """Write this rank's files, in any thread. Return its part of the index."""
-        written: list[Any] = []
+        written: list[WriteResult] = []
         for index, bucket in enumerate(self._buckets):
             results: queue.Queue[tuple[int, Any]] = queue.Queue()
             pending: queue.Queue[int] = queue.Queue()
@@ -105,11 +109,11 @@ class PlannedSave:
             if isinstance(outcome, Exception):
                 raise _reason(outcome)
             written += outcome
-        return pickle.dumps(written)
+        return _encode(written)
 
     def finish(self, parts: Sequence[bytes]) -> None:
         """Write the index, on rank 0, once all ranks have written. ``parts``: what each has returned."""
-        self._writer.finish(self._metadata, [pickle.loads(part) for part in parts])
+        self._writer.finish(self._metadata, [_decode(part) for part in parts])
         save_config(CheckpointingConfig(FORMAT, VERSION), str(self._directory))
 
 
@@ -124,6 +128,19 @@ class _Planner(TorchDistSaveShardedStrategy):
     ) -> AsyncRequest:
         self.writer, self.metadata = writer, planned[1]
         return AsyncRequest(None, (), [])
+
+
+def _encode(written: Sequence[WriteResult]) -> bytes:
+    return msgspec.msgpack.encode([(each.index, each.size_in_bytes, each.storage_data) for each in written])
+
+
+def _decode(part: bytes) -> list[WriteResult]:
+    entries = msgspec.msgpack.decode(
+        part,
+        type=list[tuple[MetadataIndex, int, _StorageInfo]],
+        dec_hook=lambda kind, numbers: kind(numbers),  # torch.Size
+    )
+    return [WriteResult(*entry) for entry in entries]
 
 
 def _copied(buckets: list[WriteBucket], copies: HostBuffer) -> list[WriteBucket]:

@@ -10,6 +10,7 @@
 - Mistral's and Gemma 3's configs are read by names that transformers 5 doesn't have (``rope_theta``). The bridge's
   general reading takes what is there; ``provider_fields`` has the rest.
 - Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.
+- Gemma 3's rotary embeddings are a tuple, which full recomputation cannot keep: it saves tensors.
 - OLMoE's norm of all heads expects them all on every tensor-parallel rank.
 - Layers for multi-token prediction are unknown in DeepSeek-V3, and in GLM-4 for some of the bridge's own calls. They
   get the names of further layers of the model, which they are in the files, and of their own four parts.
@@ -45,6 +46,7 @@ def apply() -> bool:
         _tie_last_virtual_stage()
         _read_configs_without_rope_theta()
         _round_the_scale_of_embeddings()
+        _stack_rotary_embeddings()
         _see_that_transformer_engine_is_absent()
         _normalize_heads_over_ranks()
         _know_kimi_k2()
@@ -126,6 +128,22 @@ def _round_the_scale_of_embeddings() -> None:
     Gemma3LanguageModelEmbedding.forward = forward
 
 
+def _stack_rotary_embeddings() -> None:
+    import torch
+    from megatron.bridge.models.gemma.gemma3_provider import Gemma3RotaryEmbedding, Gemma3SelfAttention
+
+    rotary, attention = Gemma3RotaryEmbedding.forward, Gemma3SelfAttention.forward
+
+    def stacked(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.stack(rotary(self, *args, **kwargs))
+
+    def unstacked(self: Any, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any) -> Any:
+        return attention(self, *args, rotary_pos_emb=tuple(rotary_pos_emb), **kwargs)
+
+    Gemma3RotaryEmbedding.forward = stacked
+    Gemma3SelfAttention.forward = unstacked
+
+
 def _see_that_transformer_engine_is_absent() -> None:
     from megatron.bridge.peft import utils
 
@@ -136,7 +154,7 @@ def _normalize_heads_over_ranks() -> None:
     from megatron.bridge.models.olmoe import olmoe_bridge
     from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider
 
-    from miles_async.backends.megatron.host.spec import HeadsNorm
+    from miles_async.backends.megatron.norms import HeadsNorm
 
     fused = olmoe_bridge.olmoe_layer_spec
 

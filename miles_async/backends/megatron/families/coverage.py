@@ -9,9 +9,8 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.rank_records import gather_records
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -28,8 +27,7 @@ def check(bridge: AutoBridge, modules: list[Module]) -> None:
     """Raise ConfigurationError naming tensors that would be left out. Collective."""
     config = bridge.hf_pretrained.config
     placed, homeless = _local_names(bridge._model_bridge, modules)
-    gathered: list[tuple[set[str], set[str]]] = [(placed, homeless)] * dist.get_world_size()
-    dist.all_gather_object(gathered, (placed, homeless))
+    gathered = gather_records((placed, homeless), tuple[set[str], set[str]])
     in_model = set().union(*(placed for placed, _ in gathered))
     in_files = set(bridge.hf_pretrained.state.source.get_all_keys())
     left_out = {name for name in in_files - in_model if not name.endswith(DERIVED)}

@@ -34,9 +34,9 @@ OFFLOADING = (
 )
 """Fields of the optimizer: a CPU has nothing to offload to, and torch's AdamW keeps its state in fp32."""
 
-IGNORED_ON_CPU: Collection[str] = {*FUSIONS, *OFFLOADING, "attention_backend", "cp_comm_type"}
+IGNORED_ON_CPU: Collection[str] = {*FUSIONS, *OFFLOADING, "cpu_offloading", "attention_backend", "cp_comm_type"}
 
 
 def ignored_on_cpu(fields: Iterable[str]) -> list[str]:
-    """Those of ``fields`` that have no effect on a CPU."""
+    """Select the ``fields`` that have no effect on a CPU."""
     return sorted(name for name in fields if name in IGNORED_ON_CPU)

@@ -6,8 +6,8 @@ exists: a layout of 256 ranks takes seconds on a laptop.
 
 What stands in for the real thing: host layers for Transformer Engine's (which keep less between forward and backward
 where they fuse), one sequence of all the tokens for a packed micro-batch (attention keeps no scores either way), and
-experts that get equal numbers of tokens (real routing gives some ranks more). Context parallelism is left out: a rank's
-tokens are ``tokens``, and what attention receives of other ranks' is not counted.
+experts that get equal numbers of tokens (real routing gives some ranks more). The model is built without context
+parallelism: a rank's tokens are ``tokens``, and what attention receives of other ranks' is added by arithmetic.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,7 +33,7 @@ from transformers import AutoConfig, PretrainedConfig
 from miles_async.backends.megatron.adapters.attach import ADAPTER, add_adapters
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.memory.live_bytes import LiveBytes
-from miles_async.backends.megatron.memory.plan import StageMemory, StageRequest
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.build import make_provider
 from miles_async.backends.megatron.model.mtp import add_ahead_layers
@@ -59,7 +60,7 @@ def measure_stages(request: StageRequest, platform: Platform) -> list[StageMemor
     try:
         config = AutoConfig.from_pretrained(request.directory)
         return [_measure(request, platform, config, stages) for stages in _alike(request, platform, config)]
-    except (AssertionError, ValueError) as error:  # how Megatron says that a layout is not for a model
+    except (AssertionError, TypeError, ValueError) as error:  # how Megatron says that a layout is not for a model
         raise ConfigurationError(f"Megatron cannot build {request.directory / 'config.json'} so: {error}") from error
 
 
@@ -114,6 +115,7 @@ def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig
             expert_tensor_parallel_size=model.expert_tensor_size,
             create_gloo_process_groups=False,  # the fake backend has no gloo side
         )
+        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         parts = [
             _measure_part(provider, request, config, stages, part if virtual > 1 else None) for part in range(virtual)
         ]
@@ -131,11 +133,24 @@ def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig
             value_head=sum(part.value_head for part in parts),
             kept=max(part.kept for part in parts),
             peak=max(part.peak for part in parts),
+            received=(model.context_parallel_size - 1) * request.tokens * _key_value_bytes(provider),
             under_way=1 + later if virtual == 1 else 1 + 2 * later + (virtual - 1) * count,
         )
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _key_value_bytes(provider: GPTModelProvider) -> int:
+    """Bytes of a token's key and value of one layer, on one tensor-parallel rank."""
+    ranks = provider.tensor_model_parallel_size
+    if getattr(provider, "multi_latent_attention", False):  # ranks get them uncompressed
+        width = provider.qk_head_dim + provider.qk_pos_emb_head_dim + provider.v_head_dim
+        elements = provider.num_attention_heads // ranks * width
+    else:
+        groups = provider.num_query_groups or provider.num_attention_heads
+        elements = max(1, groups // ranks) * 2 * provider.kv_channels
+    return elements * provider.params_dtype.itemsize
 
 
 class _Part(NamedTuple):

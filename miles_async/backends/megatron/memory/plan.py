@@ -6,57 +6,26 @@ arithmetic of what Megatron's optimizer keeps. Light to import.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from miles_async.arguments.megatron_settings import megatron_settings
-from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.model import ModelArguments, RecomputeGranularity
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.errors import ConfigurationError
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MEASURE_SECONDS = 600.0  # a deadline, not an estimate: most models take less than ten
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageRequest:
-    """The ranks whose memory is asked for."""
-
-    directory: Path  # with config.json; weights are not read
-    model: ModelArguments
-    world_size: int
-    tokens: int  # of one micro-batch
-    logprob_chunk: int  # tokens whose logits exist at one time
-    temperature: float
-    entropy: bool  # the loss asks for it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageMemory:
-    """One rank of a pipeline stage: elements of parameters, bytes of activations.
-
-    With virtual pipeline stages, the parameters of all that a rank has, and the activations of the largest.
-    """
-
-    stages: range  # pipeline stages that are alike
-    parameters: int  # but for the experts' and those of adapters
-    expert_parameters: int
-    adapters: int = 0  # with --lora-rank: parameters that are trained, beside the others, which are not
-    expert_adapters: int = 0
-    ahead: int = 0  # of parameters: those of trained layers for multi-token prediction, which no other model has
-    expert_ahead: int = 0
-    output_layer: int = 0  # of parameters: those that a critic has a value head instead of
-    value_head: int = 0
-    kept: int  # bytes from a micro-batch's forward pass that its backward pass needs
-    peak: int  # bytes at most at one time in both passes, kept ones included; no parameters, no gradients
-    under_way: int  # micro-batches whose activations are kept at one time; of virtual stages, each counts
+RECOMPUTED: tuple[RecomputeGranularity | None, ...] = (None, "selective", "full")
+"""Recomputation of activations, from most memory to least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +50,12 @@ class RankBytes:
         return sum((*models, self.activations, self.staging))
 
 
-def measure(request: StageRequest) -> list[StageMemory]:
-    """Measure the stages in a child process: about ten seconds. Raises ConfigurationError if Megatron refuses them."""
+def measure(request: StageRequest) -> Mapping[RecomputeGranularity | None, list[StageMemory]]:
+    """Measure the stages in a child process, by recomputation: about ten seconds. Others than the request's are left
+    out where Megatron refuses them.
+
+    Raises ConfigurationError if Megatron refuses what is asked for.
+    """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_child) as pool:
         try:
             return pool.submit(_measure, request).result(timeout=MEASURE_SECONDS)
@@ -144,7 +117,7 @@ def rank_bytes(
         optimizer=optimizer_bytes(trained, expert_trained),
         reference=per_weight * (parameters - stage.ahead - stage.expert_ahead) if reference else 0,
         critic=of_critic,
-        activations=stage.peak + (stage.under_way - 1) * stage.kept,
+        activations=stage.activations,
         staging=bucket,
         # Checkpoints hold the trained weights, their fp32 copies and both moments, gathered from all replicas.
         saved_copy=(per_weight + 12) * (trained + expert_trained + critic_parameters) if copies_saves else 0,
@@ -179,14 +152,32 @@ def model_parameters(stages: Sequence[StageMemory], model: ModelArguments) -> in
     )
 
 
-def _measure(request: StageRequest) -> list[StageMemory]:
+def _measure(request: StageRequest) -> dict[RecomputeGranularity | None, list[StageMemory]]:
     from miles_async.backends.megatron.platform import Platform
 
     platform = Platform.cpu()
     platform.prepare(0)  # before the first import of megatron
     from miles_async.backends.megatron.memory.fake_rank import measure_stages
 
-    return measure_stages(request, platform)
+    found = {request.model.recompute_granularity: measure_stages(request, platform)}
+    for granularity in RECOMPUTED:
+        if granularity not in found:
+            with contextlib.suppress(ConfigurationError):
+                found[granularity] = measure_stages(_recomputed(request, granularity), platform)
+    return found
+
+
+def _recomputed(request: StageRequest, granularity: RecomputeGranularity | None) -> StageRequest:
+    """The same with this recomputation, as Megatron chooses what belongs to it."""
+    defaults = ModelArguments()
+    model = replace(
+        request.model,
+        recompute_granularity=granularity,
+        recompute_method=defaults.recompute_method,
+        recompute_num_layers=defaults.recompute_num_layers,
+        recompute_modules=defaults.recompute_modules,
+    )
+    return replace(request, model=model)
 
 
 def _prepare_child() -> None:

@@ -33,8 +33,8 @@ from miles_async.backends.megatron.families import (
 from miles_async.backends.megatron.families.coverage import layer_number
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.families.provider_fields import provider_fields
-from miles_async.backends.megatron.forward import Pipeline
 from miles_async.backends.megatron.model import dtypes
+from miles_async.backends.megatron.model.forward import Pipeline
 from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
 from miles_async.backends.megatron.model.output import return_hidden_states
 from miles_async.backends.megatron.model.value_head import add_value_heads

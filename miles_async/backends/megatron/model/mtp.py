@@ -34,7 +34,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from miles_async.backends.megatron.host.spec import RMSNorm
+from miles_async.backends.megatron.distributed import complete_parameters
+from miles_async.backends.megatron.norms import RMSNorm
 
 if TYPE_CHECKING:
     from megatron.bridge.models import GPTModelProvider
@@ -120,6 +121,7 @@ def share_embedding(modules: Sequence[Module]) -> None:
         return
     first, last = unwrap_model(modules[0]), unwrap_model(modules[-1])
     if first.pre_process:
+        complete_parameters(modules[:1])
         weight = first.embedding.word_embeddings.weight
     elif last.post_process:
         weight = last.mtp.embedding

@@ -38,8 +38,8 @@ class Scorer:
         hidden = output.hidden[packed.rows]
         logprobs, entropies = vocab_logprobs(hidden, output.weight, packed.labels, settings, packed.row_of)
         return Scores(
-            logprobs=_of_tokens(logprobs, packed),
-            entropy=None if entropies is None else _of_tokens(entropies, packed),
+            logprobs=_scatter(logprobs, packed),
+            entropy=None if entropies is None else _scatter(entropies, packed),
         )
 
     def logprobs(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
@@ -57,7 +57,7 @@ class Scorer:
         for k, hidden in enumerate(output.ahead, start=1):
             rows = (row - k).clamp(min=0)
             logprobs, _ = vocab_logprobs(hidden[rows], output.weight.detach(), packed.labels, settings)
-            found.append(_of_tokens(logprobs * (position >= k), packed))  # before that, the row is another sample's
+            found.append(_scatter(logprobs * (position >= k), packed))  # before that, the row is another sample's
         return torch.stack(found)
 
     def _settings(self, output: ModelOutput, *, entropy: bool = False) -> VocabSettings:
@@ -77,10 +77,10 @@ def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
     On the last pipeline stage. Collective over context-parallel ranks, as :class:`Scorer` is.
     """
     values = output.hidden[packed.rows].float() @ output.weight[0].float()
-    return _of_tokens(values[packed.row_of], packed)
+    return _scatter(values[packed.row_of], packed)
 
 
-def _of_tokens(values: Tensor, packed: PackedSequences) -> Tensor:
+def _scatter(values: Tensor, packed: PackedSequences) -> Tensor:
     """Put values of the scored tokens, [n], where these stand among all, [N], with those of context-parallel ranks."""
     own = values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)
     # Adds up over the group; the gradient goes through as it is.

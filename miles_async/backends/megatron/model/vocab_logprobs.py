@@ -157,7 +157,7 @@ def _places(
     return row.clamp(0, rows.stop - rows.start - 1), column.clamp(0, width - 1), inside
 
 
-def _reduced(values: Tensor, operation: Any, group: dist.ProcessGroup | None) -> Tensor:
+def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and group.size() > 1:
         dist.all_reduce(values, op=operation, group=group)
     return values

@@ -1,4 +1,4 @@
-"""Positions of tokens in a packed sequence whose samples share what they begin with. Light to import."""
+"""Positions of tokens in a packed sequence whose samples share prefixes. Light to import."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ class DiskTransport:
         return survivors.errors
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Have each engine read all files."""
+        """Make each engine load all files."""
         return await self._fleet.load_files(dict.fromkeys(engines, staged.directory), staged.version, self._flush_cache)
 
     async def close(self) -> None: ...
 
 
 def expect_staged(_: Path, directory: str) -> None:
-    """On an engine's host: raise ConfigurationError if it does not see what the trainer wrote."""
+    """Raise ConfigurationError, on an engine's host, if it does not see what the trainer wrote."""
     if not (Path(directory) / MANIFEST).exists():
         raise ConfigurationError(
             f"--weight-transport disk: expected the staged weights in {directory}, which this node does not see; put "

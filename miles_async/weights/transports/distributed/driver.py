@@ -8,7 +8,7 @@ bucket that somebody waits for is one that everybody has come to, and nobody wai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 from miles_async.arguments.cluster import Device
 from miles_async.errors import EngineError
 from miles_async.seams import EngineErrors, WeightSender
-from miles_async.types import Incarnation, StagedWeights
+from miles_async.types import GroupBackend, Incarnation, StagedWeights
 from miles_async.weights.transports.distributed.together import deliver_together, gave_no_answer
 from miles_async.weights.transports.spec import DriverSide
 
@@ -60,7 +60,7 @@ class DistributedTransport:
     """Implements WeightTransport.
 
     Process groups are kept as long as their engines stay the same and none of them fails. Each set of engines that are
-    updated together has its own.
+    updated together has its own. A process group costs its sender a port, so those of engines that are gone are left.
     """
 
     sent_fraction = 1.0
@@ -80,6 +80,7 @@ class DistributedTransport:
         If that fails, delivery finds out which engine is to blame. Only engines that gave no answer while others did
         are known to be.
         """
+        await self._leave_lost()
         errors = await self._connect(staged, engines)
         silent = gave_no_answer(errors) if len(gave_no_answer(errors)) < len(engines) else {}
         return {engine: silent.get(engine) for engine in engines}
@@ -136,7 +137,7 @@ class DistributedTransport:
         return errors
 
     async def _join(self, sender: int, name: str, engines: Sequence[Incarnation], world_size: int) -> EngineErrors:
-        """Have sender and engines join at the same time."""
+        """Join sender and engines at the same time."""
         rank = self._sender(sender)
         address, port = await rank.call(Broadcasts.open_group, name, world_size)
         async with asyncio.TaskGroup() as scope:
@@ -144,7 +145,13 @@ class DistributedTransport:
             joined = scope.create_task(self._fleet.connect(engines, name, address, port, world_size, self._backend))
         return joined.result()
 
-    async def _leave(self, engines: Sequence[Incarnation]) -> None:
+    async def _leave_lost(self) -> None:
+        """Leave the process groups with an engine that was restarted or scaled away, whoever is updated now."""
+        members = await self._fleet.members()
+        joined = {engine for groups in self._kept for engine in groups.engines}
+        await self._leave(joined.difference(members.serving, members.joining))
+
+    async def _leave(self, engines: Collection[Incarnation]) -> None:
         """Leave all process groups that one of ``engines`` is in."""
         for groups in [groups for groups in self._kept if set(groups.engines) & set(engines)]:
             self._kept.remove(groups)
@@ -155,7 +162,7 @@ class DistributedTransport:
                     scope.create_task(self._fleet.disconnect(groups.engines, name))
 
     async def _broadcast(self, staged: StagedWeights, groups: _ProcessGroups, *, announce: bool) -> str | None:
-        """Have all senders send everything. Returns why that failed, or None."""
+        """Send everything from all senders. Returns the reason of a failure, or None."""
         async with asyncio.TaskGroup() as scope:
             sending = [
                 scope.create_task(self._sender(sender).call(Broadcasts.send, name, staged.version, announce))
@@ -177,7 +184,7 @@ class DistributedTransport:
         return errors if _failed(errors) else await self._fleet.end_update(engines)
 
 
-def process_group_backend(device: Device) -> str:
+def process_group_backend(device: Device) -> GroupBackend:
     """The torch backend of the process groups, at both ends."""
     return "nccl" if device == "cuda" else "gloo"
 

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 
 from miles_async.runtime.network.process_group_errors import errors_are_raised
 from miles_async.runtime.network.rendezvous import open_store
+from miles_async.types import GroupBackend
 from miles_async.weights.transports.own_stream import own_stream
 
 Result = TypeVar("Result")
@@ -53,11 +54,11 @@ class WeightGroup:
         *,
         address: str,
         ports: range | None = None,
-        backend: str,
+        backend: GroupBackend,
         device: torch.device,
         timeout_seconds: float,
     ) -> None:
-        """Listen at ``address``, on one of ``ports`` that stays bound, so that nobody takes it before engines join.
+        """Listen at ``address``, on one of ``ports``, which stays bound: no other process takes it before engines join.
 
         ``timeout_seconds``: for one broadcast, and at most for joining.
         """

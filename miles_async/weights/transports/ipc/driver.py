@@ -24,7 +24,7 @@ class SharesMemory(WeightSender, Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Free the memory that was shared under ``name``; engines have copied what they need."""
+        """Free the memory that was shared under ``name``, once engines have copied it."""
         ...
 
 
@@ -38,7 +38,7 @@ class IpcTransport:
         self._sender = side.sender(0)
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Nothing to do: a bucket is put on the device when it is its turn."""
+        """Do nothing: each bucket is put on the device when it is sent."""
         return dict.fromkeys(engines)
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:

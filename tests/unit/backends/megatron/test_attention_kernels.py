@@ -3,33 +3,62 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from miles_async.backends.megatron.attention_kernels import SWITCHES, attention_problems
+from miles_async.backends.megatron.attention_kernels import SWITCHES, attention_problems, usable_backend
 from miles_async.backends.megatron.families.known import FAMILIES
 
 
 @pytest.mark.parametrize(
-    ("backend", "environment", "installed", "named"),
+    ("backend", "environment", "named"),
     [
-        ("auto", {}, (), ()),
-        ("auto", {"NVTE_FLASH_ATTN": "1", "NVTE_DEBUG": "1"}, (), ()),
-        ("auto", {"NVTE_FUSED_ATTN": "0"}, (), ("NVTE_FUSED_ATTN=0 in the environment", "which is auto: unset it")),
-        ("fused", {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"}, (), ()),
-        ("flash", {}, ("flash_attn",), ()),
-        ("flash", {}, ("flash_attn_interface",), ()),
-        ("flash", {}, (), ("needs the package flash-attn",)),
+        ("auto", {}, ()),
+        ("auto", {"NVTE_FLASH_ATTN": "1", "NVTE_DEBUG": "1"}, ()),
+        ("auto", {"NVTE_FUSED_ATTN": "0"}, ("NVTE_FUSED_ATTN=0 in the environment", "which is auto: unset it")),
+        ("fused", {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"}, ()),
+        ("flash", {}, ()),
     ],
 )
-def test_problems_of_the_choice_of_a_kernel(
-    backend: str, environment: dict[str, str], installed: tuple[str, ...], named: tuple[str, ...]
-) -> None:
-    problems = list(attention_problems(backend, environment, installed.__contains__))
+def test_problems_of_the_choice_of_a_kernel(backend: str, environment: dict[str, str], named: tuple[str, ...]) -> None:
+    problems = list(attention_problems(backend, environment))
     assert len(problems) == bool(named)
     assert all(words in problems[0] for words in named)
+
+
+@pytest.mark.parametrize(
+    ("named", "installed", "used"),
+    [
+        ("flash", {"flash-attn": "2.7.4.post1"}, "flash"),
+        ("flash", {"flash-attn-3": "3.0.0b1"}, "flash"),
+        ("flash", {"flash-attn": "2.8.3.post1", "flash-attn-4": "4.0.0b36"}, "auto"),  # newer than is taken
+        ("flash", {"flash-attn-4": "4.0.0b36"}, "auto"),  # has a namespace package flash_attn, which is not it
+        ("flash", {}, "auto"),
+        ("fused", {}, "fused"),
+        ("unfused", {}, "unfused"),
+    ],
+)
+def test_a_flash_attn_that_is_not_installed_leaves_the_choice_to_transformer_engine(
+    named: str, installed: dict[str, str], used: str
+) -> None:
+    def version(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError(package)
+        return installed[package]
+
+    assert usable_backend(named, version) == used
+
+
+def test_a_rank_asks_megatron_for_the_backend_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from miles_async.backends.megatron import overrides
+    from miles_async.backends.megatron.platform import Platform
+
+    monkeypatch.setattr(overrides, "usable_backend", {"flash": "auto"}.get)
+    values = overrides.config_values({"attention_backend": "flash"}, Platform.cuda())
+    assert values == {"attention_backend": overrides.AttnBackend.auto}
 
 
 def test_megatron_sets_these_variables_for_these_names() -> None:

@@ -19,7 +19,7 @@ from miles_async.engines.sglang import relay, weight_stream
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
-from tests.integration.weight_receiver import init_custom_process_group
+from tests.integration.weight_receiver import init_custom_process_group, stream_manager
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -39,19 +39,6 @@ def weights(version: int = 0) -> dict[str, torch.Tensor]:
 
 def sums_of(version: int) -> dict[str, float]:
     return {name: float(tensor.sum()) for name, tensor in weights(version).items()}
-
-
-def manager(groups: dict[str, Any], load: Callable[[list[tuple[str, torch.Tensor]]], tuple[bool, str]]) -> Any:
-    """SGLang's SchedulerWeightUpdaterManager, as far as a stream needs it."""
-    runner = SimpleNamespace(
-        weight_updater=SimpleNamespace(
-            device="cpu",
-            _model_update_group=groups,
-            load_weights_from_distributed=load,
-            destroy_weights_update_group=lambda name: dist.destroy_process_group(groups.pop(name)),
-        )
-    )
-    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), _select_runners=lambda: [("target", runner)])
 
 
 class Refuses(Exception): ...
@@ -111,7 +98,7 @@ def engine(
     problem = None
     for _ in range(versions):
         sums.append({})
-        problem = problem or weight_stream._loaded(manager(groups, load), list(groups))
+        problem = problem or weight_stream._loaded(stream_manager(groups, load), list(groups))
     for name in list(groups):
         dist.destroy_process_group(groups.pop(name))
     answers.put((rank, problem, sums, any(shared), len(relays), len(relay._relays)))

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from miles_async.arguments.model import ModelArguments
-from miles_async.backends.megatron.memory.plan import StageMemory, model_parameters, rank_bytes
+from miles_async.backends.megatron.memory.plan import model_parameters, rank_bytes
+from miles_async.backends.megatron.memory.stages import StageMemory
 
 STAGE = StageMemory(stages=range(1, 3), parameters=1000, expert_parameters=8000, kept=70, peak=100, under_way=3)
 MODEL = ModelArguments(
@@ -28,6 +29,13 @@ def test_parts_of_a_rank() -> None:
     assert found.activations == 100 + 2 * 70  # three micro-batches are under way
     assert found.staging == 5
     assert found.total == 18000 * 2 + 36000 + 12 * 2125 + 240 + 5
+
+
+def test_keys_and_values_of_other_context_parallel_ranks_are_there_once() -> None:
+    """One layer's, whatever is under way."""
+    stage = dataclasses.replace(STAGE, received=11)
+    found = rank_bytes(stage, MODEL, 64, reference=False, critic=False, bucket=0, copies_saves=False)
+    assert found.activations == stage.activations == 100 + 11 + 2 * 70
 
 
 def test_fp32_keeps_no_second_copy_of_the_weights() -> None:

@@ -93,7 +93,9 @@ class Pipeline:
             missing = -len(passes) % parallel_state.get_pipeline_model_parallel_world_size()
             # In the backward pass, either all micro-batches replay experts or none.
             filler = self.filler if passes[0].packed.experts else dataclasses.replace(self.filler, experts=None)
-            micro_batches += [Pass(filler, _no_loss)] * missing
+            # First: the last micro-batch's gradients start reductions (--overlap-grad-reduce), and a filler's loss
+            # gives the output layer none.
+            micro_batches = [Pass(filler, _no_loss)] * missing + micro_batches
         iterators = [iter(micro_batches) for _ in self.modules]
         try:
             results = get_forward_backward_func()(
@@ -109,7 +111,7 @@ class Pipeline:
         finally:
             for routers in self.routers.values():
                 routers.forget()
-        return list(results[: len(passes)])
+        return list(results[-len(passes) :])
 
     def _forward_step(self, micro_batches: Iterator[Pass], module: Module) -> tuple[Tensor, Callable[..., Any]]:
         each = next(micro_batches)

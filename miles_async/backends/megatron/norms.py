@@ -1,0 +1,44 @@
+"""Norms of layers that aren't Transformer Engine's."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient ``finalize_model_grads`` sums over tensor-parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        # In fp32, as Transformer Engine and transformers do: 1 + w has few bits left for w in bfloat16.
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class HeadsNorm(RMSNorm):
+    """RMSNorm over all heads of the queries or keys together (OLMoE), of which a tensor-parallel rank has its part.
+
+    The weight is whole on every rank: ``finalize_model_grads`` adds up the gradients of layers of these names.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, width / TP] → the same shape."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        own = self.weight.unflatten(0, (group.size(), -1))[group.rank()]
+        squares = reduce_from_tensor_model_parallel_region(x.float().square().sum(-1, keepdim=True), group=group)
+        # Every rank's values depend on the sum: gradients are added up over ranks, too.
+        mean = copy_to_tensor_model_parallel_region(squares, group=group) / len(self.weight)
+        return (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * own

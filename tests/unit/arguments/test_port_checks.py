@@ -1,0 +1,85 @@
+"""A ``--port-range`` that is certainly too small is refused at the start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.arguments import (
+    Arguments,
+    DebugArguments,
+    EnginesArguments,
+    ModelArguments,
+    SessionsArguments,
+    WeightsArguments,
+)
+from miles_async.arguments.port_checks import check_ports
+
+FLEET = """
+[groups.small]
+engines = 3
+[groups.test]
+role = "evaluation"
+engines = 2
+[groups.judge]
+role = "frozen"
+"""
+
+
+def with_ports(count: int, cluster: dict[str, Any] | None = None, **groups: Any) -> Arguments:
+    arguments = replace(Arguments(), **groups)
+    found = replace(arguments.cluster, port_range=f"20000-{19999 + count}", **(cluster or {}))
+    return replace(arguments, cluster=found)
+
+
+def assert_needs(count: int, cluster: dict[str, Any] | None = None, **groups: Any) -> str:
+    """That many ports are enough, and one less is refused; return the refusal."""
+    assert list(check_ports(with_ports(count, cluster, **groups))) == []
+    [problem] = check_ports(with_ports(count - 1, cluster, **groups))
+    assert f"expected at least {count} ports" in problem
+    assert problem.endswith(f"found {count - 1}: give a wider range")
+    return problem
+
+
+def test_the_refusal_says_what_takes_the_ports() -> None:
+    # covers: C10
+    parts = ("the rendezvous of ranks", "weights", "weights of engines under repair", "routers")
+    refusal = assert_needs(8, {"rollout_num_gpus": 2})
+    assert f"({', '.join(f'1 for {part}' for part in parts)}, 4 for engines)" in refusal
+
+
+@pytest.mark.parametrize(
+    ("transport", "order", "sets"),
+    [("object_store", "all", 0), ("distributed", "all", 1 + 1), ("distributed", "rolling", 2 + 1)],
+)
+def test_every_sending_rank_takes_a_port_per_set_of_engines(transport: str, order: Any, sets: int) -> None:
+    # covers: C10
+    weights = WeightsArguments(weight_transport=transport, publish_order=order, rolling_engines=3)
+    model = ModelArguments(pipeline_model_parallel_size=4)
+    rendezvous, router, engines, senders = 1, 1, 2 * 6, 4
+    needed = rendezvous + router + engines + senders * sets
+    assert_needs(needed, {"rollout_num_gpus": 6}, weights=weights, model=model)
+
+
+def test_sending_ranks_are_spread_over_the_nodes_of_a_cluster() -> None:
+    # covers: C10
+    nodes = {"ray_address": "auto", "actor_num_nodes": 2}
+    assert_needs(1 + 2 * 2, nodes, model=ModelArguments(pipeline_model_parallel_size=4))
+
+
+def test_on_one_machine_everything_takes_its_ports_there(tmp_path: Path) -> None:
+    # covers: C10
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    fleet, agent = EnginesArguments(server_groups=tmp_path / "fleet.toml"), SessionsArguments(agent_command="agent")
+    by_ranks, routers, engines, sessions = 1 + 2 + 1, 3, 2 * (3 + 2 + 1), 1
+    assert_needs(by_ranks + routers + engines + sessions, engines=fleet, sessions=agent)
+    assert_needs(by_ranks, {"ray_address": "auto"}, engines=fleet, sessions=agent)
+
+
+def test_nothing_is_refused_without_a_range_of_two_sides() -> None:
+    assert list(check_ports(Arguments())) == []
+    assert list(check_ports(with_ports(1, debug=DebugArguments(debug_rollout_only=True)))) == []
+    assert list(check_ports(with_ports(1, engines=EnginesArguments(server_groups=Path("none.toml"))))) == []
