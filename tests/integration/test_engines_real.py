@@ -110,7 +110,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         await asyncio.gather(result.supervision, return_exceptions=True)
         await stack.stop()
         ray.shutdown()
-    left = [pid for pid in result.pids if psutil.pid_exists(pid) and _alive(pid)]
+    left = [pid for pid in result.pids if _alive(pid)]
     assert left == []
 
 
@@ -120,7 +120,10 @@ def _environment() -> dict[str, Any]:
 
 
 def _alive(pid: int) -> bool:
-    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # ------------------------------------------------------------------------- contract: fake and real alike

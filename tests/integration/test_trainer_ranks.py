@@ -135,7 +135,7 @@ async def stage(trainer: TrainerRanks, version: int) -> StagedWeights:
 
 
 async def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    processes = [process for process in psutil.process_iter() if process.pid in pids]
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, seconds)
     assert not alive
 

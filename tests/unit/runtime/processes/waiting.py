@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import psutil
 
@@ -19,6 +20,7 @@ async def number_in(child: ChildProcess) -> int:
 
 async def until_gone(pid: int) -> None:
     """Wait for the end of a process, which need not have been reaped."""
-    async with asyncio.timeout(50):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    with suppress(psutil.NoSuchProcess):
+        async with asyncio.timeout(50):
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
