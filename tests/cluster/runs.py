@@ -12,10 +12,14 @@ from tests.integration.real_run import REVERSE, RealRun, real_run, traceback_in
 from tests.integration.trained_prompts import trained
 
 RUN_DIR = "/tmp/run"  # on each machine its own
+ENGINES, RANKS = "pool=generate", "pool=train"  # labels of Ray nodes
+START_SECONDS = 400.0  # deadline of a run's first steps
+RUN_SECONDS = 300.0  # and of the rest
+ENDING_SECONDS = 120.0  # until a run notices that a machine is lost, and has ended; until orphans have
 BATCH_SIZE, MAX_AGE = 16, 2  # of the quick start
 NO_EVALUATION = ("--eval-prompt-data", "none", "--eval-interval", "none")
 AddressIn = Literal["flag", "environment"]
-TRAIN, GENERATE = ("--actor-node-labels", "pool=train"), ("--rollout-node-labels", "pool=generate")
+TRAIN, GENERATE = ("--actor-node-labels", RANKS), ("--rollout-node-labels", ENGINES)
 
 
 @contextmanager

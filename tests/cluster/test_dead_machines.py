@@ -13,14 +13,20 @@ import pytest
 
 from miles_async.runtime.processes.restarted import read_restarts
 from tests.cluster.machines import machines, needs_machines
-from tests.cluster.runs import apart, assert_each_trained_once, assert_one_error, cluster_run, machine_with_ranks
+from tests.cluster.runs import (
+    ENDING_SECONDS,
+    ENGINES,
+    RANKS,
+    RUN_SECONDS,
+    START_SECONDS,
+    apart,
+    assert_each_trained_once,
+    assert_one_error,
+    cluster_run,
+    machine_with_ranks,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(840), needs_machines, pytest.mark.long]
-
-START_SECONDS = 400.0
-RUN_SECONDS = 300.0
-ENDING_SECONDS = 120.0  # until a run notices that a machine is lost, and has ended; until orphans have
-ENGINES, RANKS = "pool=generate", "pool=train"
 
 
 def test_one_with_engines_costs_its_engines(tmp_path: Path) -> None:

@@ -12,15 +12,21 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import machines, needs_machines, needs_tun
-from tests.cluster.runs import RUN_DIR, apart, assert_each_trained_once, assert_one_error, cluster_run
+from tests.cluster.runs import (
+    ENDING_SECONDS,
+    ENGINES,
+    RANKS,
+    RUN_DIR,
+    RUN_SECONDS,
+    START_SECONDS,
+    apart,
+    assert_each_trained_once,
+    assert_one_error,
+    cluster_run,
+)
 from tests.integration.real_run import traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(840), needs_machines, pytest.mark.long]
-
-START_SECONDS = 400.0
-RUN_SECONDS = 300.0
-ENDING_SECONDS = 120.0  # until a run notices that a machine is lost, and has ended
-ENGINES, RANKS = "pool=generate", "pool=train"
 
 
 @needs_tun

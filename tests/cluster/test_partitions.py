@@ -13,7 +13,12 @@ import pytest
 from miles_async.runtime.processes.restarted import read_restarts
 from tests.cluster.machines import Machine, Machines, machines, needs_machines
 from tests.cluster.runs import (
+    ENDING_SECONDS,
+    ENGINES,
+    RANKS,
     RUN_DIR,
+    RUN_SECONDS,
+    START_SECONDS,
     apart,
     assert_each_trained_once,
     assert_one_error,
@@ -23,10 +28,6 @@ from tests.cluster.runs import (
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(840), needs_machines, pytest.mark.long]
 
-START_SECONDS = 400.0
-RUN_SECONDS = 300.0
-ENDING_SECONDS = 120.0  # until a run notices that a machine is lost, and has ended
-ENGINES, RANKS = "pool=generate", "pool=train"
 ONE_RANK_EACH = ("--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1")  # on different machines
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import Machine, Machines, machines, needs_machines, on_second_network
-from tests.cluster.runs import GENERATE, RUN_DIR, TRAIN, cluster_run
+from tests.cluster.runs import GENERATE, RUN_DIR, RUN_SECONDS, TRAIN, cluster_run
 from tests.integration.real_run import RealRun, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420), needs_machines]
 
-RUN_SECONDS = 300.0
 SHORT = ("--num-rollout", "4", "--eval-prompt-data", "none", "--eval-interval", "none")
 SMALL = (*SHORT, "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1")
 PORTS = range(21000, 21030)

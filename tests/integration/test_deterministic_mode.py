@@ -58,7 +58,7 @@ def train_all(rank: int, world_size: int, store: dist.Store, root: Path) -> dict
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[Case, Any]]]:
-    """What the ranks of two runs observed, each in processes of its own."""
+    """Observations of the ranks of two runs, each in its own processes."""
     root = tmp_path_factory.mktemp("models")
     for _, family in CASES:
         save_tiny(family, root / family)

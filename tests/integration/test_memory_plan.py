@@ -207,7 +207,7 @@ def test_recomputation_that_megatron_refuses_is_left_out(models: dict[str, Path]
     ],
 )
 def test_keys_and_values_of_other_ranks_are_counted(models: dict[str, Path], family: str, key_and_value: int) -> None:
-    """Of one layer, those of the tokens of three other ranks."""
+    """One layer keeps those of the tokens of three other ranks."""
     split = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
     [alone] = measure_here(request(models[family], 2, tensor_model_parallel_size=2, bf16=True))
     [stage] = measure_here(request(models[family], 8, **split, bf16=True))

@@ -70,7 +70,7 @@ def test_weights_travel_from_all_senders_at_the_same_time() -> None:
     ids=lambda value: value.name if isinstance(value, Transport) else "",
 )
 def test_engines_load_all_files_while_they_are_paused(transport: Transport, copy: float, bring: float) -> None:
-    """What is brought before depends on the senders, on links or the file system, and on what changed."""
+    """The time to bring files depends on the senders, on links or the file system, and on the share that changed."""
     found = publication(transport, 2000, ASSUMED)
     assert (found.copy_seconds, found.bring_seconds) == pytest.approx((copy, bring))
     assert found.pause_seconds == 2000 / 40

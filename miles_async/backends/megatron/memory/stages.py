@@ -1,4 +1,4 @@
-"""What is asked about the ranks of a pipeline stage, and what is measured of one."""
+"""Records of memory measurements: the request for a model's pipeline stages, and the result for one stage."""
 
 from __future__ import annotations
 
