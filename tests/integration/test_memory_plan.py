@@ -194,8 +194,8 @@ def test_every_recomputation_is_measured_as_if_it_was_asked_for(models: dict[str
 
 
 def test_recomputation_that_megatron_refuses_is_left_out(models: dict[str, Path]) -> None:
-    offloaded = ("--cpu-offloading", "--cpu-offloading-num-layers", "1")
-    assert list(run_ranks(1, _measured, request(models["dense"], megatron_extra=offloaded))[0]) == [None]
+    split = {"tensor_model_parallel_size": 2, "megatron_extra": ("--distribute-saved-activations",)}
+    assert list(run_ranks(1, _measured, request(models["small"], 2, **split))[0]) == [None]
 
 
 @pytest.mark.parametrize(
