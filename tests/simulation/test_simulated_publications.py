@@ -266,10 +266,12 @@ def test_a_publication_takes_repaired_engines_if_there_are_no_others() -> None:
 def test_a_repair_that_is_overtaken_is_done_again_and_not_overtaken_for_ever(seconds: float) -> None:
     # covers: C8
     async def scenario(world: World, publisher: WeightPublisher) -> None:
+        repaired = []
+
         async def repair() -> None:
             while True:
                 await world.supervisor.wait_for_joining()
-                await publisher.repair()
+                repaired.append(await publisher.repair())
 
         await publisher.publish(0)
         world.servers["engine-2"].die()
@@ -283,6 +285,7 @@ def test_a_repair_that_is_overtaken_is_done_again_and_not_overtaken_for_ever(sec
         assert "engine-2" in published[-1].engines
         assert "engine-2" not in published[0].engines or seconds < 0.2, "it was overtaken"
         assert {record.version for record in world.registry.engines.values()} == {20}
+        assert repaired == [("engine-2",)]
         assert not repairs.done(), "it failed"
         repairs.cancel()
         await asyncio.gather(repairs, return_exceptions=True)

@@ -867,6 +867,23 @@ async def test_generate_of_the_user_that_raises_costs_its_attempt_only() -> None
     assert bench.balance()["failed"] == 1
 
 
+async def test_a_prompt_whose_generate_always_raises_is_quarantined() -> None:
+    # covers: C6
+    def wrap(generate: Any) -> Any:
+        async def failing(client: Any, attempt: Attempt, index: int) -> Sample:
+            if attempt.prompt.prompt_id == "p0":
+                raise KeyError("tool")
+            return await generate(client, attempt, index)
+
+        return failing
+
+    bench = Bench(wrap=wrap)
+    async with running(bench):
+        await until(lambda: bench.balance()["quarantined"] == 1)
+    [letter] = bench.dispatcher.pool.dead_letters
+    assert letter.prompt_id == "p0"
+
+
 async def test_source_with_quarantined_prompts_only_is_an_error_that_says_so() -> None:
     bench = Bench(reward=fail_for("p0"), quarantine=100)
     bench.source.take = lambda count: [(0, Prompt(prompt_id="p0", token_ids=(1,), text=""))]  # type: ignore[method-assign]

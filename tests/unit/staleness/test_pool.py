@@ -44,6 +44,22 @@ def test_quarantined_prompts_are_passed_over_for_two_epochs_and_no_longer(pool: 
         pool.offer(0, make_prompt("p0"))
 
 
+def test_it_can_move_while_an_attempt_is_in_flight_or_may_be_admitted(pool: Pool) -> None:
+    # covers: C10
+    for number in range(4):
+        pool.offer(0, make_prompt(f"p{number}"))
+    attempts = [pool.issue(0) for _ in range(3)]
+    for attempt in attempts:
+        pool.finished(make_group(attempt, [[0]]))
+    assert (pool.room(), pool.balance().in_flight) == (1, 0)
+    assert pool.can_move()
+    last = pool.issue(0)
+    assert (pool.room(), pool.balance().in_flight) == (0, 1)
+    assert pool.can_move()
+    pool.finished(make_group(last, [[0]]))
+    assert not pool.can_move()
+
+
 def test_one_line_says_where_everything_stands(pool: Pool) -> None:
     # covers: C10
     for number in range(4):
