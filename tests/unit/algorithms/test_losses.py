@@ -140,6 +140,13 @@ def test_truncated_importance_weight_scales_the_loss_without_gradient() -> None:
     assert sums["tis_masked_fraction"] == 0
 
 
+@pytest.mark.parametrize(("low", "high", "outside"), [(0.0, 0.5, 1), (0.5, 0.0, 1), (0.5, 0.5, 0)])
+def test_dis_leaves_out_a_token_at_a_bound_of_its_range(low: float, high: float, outside: int) -> None:
+    batch = token_batch(old=[-1.0], advantages=[1.0])  # the ratio is 1
+    _, sums = loss_of(batch, batch.old_logprobs, policy_loss="dis", eps_clip=low, eps_clip_high=high)
+    assert sums["clip_fraction"] == outside
+
+
 @pytest.mark.parametrize("bounds", [{"rs_upper_bound": 0.0}, {"rs_lower_bound": 0.5}])
 def test_a_token_at_the_bound_of_rejection_is_kept(bounds: dict[str, float]) -> None:
     # k2 of the three tokens is 0, 0.5 and 2.
