@@ -255,6 +255,14 @@ async def test_a_disk_error_ends_the_run_once_and_never_reaches_the_dispatcher(
     assert not run.ledger._waiting
 
 
+async def test_after_its_end_a_flush_writes_nothing_and_waits_for_nothing(tmp_path: Path) -> None:
+    # covers: C10
+    writer = LedgerWriter(tmp_path / "ledger.sqlite")
+    await writer.close()
+    async with asyncio.timeout(5):
+        await writer.flush()
+
+
 async def test_a_disk_that_hangs_is_an_error_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C10
     monkeypatch.setattr(queued_writer, "WRITE_TIMEOUT", 0.05)
