@@ -179,6 +179,14 @@ def test_many_tokens_touch_all_experts() -> None:
     assert work.touched_weights(10_000) == pytest.approx(work.weights - 7168 * 129280)  # but for the embedding
 
 
+def test_weights_of_attention_and_embedding_are_told() -> None:
+    config = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
+    work = model_work(config | {"head_dim": 4, "intermediate_size": 16, "vocab_size": 32})
+    assert work is not None
+    assert work.attention_weights == 3 * (8 * 8 + 2 * 8 * 4 + 8 * 8)  # queries, keys and values, output
+    assert work.embedding_weights == 32 * 8
+
+
 def test_sequence_flops_are_linear_and_quadratic() -> None:
     work = ModelWork(
         weights=100,
