@@ -144,6 +144,25 @@ async def test_next_batch_is_cut_for_the_version_that_will_be_current() -> None:
     assert b.events.index("cut for 1") < b.events.index("commit 1")  # prepared while step 0 trains
 
 
+async def test_cuts_under_way_are_named_by_their_step() -> None:
+    # covers: C10
+    b = bench(steps=3)
+    names, plain = [], b.rollout.next_batch
+
+    def noted(target_version: int) -> Any:
+        async def cut() -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            names.append(task.get_name())
+            return await plain(target_version)
+
+        return cut()
+
+    b.rollout.next_batch = noted
+    await b.controller.run()
+    assert names == ["cut for step 0", "cut for step 1", "cut for step 2"]
+
+
 @pytest.mark.parametrize("bound", [None, 3])
 async def test_the_bound_is_off_by_default_and_announced_at_the_start(bound: int | None) -> None:
     # covers: M4
