@@ -155,8 +155,10 @@ class Tree:
 
     def pytest(self, *arguments: str, seed: int, limit: float) -> tuple[int | None, str]:
         """Exit status, or None after ``limit`` seconds, and what pytest wrote."""
-        settings = ("-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}")
-        command = [*settings, f"--basetemp={self.root}-tmp", *arguments]
+        settings = ["-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
+        # A test over its time ends pytest: an exception in it would make hypothesis run the endless example again.
+        settings += ["--timeout-method=thread", f"--basetemp={self.root}-tmp"]
+        command = [*settings, *arguments]
         # Forked from a process that has imported what takes longest: imports would be most of a mutant's time.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))

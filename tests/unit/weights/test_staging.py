@@ -264,6 +264,8 @@ def test_host_memory_beside_the_model_is_one_copy(tmp_path: Path, delta: DeltaEn
         staged = stage(staging, 1, model)
     staging.close()
     assert (staged.delta is not None) is (delta is not None)
-    beside = 4 if delta is None else 6  # tensors: what changed in one is found and compressed
-    assert total * 0.9 < first.above <= total + 4 * tensor_bytes
-    assert second.above <= beside * tensor_bytes
+    # Changes are found and compressed by the tensor: 0.5 and 3.4 of them in a process that did nothing else. After
+    # other tests, what their threads left in glibc's arenas is added. A bucket at once would be seen.
+    beside = bucket_bytes // 2
+    assert total * 0.9 < first.above <= total + beside
+    assert second.above <= beside
