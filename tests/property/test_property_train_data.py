@@ -149,6 +149,7 @@ def test_split(table: BranchTable, dp_size: int, max_tokens: int, per_step: int 
 def assert_every_branch_once(batch: TrainBatch, shards: tuple[TrainShard, ...]) -> None:
     found: dict[int, tuple[object, ...]] = {}
     for micro_batch in (m for shard in shards for step in shard.optimizer_steps for m in step):
+        assert_aligned(micro_batch)
         if micro_batch.sample_ids.tolist() == [FILLER]:
             assert not micro_batch.loss_mask.any()
             continue
@@ -156,6 +157,15 @@ def assert_every_branch_once(batch: TrainBatch, shards: tuple[TrainShard, ...]) 
         assert not branches.keys() & found.keys()
         found |= branches
     assert found == branches_of(batch)
+
+
+def assert_aligned(batch: TrainBatch) -> None:
+    tokens = (batch.tokens, batch.loss_mask, batch.rollout_logprobs, batch.weight_versions)
+    tokens += tuple(each for each in (batch.routed_experts, batch.teacher_logprobs) if each is not None)
+    branches = (batch.oldest_versions, batch.rewards, batch.sample_ids, batch.group_ids)
+    assert {len(array) for array in tokens} == {int(batch.offsets[-1])}
+    assert {len(array) for array in branches} == {batch.num_branches}
+    assert len(batch.advantages) in (batch.num_branches, len(batch.tokens))
 
 
 def assert_in_step(shards: tuple[TrainShard, ...], max_tokens: int) -> None:

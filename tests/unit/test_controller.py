@@ -284,6 +284,19 @@ async def test_last_step_is_published_for_its_evaluation() -> None:
     assert only(b.events, "stage", "evaluate") == ["stage 0", "evaluate", "stage 1", "stage 2", "evaluate"]
 
 
+async def test_the_rollout_side_is_closed_after_the_last_evaluation() -> None:
+    b = bench(steps=2, evaluate=True)
+    plain = b.rollout.close
+
+    async def close() -> None:
+        b.events.append("close")
+        await plain()
+
+    b.rollout.close = close
+    await b.controller.run()
+    assert only(b.events, "stage 2", "evaluate", "close") == ["evaluate", "stage 2", "evaluate", "close"]
+
+
 async def test_publication_waits_for_the_evaluation_of_the_visible_version() -> None:
     # covers: R4
     b = bench(steps=1, evaluate=True)

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from miles_async.arguments.routing import RouterShape
 from miles_async.engines.client import RouterClient, http_error
 from miles_async.engines.http import Http
-from miles_async.engines.posting.http_post import ROUTING_KEY, posting_over
+from miles_async.engines.posting.http_post import ROUTING_KEY, Answer, posting_over
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import PACK
 from miles_async.engines.sglang.api import SGLangServer
@@ -208,6 +208,28 @@ async def test_retries_are_bounded(setup: Setup) -> None:  # covers: A3
     assert [entry["event"] for entry in log_output] == ["requests fail and are tried again"]  # not of every request
 
 
+async def test_tries_come_less_and_less_often_up_to_ten_seconds(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: A3
+    waited, plain = [], asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        if seconds >= 1.0:
+            waited.append(seconds)
+        await plain(0 if seconds >= 1.0 else seconds)
+
+    def uniform(low: float, high: float) -> float:  # requests that fail at once do not all come back at once
+        assert (low, high) == (1.0, 2.0)
+        return 1.5
+
+    monkeypatch.setattr("miles_async.engines.client.asyncio.sleep", sleep)
+    monkeypatch.setattr("miles_async.engines.client.random.uniform", uniform)
+    setup.client._retries, setup.client._backoff_seconds = 5, 1.0
+    setup.engine.respond = lambda body: web.Response(status=503)
+    with pytest.raises(TransientEngineError, match="503"):
+        await setup.generate()
+    assert waited == [1.5, 3.0, 6.0, 12.0, 15.0]
+
+
 async def test_a_rejected_request_is_not_retried(setup: Setup) -> None:  # covers: A3, A5
     setup.engine.respond = lambda body: web.Response(status=400, text="input is longer than the context")
     with pytest.raises(RequestRejectedError, match="longer than the context"):
@@ -362,6 +384,30 @@ async def test_a_request_that_is_aborted_before_it_began_has_no_tokens(setup: Se
     generation = await setup.generate()
     assert (generation.finish_reason, len(generation.output_ids), generation.spans) == ("abort", 0, ())
     assert len(setup.engine.requests) == 1, "that is no failure, and nothing to try again"
+
+
+async def test_answers_that_come_at_once_are_read_a_few_per_turn_of_the_loop(setup: Setup) -> None:
+    """As when a publication aborts all requests."""
+    plain, gate = setup.client._post, asyncio.Event()
+    arrived: list[Answer] = []
+
+    async def held(url: str, key: str, content: bytes) -> Answer:
+        answer = await plain(url, key, content)
+        arrived.append(answer)
+        await gate.wait()
+        return answer
+
+    setup.client._post = held
+    async with asyncio.TaskGroup() as scope:
+        for _ in range(20):
+            scope.create_task(setup.generate())
+        await until(lambda: len(arrived) == 20)
+        gate.set()
+        done = [setup.traffic.completed["engine-0"]]
+        while done[-1] < 20:
+            await asyncio.sleep(0)
+            done.append(setup.traffic.completed["engine-0"])
+    assert max(np.diff(done)) == 3
 
 
 async def test_cancellation_aborts_the_request_at_the_engine(setup: Setup) -> None:

@@ -20,7 +20,7 @@ import pytest
 from miles_async.arguments.config_file import to_toml
 from miles_async.cli import main
 from miles_async.errors import ContractViolation, ReplayDifference, ScheduleError
-from miles_async.ledger.schedule import BatchFrame, Cut, Finished, PoolFrame
+from miles_async.ledger.schedule import BatchFrame, Cut, Finished, Frame, PoolFrame
 from miles_async.ledger.schedule_writer import ScheduleWriter
 from miles_async.rollout.batches import BatchMaker
 from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
@@ -215,6 +215,13 @@ def test_a_batch_that_cannot_be_made_again_is_a_difference(run: RecordedRun, mon
 def test_work_of_the_model_is_in_the_schedule(run: RecordedRun) -> None:
     """It decides which rank gets what, and a replay has no model."""
     assert {frame.quadratic_work for frame in run.frames() if isinstance(frame, BatchFrame)} == {0.1}
+
+
+def test_a_batch_that_was_recorded_without_work_was_shared_out_by_tokens() -> None:
+    frame = {"type": "batch", "at": 0.0, "attempt_ids": [1], "digests": {}}
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=Frame)
+    assert isinstance(decoded, BatchFrame)
+    assert decoded.quadratic_work == 0
 
 
 def test_the_error_that_a_run_died_of_comes_again(tmp_path: Path) -> None:
