@@ -25,21 +25,29 @@ def make(
     engines_timeout: float = 10.0,
     senders: int = 1,
     trainer: FakeTrainer | None = None,
+    apart: FakeFleet | None = None,
     **flags: object,
 ) -> WeightPublisher:
+    """``apart``: engines that only evaluate."""
     trainer, arguments = trainer or FakeTrainer(fleet.events, senders=senders), WeightsArguments(**flags)
 
-    def updater(name: str, *, repair: bool = False) -> FleetUpdater:
+    def updater(name: str, of: FakeFleet = fleet, *, repair: bool = False) -> FleetUpdater:
         return FleetUpdater(
-            fleet,
-            make_transport(arguments, trainer, fleet, "cpu", name=name, repair=repair),
+            of,
+            make_transport(arguments, trainer, of, "cpu", name=name, repair=repair),
             arguments,
             tolerance=1e-3,
             engines_timeout=engines_timeout,
             poll_seconds=0.01,
         )
 
-    return WeightPublisher(trainer, updater("weights"), arguments, repairs=updater("repairs", repair=True))
+    return WeightPublisher(
+        trainer,
+        updater("weights"),
+        arguments,
+        repairs=updater("repairs", repair=True),
+        evaluation=updater("evaluation", apart) if apart else None,
+    )
 
 
 async def test_order_of_a_publication() -> None:
@@ -289,6 +297,31 @@ async def test_repair_touches_joining_engines_only_and_uses_the_served_version()
     assert fleet.serving == ["engine-0", "engine-1"]
 
 
+async def test_no_process_group_is_left_at_the_end_not_even_of_a_repair_under_way() -> None:
+    # covers: C10
+    fleet, apart = FakeFleet([]), FakeFleet([])
+    publisher, begun = make(fleet, apart=apart), asyncio.Event()
+    await publisher.publish(7)
+    await publisher.publish_for_evaluation()
+    fleet.joining = ["engine-1"]
+
+    async def hang(*_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    fleet.receive_stream = hang  # type: ignore[method-assign, assignment]
+    repair = asyncio.ensure_future(publisher.repair())
+    await begun.wait()
+    repair.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await repair
+    assert sorted(map(sorted, fleet.groups.values())) == [["engine-0"], ["engine-1"]]
+    assert apart.groups
+    await publisher.close()
+    assert not fleet.groups
+    assert not apart.groups
+
+
 async def test_a_repair_never_waits_for_a_delivery_in_the_senders() -> None:
     """All calls of a repair go through handles for repairs, whose calls run in another thread."""
     fleet = FakeFleet([])
@@ -381,7 +414,7 @@ async def test_a_rank_that_never_stages_is_waited_for_until_the_deadline(part: s
     # covers: C10
     publisher = make(FakeFleet([]), publication_timeout=0.05)
 
-    states = []
+    states = [publisher.state]
 
     async def hang(version: int) -> None:
         states.append(publisher.state)
@@ -390,7 +423,7 @@ async def test_a_rank_that_never_stages_is_waited_for_until_the_deadline(part: s
     setattr(publisher._trainer, f"{part}_weights", hang)
     with pytest.raises(PublicationError, match=rf"waited 0.05 s for {awaited} \(--publication-timeout\)"):
         await publisher.publish(3)
-    assert [*states, publisher.state] == [PublicationState.STAGING, PublicationState.IDLE]
+    assert [*states, publisher.state] == [PublicationState.IDLE, PublicationState.STAGING, PublicationState.IDLE]
 
 
 async def test_lag_sends_the_weights_of_earlier_versions_under_their_own_name() -> None:
