@@ -226,7 +226,7 @@ def try_mutant(tree: Tree, path: str, mutant: Mutant, tests: list[str], seconds:
     if status in (4, 5):  # pytest's for a wrong call and for no tests
         sys.exit(f"error: pytest must pass or fail, found exit status {status}:\n{output}")
     failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0] if failed else f"exit status {status}"
+    return failed[0] if failed else "time" if "+ Timeout +" in output else f"exit status {status}"
 
 
 # --------------------------------------------------------------------------------------------- choosing, reporting
