@@ -12,8 +12,8 @@ from miles_async.algorithms.ratio import MAX_LOG_RATIO
 from miles_async.algorithms.sequences import loss_tokens, per_token, sum_of_loss_tokens
 from miles_async.api import TokenBatch
 
-BEGINNINGS = (0, 1, 2, 3, 4, 8, 16)
-"""First age of each group of ages; turns, counted from 0, are grouped alike."""
+BEGINNINGS = (1, 2, 3, 4, 8, 16)
+"""First age of each group of ages after that of 0; turns, counted from 0, are grouped alike."""
 
 AGES = ("age_0", "age_1", "age_2", "age_3", "age_4-7", "age_8-15", "age_16+")
 MIN_LOG_WEIGHT = -300.0  # its square is above 0 in float64, so that no sum of squares is 0
@@ -130,13 +130,13 @@ def importance_sums(log_weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def _grouped(of: str, positions: Tensor, difference: Tensor, k3: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    beginnings = torch.tensor(BEGINNINGS[1:], device=positions.device)
+    beginnings = torch.tensor(BEGINNINGS, device=positions.device)
     groups, absolute = torch.bucketize(positions, beginnings, right=True), difference.abs()
     values = torch.stack([mask, absolute * mask, k3 * mask], dim=1).double()
     return {
-        f"{of}_sums": values.new_zeros(len(BEGINNINGS), 3).index_add(0, groups, values),
-        f"{of}_histogram": magnitudes(difference, mask, groups, len(BEGINNINGS)),
-        f"{of}_max": absolute.new_zeros(len(BEGINNINGS)).scatter_reduce(0, groups, absolute * mask, "amax"),
+        f"{of}_sums": values.new_zeros(len(AGES), 3).index_add(0, groups, values),
+        f"{of}_histogram": magnitudes(difference, mask, groups, len(AGES)),
+        f"{of}_max": absolute.new_zeros(len(AGES)).scatter_reduce(0, groups, absolute * mask, "amax"),
     }
 
 

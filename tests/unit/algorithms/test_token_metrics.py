@@ -164,7 +164,7 @@ HARMLESS = {
             "quantile(counts[index], 0.99)",
             "min(quantile(counts[index], 0.99), largest[index])",
             "quantile(counts, share, SIGNED_MIDDLES)",
-            "magnitudes(difference, mask, groups, len(BEGINNINGS))",
+            "magnitudes(difference, mask, groups, len(AGES))",
             "difference",  # of magnitudes()
             "mask",  # the same
         ),
