@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -153,6 +154,22 @@ def test_a_token_at_the_bound_of_rejection_is_kept(bounds: dict[str, float]) -> 
     batch = token_batch(old=[-1.0] * 3, rollout=[-1.0, -2.0, -3.0], advantages=[1.0] * 3)
     _, sums = loss_of(batch, torch.tensor([-1.0] * 3), use_rs=True, rs_statistic="k2", **bounds)
     assert sums["rs_rejected_fraction"] == (2 if "rs_upper_bound" in bounds else 1)
+
+
+def test_tokens_that_are_too_old_are_counted() -> None:
+    versions = torch.tensor([3, 4, 5, 6])  # ages 3, 2, 1, 0
+    batch = replace(token_batch(old=[-1.0] * 4, advantages=[1.0] * 4), weight_versions=versions, target_version=6)
+    total, sums = loss_of(batch, batch.old_logprobs, max_token_age=2, token_age_decay=0.5)
+    assert total.item() == -(0.25 + 0.5 + 1.0)
+    assert sums["age_masked_fraction"] == 1
+    assert sums["age_weight_mean"] == 0.25 + 0.5 + 1.0
+
+
+def test_tokens_that_opsm_leaves_out_are_counted() -> None:
+    flags = {"lengths": [3, 1, 1], "rollout": [-1.0] * 5, "advantages": [-1.0, -1.0, -1.0, 1.0, -1.0]}
+    batch = token_batch(old=[-3.0, -3.0, -3.0, -3.0, -1.0], **flags)  # only the first sequence is bad and drifted
+    _, sums = loss_of(batch, batch.old_logprobs, use_opsm=True, opsm_delta=0.5)
+    assert sums["opsm_masked_fraction"] == 3
 
 
 def test_importance_weights_outside_of_the_bounds_mask_their_tokens() -> None:
