@@ -196,7 +196,7 @@ class RecordedPool(Pool):
         self,
         snapshot: PoolSnapshot,
         *,
-        version: int = 0,
+        version: int,
         total_groups: int | None = None,
         readmissions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:

@@ -264,7 +264,7 @@ class Pool:
         self,
         snapshot: PoolSnapshot,
         *,
-        version: int = 0,
+        version: int,
         total_groups: int | None = None,
         readmissions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
