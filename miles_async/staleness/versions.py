@@ -131,13 +131,11 @@ def _assign_edges(
 
     Where one span's end and the next one's start disagree, the later of both is the edge.
     """
-    first = spans[0]
-    edges = [(min(first.version, dispatched), 0)]  # (version, first token it has)
-    edges.append((first.version, tolerance if first.version > dispatched else 0))
-    edges += [(after.version, max(before.end, after.start) + tolerance) for before, after in pairwise(spans)]
-    stops = [start for _, start in edges[1:]] + [num_tokens]
+    versions = [min(spans[0].version, dispatched), *(span.version for span in spans)]
+    stops = [tolerance if spans[0].version > dispatched else 0]
+    stops += [max(before.end, after.start) + tolerance for before, after in pairwise(spans)]
     result: list[VersionSpan] = []
-    for (version, _), stop in zip(edges, stops, strict=True):
+    for version, stop in zip(versions, [*stops, num_tokens], strict=True):
         start = result[-1].end if result else 0
         stop = min(stop, num_tokens)
         if stop <= start:

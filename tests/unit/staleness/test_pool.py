@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.errors import DataError
+from miles_async.errors import ContractViolation, DataError
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
@@ -74,3 +74,26 @@ def test_one_line_says_where_everything_stands(pool: Pool) -> None:
     )
     assert pool.can_move()
     assert pool.lead() == 3
+
+
+def test_a_group_that_the_buffer_has_lost_is_noticed(pool: Pool) -> None:
+    # covers: C2
+    for number in range(2):
+        pool.offer(0, make_prompt(f"p{number}"))
+        pool.finished(make_group(pool.issue(0), [[0]]))
+    pool.check()
+    pool._buffer.cut(0)
+    with pytest.raises(ContractViolation, match="C2: attempts that are buffered in the ledger and nowhere else"):
+        pool.check()
+
+
+def test_an_attempt_that_the_pool_has_lost_is_noticed(pool: Pool) -> None:
+    # covers: C2
+    pool.offer(0, make_prompt("p0"))
+    attempt = pool.issue(0)
+    pool.check()
+    del pool._live[attempt.attempt_id]
+    with pytest.raises(
+        ContractViolation, match=rf"C2: the ledger and the pool disagree about \[{attempt.attempt_id}\]"
+    ):
+        pool.check()
