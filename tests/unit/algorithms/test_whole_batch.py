@@ -12,7 +12,7 @@ from torch import Tensor
 from miles_async.algorithms.objective import Objective
 from miles_async.algorithms.whole_batch.gather import Gather, alone
 from miles_async.api import TokenBatch
-from tests.unit.algorithms.cases import CASES, objective_of
+from tests.unit.algorithms.cases import CASES, Case, objective_of
 from tests.unit.algorithms.ranks import on_ranks
 from tests.unit.algorithms.steps import Step, micro_batch
 
@@ -46,6 +46,16 @@ def test_ranks_change_nothing(name: str, ranks: list[list[list[int]]]) -> None:
     expected = seen(objective.prepared([whole], alone)[0])
     found = dealt(step, objective, ranks)
     assert torch.allclose(torch.cat([found[index] for index in range(len(step))]), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_changes_a_batch_says_so(case: Case) -> None:
+    """The trainer leaves the rest out, and the forward passes for it."""
+    objective = objective_of(case)
+    batch = micro_batch(case.step(2))[1]
+    (prepared,) = objective.prepared([batch], alone)
+    changed = "surveyed" in prepared.computed or not torch.equal(prepared.advantages, batch.advantages)
+    assert objective.prepares_batches is changed
 
 
 def test_advantages_without_spread_are_whitened_to_zero() -> None:

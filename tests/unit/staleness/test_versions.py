@@ -13,6 +13,7 @@ from msgspec import structs
 
 from miles_async.errors import VersionUnknownError
 from miles_async.staleness.versions import (
+    MAX_VERSION,
     group_of,
     is_mixed,
     loss_versions,
@@ -100,6 +101,11 @@ def test_unusable_version_is_an_error_never_fresh(unusable: object) -> None:
         parse_spans(None, unusable, 6, 3)
     with pytest.raises(VersionUnknownError, match="expected a version from 0"):
         parse_spans(report(("3", 0, 3), (unusable, 3, 6)), "4", 6, 3)
+
+
+@pytest.mark.parametrize("newest", [MAX_VERSION, str(MAX_VERSION)])
+def test_the_largest_version_is_one(newest: object) -> None:
+    assert parse_spans(None, newest, 6, MAX_VERSION) == (VersionSpan(MAX_VERSION, 0, 6),)
 
 
 def test_version_that_cannot_have_been_published_is_an_error() -> None:
