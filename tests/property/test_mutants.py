@@ -327,8 +327,8 @@ MUTANTS = (
     Mutant(
         name="one token at the start of a call, whatever an engine has in flight",
         function=versions._assign_edges,
-        old="tolerance if first.version > dispatched else 0",
-        new="ONE_STEP if first.version > dispatched else 0",
+        old="tolerance if spans[0].version > dispatched else 0",
+        new="ONE_STEP if spans[0].version > dispatched else 0",
         caught_by=overlap_schedule,
         where="assert_never_fresher",
     ),
