@@ -31,9 +31,9 @@ from miles_async.weights.transports.choice import count_senders
 from miles_async.weights.transports.registry import find_transport
 
 COMPARED = ("distributed", "disk", "object_store")  # transports that a plan shows, beside the run's
-SENT = {"xor": {"bf16": 0.02, "fp32": 0.38}, "overwrite": {"bf16": 0.03, "fp32": 0.92}}
-"""Share of the bytes that ``--weight-delta`` sends, by dtype: docs/benchmarks.md, deltas, where 2 % of the elements of
-bfloat16 weights change, and all of float32 ones.
+SENT = {"xor": {"bf16": 0.03, "fp32": 0.43}, "overwrite": {"bf16": 0.04, "fp32": 0.84}}
+"""Share of the bytes that ``--weight-delta`` sends, by dtype: docs/benchmarks.md, deltas, for steps of 1e-6, where 3 %
+of the elements of bfloat16 weights change, and all of float32 ones.
 """
 
 

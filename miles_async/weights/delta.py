@@ -1,13 +1,15 @@
-"""Weights as changes since an earlier version: the difference of each changed tensor, compressed.
+"""Weights as changes since an earlier version: which elements of each changed tensor differ, and how, compressed.
 
-``xor``: the bits that differ; in every block of elements the first bytes of all of them together, then the second, ...;
-after a small step most exponents are the same, so long runs are zero. ``overwrite``: which elements differ, and their
-new values; smaller if few do. Both are exact.
+``xor``: the bits that differ; ``overwrite``: the new elements. Both are exact. For every block of elements come a mask
+of those that are kept, then the first bytes of all of these together, then the second, ...; each of these planes is
+again a mask, of the bytes that are kept, and these bytes. What is zero is not kept: after a small step, most bits that
+differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -19,9 +21,14 @@ from miles_async.arguments.weights import DeltaEncoding
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.unsignedinteger]
 """The bits of elements, one unsigned integer each."""
+Mask = npt.NDArray[np.bool_]
 
-_LEVEL = 1  # higher levels take several times as long and save a few percent
-_BLOCK = 1 << 17  # elements: what is computed of them stays in the cache, and a byte of each is a block of zstd's
+W = TypeVar("W", bound=np.unsignedinteger)
+
+# Zeros are gone, so there is little to match: with a small table zstd finds that out in half the time.
+_COMPRESSION = zstandard.ZstdCompressionParameters.from_level(1, hash_log=8)
+_BLOCK = 1 << 18  # elements: what is computed of them stays in the cache
+_MOSTLY = 0.6  # above this share everything is kept, which is faster and no larger
 
 
 class ChangedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -38,9 +45,8 @@ def encode(name: str, old: Bytes, new: Bytes, itemsize: int, encoding: DeltaEnco
     before, after = _words(old, itemsize), _words(new, itemsize)
     if all(np.array_equal(before[block], after[block]) for block in _blocks(before)):
         return None
-    parts = _differing_bits(before, after) if encoding == "xor" else _new_values(before, after)
-    compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
-    data = b"".join([*(compressor.compress(part.data) for part in parts), compressor.flush()])
+    compressor = zstandard.ZstdCompressor(compression_params=_COMPRESSION)
+    data = b"".join(compressor.compress(part.data) for part in _parts(before, after, encoding))
     return ChangedTensor(name, itemsize, encoding, data)
 
 
@@ -50,58 +56,75 @@ def apply(changed: ChangedTensor, content: Bytes) -> None:
     If ``content`` is not what the change was encoded against, the result is wrong and no error is raised: compare its
     digest.
     """
-    data = np.frombuffer(zstandard.ZstdDecompressor().decompressobj().decompress(changed.data), np.uint8)
+    parts = _Parts(changed.data)
     words = _words(content, changed.itemsize)
-    if changed.encoding == "xor":
-        _flip(words, data)
-    else:
-        _overwrite(words, data)
-
-
-def _differing_bits(before: Words, after: Words) -> Iterator[Bytes]:
-    """Bytes of all elements of a block, by significance. Each is valid until the next one is asked for."""
-    difference, plane = np.empty(_BLOCK, before.dtype), np.empty(_BLOCK, np.uint8)
-    for block in _blocks(before):
-        bits = np.bitwise_xor(before[block], after[block], out=difference[: block.stop - block.start])
-        for _ in range(before.itemsize):
-            np.copyto(plane[: len(bits)], bits, casting="unsafe")  # the lowest byte
-            yield plane[: len(bits)]
-            if before.itemsize > 1:
-                np.right_shift(bits, 8, out=bits)
-
-
-def _flip(words: Words, data: Bytes) -> None:
-    """Undo :func:`_differing_bits`."""
-    room = np.empty(_BLOCK, words.dtype)
-    start = 0
     for block in _blocks(words):
-        elements = block.stop - block.start
-        bits = room[:elements]
-        for byte in range(words.itemsize):
-            np.copyto(bits, data[start : start + elements])
-            words[block] ^= np.left_shift(bits, 8 * byte, out=bits) if byte else bits
-            start += elements
+        kept = parts.mask(block.stop - block.start)
+        values = parts.words(int(np.count_nonzero(kept)), words.dtype)
+        if len(values) == len(kept):
+            where: slice | npt.NDArray[np.intp] = block
+        else:
+            where = block.start + np.flatnonzero(kept)
+        if changed.encoding == "xor":
+            words[where] ^= values
+        else:
+            words[where] = values
 
 
-def _new_values(before: Words, after: Words) -> Iterator[Bytes]:
-    """A bit per element, then the values of those that differ."""
+def _parts(before: Words, after: Words, encoding: DeltaEncoding) -> Iterator[Bytes]:
     for block in _blocks(before):
-        yield np.packbits(before[block] != after[block])
-    for block in _blocks(before):
-        yield after[block][before[block] != after[block]].view(np.uint8)
+        difference = before[block] ^ after[block]
+        kept = _not_zero(difference)
+        yield np.packbits(kept)
+        words = _select(kept, difference if encoding == "xor" else after[block])
+        for byte in range(before.itemsize):
+            plane = (words >> 8 * byte).astype(np.uint8)
+            kept = _not_zero(plane)
+            yield np.packbits(kept)
+            yield _select(kept, plane)
 
 
-def _overwrite(words: Words, data: Bytes) -> None:
-    """Undo :func:`_new_values`."""
-    mask_bytes = -(-len(words) // 8)
-    values = data[mask_bytes:].view(words.dtype)
-    start = 0
-    for block in _blocks(words):
-        elements = block.stop - block.start
-        differs = np.unpackbits(data[block.start // 8 : -(-block.stop // 8)], count=elements).astype(bool)
-        count = int(np.count_nonzero(differs))
-        words[block][differs] = values[start : start + count]
-        start += count
+class _Parts:
+    """Takes back, in the same order, what :func:`_parts` gives."""
+
+    def __init__(self, data: bytes) -> None:
+        decompressor = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
+        self._data = np.frombuffer(decompressor.decompress(data), np.uint8)
+        self._position = 0
+
+    def mask(self, count: int) -> Mask:
+        return np.unpackbits(self._take(-(-count // 8)), count=count).view(np.bool_)
+
+    def words(self, count: int, dtype: np.dtype[W]) -> npt.NDArray[W]:
+        words = np.zeros(count, dtype)
+        for byte in range(dtype.itemsize):
+            words |= np.left_shift(self._plane(count), 8 * byte, dtype=dtype)
+        return words
+
+    def _plane(self, count: int) -> Bytes:
+        kept = self.mask(count)
+        values = self._take(int(np.count_nonzero(kept)))
+        if len(values) == count:
+            return values
+        plane = np.zeros(count, np.uint8)
+        plane[np.flatnonzero(kept)] = values
+        return plane
+
+    def _take(self, count: int) -> Bytes:
+        start, self._position = self._position, self._position + count
+        return self._data[start : self._position]
+
+
+def _not_zero(words: npt.NDArray[W]) -> Mask:
+    """Which elements are not zero; all if most are not."""
+    mask = words != 0
+    if np.count_nonzero(mask) > _MOSTLY * len(mask):
+        mask[:] = True
+    return mask
+
+
+def _select(kept: Mask, words: npt.NDArray[W]) -> npt.NDArray[W]:
+    return words if kept.all() else np.compress(kept, words)  # which is faster than words[kept]
 
 
 def _words(data: Bytes, itemsize: int) -> Words:
