@@ -70,7 +70,8 @@ class ClusterArguments:
     rollout_node_labels: tuple[str, ...] = flag((), "generate only on nodes with these labels", metavar="NAME=VALUE")
     host: str | None = flag(
         None,
-        "address on which router and session server listen; set it if agents use another address than Ray does; "
+        "address on which the session server, and a router with a port of its own, listen; set it if agents use "
+        "another address than Ray does; "
         "default: this machine's address in Ray, 127.0.0.1 without a cluster",
     )
     port_range: str | None = flag(

@@ -39,6 +39,8 @@ class EnginesArguments:
         "`miles-async plan` says so: it relieves the rollout process of a third of its work",
     )
     sglang_router_policy: str = flag("consistent_hashing", "how smg distributes requests over engines")
-    sglang_router_port: int | None = flag(None, "port of the router (default: a free one)")
+    sglang_router_port: int | None = flag(
+        None, "port of the router, which then listens at this node's address (default: a free one, on loopback)"
+    )
     sglang_extra: tuple[str, ...] = ()  # collected from --sglang-*, as SGLang's own arguments
     router_extra: tuple[str, ...] = ()  # collected from --router-*, as smg's own arguments

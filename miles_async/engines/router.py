@@ -62,10 +62,11 @@ class Router:
         extra: Sequence[str] = (),
         keys: EngineKeys | None = None,
     ) -> None:
-        """``port``: None for a free one. ``max_restarts``: in any ``restart_window`` seconds. ``extra``: arguments of
-        smg, which override ours. ``keys``: None on loopback only.
+        """``port``: None for a free one, on loopback unless there are certificates, which name the node's address: all
+        clients of the run are on this machine. ``max_restarts``: in any ``restart_window`` seconds. ``extra``:
+        arguments of smg, which override ours. ``keys``: None on loopback only.
         """
-        host = network.entrance()
+        host = LOOPBACK if port is None and network.tls is None else network.entrance()
         require_keys(host, keys)
         self._keys = keys
         self._registry = registry

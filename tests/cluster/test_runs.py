@@ -86,7 +86,9 @@ def test_ranks_and_engines_on_both_machines(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) -> None:
-    """The run on one machine, ranks on another and engines on a third; every server at its machine's address only."""
+    """The run on one machine, ranks on another and engines on a third; every server at its machine's address only, and
+    the router on loopback.
+    """
     # covers: A6, A7
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -96,8 +98,9 @@ def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) ->
         cluster.start_ray({1: "pool=train", 2: "pool=generate"})
         with cluster_run(cluster, *SMALL, *TRAIN, *GENERATE, *outputs, *ports) as run:
             run.wait_for_steps(1, RUN_SECONDS)
-            for machine in cluster.all:  # router; rendezvous of ranks and weights; engine and its ranks
-                assert {address for address, port in listening(machine) if port in PORTS} == {machine.address}
+            expected = ["127.0.0.1", cluster[1].address, cluster[2].address]
+            for machine, address in zip(cluster.all, expected, strict=True):  # router; rendezvous; engine and its ranks
+                assert {found for found, port in listening(machine) if port in PORTS} == {address}
             assert run.wait(RUN_SECONDS) == 0, run.output
             run.assert_nothing_left()
         assert_trained(run, 4)

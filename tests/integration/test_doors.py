@@ -17,8 +17,9 @@ import pytest
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
-from miles_async.runtime.network.addresses import LOOPBACK
+from miles_async.runtime.network.addresses import LOOPBACK, Network
 from miles_async.runtime.network.keys import KEY_VARIABLES, Secret
+from miles_async.runtime.network.ports import HeldPort
 from miles_async.runtime.network.tls import Tls
 from tests.fakes.certificates import Authority, needs_openssl
 from tests.fakes.keys import KEYS, OTHER_KEYS
@@ -67,6 +68,25 @@ async def test_the_router_opens_with_the_runs_keys_only(tmp_path: Path) -> None:
     finally:
         await router.stop()
         await http.close()
+
+
+async def test_a_router_is_reached_from_elsewhere_if_it_has_a_port_of_its_own(tmp_path: Path) -> None:
+    # covers: C13
+    http = Http(KEYS.engines)
+    with HeldPort(LOOPBACK) as port:
+        own = port.number
+    found = {}
+    for chosen in (None, own):
+        network = Network(host="127.0.0.5")  # every address in 127.0.0.0/8 is this machine's
+        router = Router(EngineRegistry(), http, log_dir=tmp_path, keys=KEYS.engines, network=network, port=chosen)
+        try:
+            await router.start()
+            connections = psutil.Process(await router.pid()).net_connections()
+            found[chosen] = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+        finally:
+            await router.stop()
+    await http.close()
+    assert found == {None: {LOOPBACK}, own: {"127.0.0.5", LOOPBACK}}  # the second: of its metrics
 
 
 # --------------------------------------------------------------------------------------------------------- a run

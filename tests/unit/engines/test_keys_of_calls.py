@@ -92,7 +92,7 @@ def test_commands_hold_no_key() -> None:
 
 def test_no_router_without_keys_where_others_reach_it(tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1"):
-        Router(EngineRegistry(), Http(), log_dir=tmp_path, network=Network(host="10.0.0.1"))
+        Router(EngineRegistry(), Http(), log_dir=tmp_path, network=Network(host="10.0.0.1"), port=8400)
 
 
 @pytest.fixture
