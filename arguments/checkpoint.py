@@ -33,7 +33,9 @@ class CheckpointArguments:
         metavar="N",
     )
     load: Path | None = flag(
-        None, "resume from this checkpoint (a directory iter_N), or from the newest of the run that saved here"
+        None,
+        "resume from this checkpoint (a directory iter_N), or from the newest of the run that saved here; with the "
+        "directory of --save, a run in which nothing was saved yet begins",
     )
 
     def due(self, step: int, *, last: bool) -> bool:

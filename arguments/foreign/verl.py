@@ -270,7 +270,7 @@ KEYS: tuple[VerlKey, ...] = (
     _together("trainer.logger", "with wandb in it `--use-wandb`; metrics.jsonl is always written"),
     _is("trainer.project_name", "--wandb-project"),
     _is("trainer.experiment_name", "--wandb-group"),
-    _noted("trainer.resume_mode", "--load resumes; --max-run-restarts has a run start again by itself"),
+    _noted("trainer.resume_mode", "auto is --load with the directory of --save; --max-run-restarts restarts a run"),
     _is("trainer.resume_from_path", "--load", unset="None"),
     _noted("trainer.val_before_train", "the first and the last weights are always evaluated"),
     _noted("trainer.log_val_generations", "--save-debug-rollout-data writes samples"),

@@ -14,11 +14,22 @@ from miles_async.checkpoints.files import (
     find_checkpoint,
     free_bytes,
     in_the_way,
+    list_checkpoints,
     readable_size,
 )
 from miles_async.checkpoints.manifest import check_whole
 from miles_async.errors import CheckpointError
 from miles_async.types import JsonObject
+
+
+def where_to_resume(save: Path | None, load: Path | None) -> Path | None:
+    """Return ``load``; None if that is where the run saves, and nothing was saved there yet: the run begins.
+
+    So the same command begins a run and resumes it.
+    """
+    if load is not None and save is not None and load.resolve() == save.resolve() and not list_checkpoints(load):
+        return None
+    return load
 
 
 def checkpoint_problems(

@@ -13,6 +13,7 @@ from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
+from miles_async.checkpoints.start import where_to_resume
 from miles_async.commands.checks import check_hooks, check_prompts, check_surroundings, check_tokenizer, run_notes
 from miles_async.commands.keep_running import keep_running
 from miles_async.commands.precision import with_precision
@@ -33,15 +34,18 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     if parsed.print_config:
         show(to_toml(parsed.arguments))
         return 0
-    cluster = with_ray_address(parsed.arguments.cluster)
-    arguments = replace(parsed.arguments, cluster=cluster)
+    cluster, checkpoint = with_ray_address(parsed.arguments.cluster), parsed.arguments.checkpoint
+    load = where_to_resume(checkpoint.save, checkpoint.load)
+    arguments = replace(parsed.arguments, cluster=cluster, checkpoint=replace(checkpoint, load=load))
+    begins = load != checkpoint.load
+    beginning = [f"--load {checkpoint.load}: no checkpoint there yet, the run begins"] if begins else []
     validate(arguments, parsed.checks)
     arguments = replace(arguments, model=with_precision(arguments.model, cluster))  # may load torch
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
     if parsed.dry_run:
         prompts, notes = _check(arguments)
-        notes += check_tokenizer(arguments)
+        notes += [*beginning, *check_tokenizer(arguments)]
         memory = _memory(arguments)  # before anything is shown: it may refuse
         notes += [*run_notes(arguments), *parsed.notes]
         show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n" + memory)
@@ -54,7 +58,7 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
         return keep_running(words, arguments.checkpoint, run_dir, staging)
     with early_imports(arguments) as imports:  # while this process checks and imports by itself
         _, notes = _check(arguments)
-        for note in (*notes, *run_notes(arguments)):
+        for note in (*beginning, *notes, *run_notes(arguments)):
             show(f"note: {note}\n")
         if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
             show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")

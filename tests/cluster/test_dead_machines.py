@@ -81,6 +81,29 @@ def test_one_with_ranks_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path:
         assert run.steps[-1]["step"] == steps - 1
 
 
+def test_the_same_command_goes_on_elsewhere_when_the_drivers_machine_died(tmp_path: Path) -> None:
+    """As a scheduler gives it again: --save and --load name one directory, in which nothing is at first."""
+    # covers: C9
+    steps, checkpoints = 8, tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    flags = (*apart(steps), "--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", "2")
+    with machines(tmp_path, 4, shared=[checkpoints]) as cluster:
+        cluster.start_ray({2: ENGINES, 3: RANKS})
+        with cluster_run(cluster, *flags, position=1) as run:
+            run.wait_for_output("no checkpoint there yet, the run begins", START_SECONDS)
+            run.wait_for_steps(5, START_SECONDS)
+            cluster[1].kill()
+        with cluster_run(cluster, *flags, position=0) as again:
+            assert again.wait(RUN_SECONDS) == 0, again.output
+            again.assert_nothing_left()
+        assert again.summary["ending"] == "finished"
+        assert again.summary["balanced"]
+        assert again.summary["age_max"] <= 2
+        first = again.steps[0]["step"]
+        assert first in (2, 4)  # the last that was whole
+        assert [step["step"] for step in again.steps] == list(range(first, steps))
+
+
 @pytest.mark.parametrize("head", [0, 1], ids=["with Ray's head", "without Ray's head"])
 def test_the_drivers_machine_leaves_no_process_on_another(tmp_path: Path, head: int) -> None:
     """``head``: how many machines are before the driver's; the first has Ray's head."""

@@ -145,6 +145,26 @@ def test_settings_that_cannot_work_end_with_2_and_start_nothing(
     assert not runs
 
 
+def test_a_run_begins_where_it_will_resume_and_nothing_is_saved_yet(
+    flags: list[str], runs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    save, other = tmp_path / "checkpoints", tmp_path / "other"
+    for made in (False, True):
+        both = [*flags, "--save", str(save), "--load", f"{save}/"]
+        assert main([*both, "--dry-run"]) == 0
+        dry = capsys.readouterr().out
+        assert f"  note: --load {save}: no checkpoint there yet, the run begins\n" in dry
+        assert "resumes from" not in dry
+        assert main(both) == 0
+        assert f"note: --load {save}: no checkpoint there yet, the run begins\n" in capsys.readouterr().out
+        assert runs.pop().checkpoint.load is None
+        assert main([*flags, "--save", str(other), "--load", str(save)]) == 2
+        expected = "no checkpoint there (expected a folder iter" if made else "there is no such directory"
+        assert f"--load {save}: {expected}" in capsys.readouterr().err
+        save.mkdir(exist_ok=True)
+    assert not runs
+
+
 @pytest.mark.parametrize("mode", [["--dry-run"], []], ids=["dry run", "run"])
 def test_checkpoints_are_checked_before_anything_starts(
     flags: list[str], runs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str]

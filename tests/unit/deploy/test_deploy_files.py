@@ -125,7 +125,7 @@ def test_yaml_has_the_names_and_types_of_its_kind(path: Path) -> None:
     ("path", "before", "after"),
     [
         (RAYJOB, "apiVersion: ray.io/v1", "apiVersion: ray.io/v1alpha1"),
-        (RAYJOB, "backoffLimit: 0", "backoffLimit: none"),
+        (RAYJOB, "backoffLimit: 3", "backoffLimit: none"),
         (RAYJOB, "mode: token", "mode: tokens"),
         (RAYJOB, "groupName: generate", "name: generate"),
         (RAYJOB, "mountPath: /shared", "mountpath: /shared"),
