@@ -1,8 +1,8 @@
 """Host memory for one copy of the weights that a rank sends, used again for every version.
 
 Copying is all that training waits for. On a GPU it doesn't wait for the copies either: they run on a stream of their
-own, training's stream waits for them before it does anything else, and the thread that reads the memory waits for an
-event.
+own, beside the export and the next step, from duplicates on the GPU that the next step cannot change. The thread that
+reads the memory waits for an event. Training's stream waits only where the duplicates fill a chunk.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Slab:
     def clear(self) -> None:
         """Begin from the start: copies made so far are overwritten."""
         self._current = self._used = 0
+        if self._gpu is not None:
+            self._gpu.drop_duplicates()
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A contiguous copy of the same dtype and shape, valid until :meth:`clear`; complete once :meth:`copied` says
@@ -43,13 +45,14 @@ class Slab:
 
     def copied(self) -> Callable[[], None]:
         """A function for any thread that waits until all copies made so far are complete."""
-        return _no_wait if self._gpu is None else self._gpu.fence()
+        return _no_wait if self._gpu is None else self._gpu.made_so_far()
 
     def _place(self, size: int, *, pinned: bool) -> Tensor:
         start = _ALIGNMENT * -(-self._used // _ALIGNMENT)
         while self._current < len(self._chunks) and start + size > len(self._chunks[self._current]):
-            self.copied()  # a GPU holds what was exported until then: a chunk of it at most
             self._current, start = self._current + 1, 0
+            if self._gpu is not None:
+                self._gpu.drop_duplicates()
         if self._current == len(self._chunks):
             self._chunks.append(_memory(max(size, self._chunk_bytes), pinned=pinned))
         self._used = start + size
@@ -57,25 +60,34 @@ class Slab:
 
 
 class _GpuCopies:
-    """Copies from a GPU to pinned memory beside the export."""
+    """Copies from a GPU to pinned memory on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._tensors: list[Tensor] = []  # that are being copied: their memory is given to nobody else
+        self._duplicates: list[Tensor] = []  # that are being copied: their memory is given to nobody else
 
     def start(self, place: Tensor, tensor: Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # for the kernels that export it
+        duplicate = tensor.clone(memory_format=torch.contiguous_format)  # on training's stream, as are all but copies
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            place.copy_(tensor, non_blocking=True)
-        self._tensors.append(tensor)
+            place.copy_(duplicate, non_blocking=True)
+        self._duplicates.append(duplicate)
 
-    def fence(self) -> Callable[[], None]:
-        """Let training's stream wait, which may change or give away what is copied; return what waits on the host."""
+    def drop_duplicates(self) -> None:
+        """Let training's stream wait for the copies made so far; it may use the memory of their duplicates then."""
+        torch.cuda.current_stream(self._device).wait_event(self._stream.record_event())
+        self._duplicates.clear()
+
+    def made_so_far(self) -> Callable[[], None]:
+        """Return what waits for these copies on the host. No copy may be started meanwhile."""
         event = self._stream.record_event()
-        torch.cuda.current_stream(self._device).wait_event(event)
-        self._tensors.clear()
-        return event.synchronize
+
+        def wait() -> None:
+            event.synchronize()
+            self._duplicates.clear()
+
+        return wait
 
 
 def _memory(size: int, *, pinned: bool) -> Tensor:

@@ -9,28 +9,44 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch.multiprocessing.reductions import reduce_tensor
 
-from miles_async.weights.export import into_buckets
+from miles_async.weights.slab import Slab
 from tests.gpu.figures import Figures, seconds_of
 
 GIGABYTE = 10**9
 
 
-def test_export_to_pinned_buckets_against_a_copy_on_the_device(figures: Figures) -> None:
-    tensors = [(f"layers.{n}.weight", torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)) for n in range(64)]
-    size = sum(tensor.nbytes for _, tensor in tensors)
+def test_copies_to_pinned_memory_against_copies_on_the_device(figures: Figures) -> None:
+    tensors = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(64)]
+    size = sum(tensor.nbytes for tensor in tensors)
+    slab = Slab(512 * 2**20)
 
-    def export() -> None:
-        for bucket in into_buckets(iter(tensors), 512 * 2**20):
-            assert all(tensor.device.type == "cpu" for tensor in bucket.values())
+    def copy() -> list[torch.Tensor]:
+        slab.clear()
+        copies = [slab.copy(tensor) for tensor in tensors]
+        slab.copied()()
+        return copies
 
-    copies = seconds_of(lambda: [tensor.clone() for _, tensor in tensors], "cuda")
-    figures.add(
-        "export", pinned_gb_s=size / seconds_of(export, "cuda") / GIGABYTE, device_gb_s=size / copies / GIGABYTE
+    assert all(
+        place.is_pinned() and torch.equal(place, tensor.cpu()) for place, tensor in zip(copy(), tensors, strict=True)
     )
-    [bucket] = into_buckets(iter(tensors[:2]), 512 * 2**20)
-    for name, tensor in tensors[:2]:
-        assert bucket[name].is_pinned()
-        assert torch.equal(bucket[name], tensor.cpu())
+    on_device = seconds_of(lambda: [tensor.clone() for tensor in tensors], "cuda")
+    figures.add(
+        "export", pinned_gb_s=size / seconds_of(copy, "cuda") / GIGABYTE, device_gb_s=size / on_device / GIGABYTE
+    )
+
+
+def test_the_next_step_changes_weights_while_they_are_copied() -> None:
+    slab = Slab(128 * 2**20)
+    weights = [torch.full((4096, 4096), float(number), device="cuda") for number in range(8)]  # two fill a chunk
+    for version in range(3):
+        slab.clear()
+        copies = [slab.copy(weight) for weight in weights]
+        wait = slab.copied()
+        for weight in weights:
+            weight.add_(100)
+        torch.randn(8, 4096, 4096, device="cuda")  # takes memory that is free
+        wait()
+        assert [place.unique().tolist() for place in copies] == [[100 * version + number] for number in range(8)]
 
 
 def _open(receive: Any, answer: Any) -> None:

@@ -107,6 +107,11 @@ class GpuTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.clone:
+            assert cls.gpu.active is cls.gpu.training
+            original, duplicate = args[0].as_subclass(Tensor), torch.empty(args[0].shape, dtype=args[0].dtype)
+            cls.gpu.training.queue.append(lambda: Tensor.copy_(duplicate, original))
+            return duplicate.as_subclass(GpuTensor)
         if func is Tensor.copy_:
             place, tensor = args
             assert kwargs == {"non_blocking": True}
@@ -128,8 +133,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 @pytest.mark.parametrize("first", ["training", "reader"])
-def test_copies_are_of_what_was_exported_and_the_host_waits_for_none(gpu: FakeGpu, first: str) -> None:
-    """The export's kernels come before the copies, the copies before the next step, whoever is quicker."""
+def test_copies_are_of_what_was_exported_and_nobody_waits_for_them(gpu: FakeGpu, first: str) -> None:
+    """The export's kernels come before the copies, and the next step may change what is being copied."""
     slab = Slab(1000)
     weight = torch.zeros(5)
     gpu.training.queue.append(lambda: weight.fill_(1))  # the export
@@ -140,6 +145,7 @@ def test_copies_are_of_what_was_exported_and_the_host_waits_for_none(gpu: FakeGp
     if first == "training":
         gpu.training.run(len(gpu.training.queue))
         assert weight.tolist() == [2] * 5
+        assert gpu.done["copies"] == 0
     wait()
     assert copy.tolist() == [1] * 5
 
@@ -153,14 +159,35 @@ def test_what_is_staged_is_waited_for(gpu: FakeGpu, tmp_path: Path) -> None:
     staging.close()
 
 
-def test_exported_tensors_are_held_until_training_waits_for_their_copies(gpu: FakeGpu) -> None:
-    """Their memory would be given to what is exported next; a chunk of them is held at most."""
+def test_duplicates_are_held_until_they_are_copied_and_a_chunk_of_them_at_most(gpu: FakeGpu) -> None:
+    """Their memory would be given to what comes next on training's stream."""
     slab = Slab(128)
-    held: list[Any] = []
-    for value in range(3):
+
+    def copy(value: int) -> int:
+        """The number of duplicates afterwards."""
         slab.copy(torch.full((8,), float(value)).as_subclass(GpuTensor))  # type: ignore[arg-type]
         assert slab._gpu is not None
-        held.append((len(slab._gpu._tensors), len(gpu.training.queue)))
-    slab.copied()
-    assert held == [(1, 0), (2, 0), (1, 1)]
-    assert (len(slab._gpu._tensors), len(gpu.training.queue)) == (0, 2)
+        return len(slab._gpu._duplicates)
+
+    assert [copy(value) for value in range(2)] == [1, 2]
+    gpu.training.run(len(gpu.training.queue))
+    assert gpu.done["copies"] == 0
+    assert copy(2) == 1  # in a chunk of its own
+    gpu.training.run(len(gpu.training.queue))
+    assert gpu.done["copies"] == 4  # both of the chunk before, each after it waited for its duplicate
+    wait = slab.copied()
+    assert slab._gpu is not None
+    assert len(slab._gpu._duplicates) == 1
+    wait()
+    assert gpu.done["copies"] == len(slab._gpu._stream.queue)
+    assert not slab._gpu._duplicates
+
+
+def test_the_next_version_waits_for_copies_that_nobody_waited_for(gpu: FakeGpu) -> None:
+    slab = Slab(128)
+    slab.copy(torch.ones(8).as_subclass(GpuTensor))  # type: ignore[arg-type]
+    slab.clear()
+    assert slab._gpu is not None
+    assert not slab._gpu._duplicates
+    gpu.training.run(len(gpu.training.queue))
+    assert gpu.done["copies"] == len(slab._gpu._stream.queue) > 0
