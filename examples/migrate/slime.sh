@@ -3,7 +3,8 @@ SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 MODEL_ARGS=(--swiglu --num-layers 36 --hidden-size 2560 --num-attention-heads 32 --qk-layernorm)
 CKPT_ARGS=(
    --hf-checkpoint /root/Qwen3-4B
-   --save /root/Qwen3-4B_slime
+   --load /root/Qwen3-4B_slime/
+   --save /root/Qwen3-4B_slime/
    --save-interval 20
 )
 ROLLOUT_ARGS=(
