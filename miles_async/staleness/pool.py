@@ -210,7 +210,6 @@ class Pool:
             self._observer.ended(attempt_id, Outcome.CANCELLED)
         self._admission.leave(len(self._live))
         self._live.clear()
-        self._cut.clear()
 
     # -------------------------------------------------------------------------------------------- inspection
     def check(self) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles_async.algorithms.losses.sat import contraction
+from miles_async.algorithms.mismatch import effective_sample_size
 from miles_async.algorithms.objective import make_objective
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
@@ -157,12 +159,21 @@ def test_a_token_at_the_bound_of_rejection_is_kept(bounds: dict[str, float]) -> 
 
 
 def test_tokens_that_are_too_old_are_counted() -> None:
-    versions = torch.tensor([3, 4, 5, 6])  # ages 3, 2, 1, 0
-    batch = replace(token_batch(old=[-1.0] * 4, advantages=[1.0] * 4), weight_versions=versions, target_version=6)
+    versions = torch.tensor([3, 4, 5, 6, 6])  # ages 3, 2, 1, 0, 0
+    batch = replace(token_batch(old=[-1.0] * 5, advantages=[1.0] * 5), weight_versions=versions, target_version=6)
     total, sums = loss_of(batch, batch.old_logprobs, max_token_age=2, token_age_decay=0.5)
-    assert total.item() == -(0.25 + 0.5 + 1.0)
+    assert total.item() == -(0.25 + 0.5 + 1.0 + 1.0)
     assert sums["age_masked_fraction"] == 1
-    assert sums["age_weight_mean"] == 0.25 + 0.5 + 1.0
+    assert sums["age_weight_mean"] == 0.25 + 0.5 + 1.0 + 1.0
+
+
+def test_sat_contracts_above_its_quantile_and_not_at_it() -> None:
+    factors = contraction(torch.tensor([0.5, -1.0, 1.0, 3.0]), torch.tensor(1.0))
+    assert factors.tolist() == pytest.approx([1.0, 1.0, 1.0, 0.1])
+
+
+def test_the_effective_sample_size_of_none_is_zero() -> None:
+    assert effective_sample_size(torch.zeros(3)) == 0.0
 
 
 def test_tokens_that_opsm_leaves_out_are_counted() -> None:

@@ -127,6 +127,14 @@ def test_quarantined_prompt_is_passed_over_in_later_epochs() -> None:
     assert [attempts.issue(source, 0).prompt.prompt_id for _ in range(4)] == ["p1", "p2", "p1", "p2"]
 
 
+def test_a_readmitted_prompt_has_its_whole_budget_again() -> None:
+    attempts, source = book(attempts=1), Source()
+    attempts.ended(attempts.issue(source, 0), Cause.DATA, "rejected")
+    assert attempts.readmit("request", ["p0"]) == ("p0",)
+    again = attempts.issue(source, 4)
+    assert (again.prompt.prompt_id, again.data_failures, again.infra_failures, again.stale_count) == ("p0", 0, 0, 0)
+
+
 def test_waiting_retry_of_a_prompt_that_another_epoch_quarantined_is_dropped() -> None:
     attempts, source = book(attempts=2), Source(size=1)
     one, other = attempts.issue(source, 0), attempts.issue(source, 0)
