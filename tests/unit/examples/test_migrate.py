@@ -48,7 +48,8 @@ def test_ours_is_in_order(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     prompts.write_text(json.dumps({"prompt": [{"role": "user", "content": "rev 12"}], "label": "21"}) + "\n")
     here = (
         f"--hf-checkpoint {model} --prompt-data {prompts} --eval-prompt-data aime {prompts} "
-        f"--save {tmp_path}/save --load {tmp_path}/save --run-dir {tmp_path}/run --device cpu --ray-address local --actor-num-gpus-per-node {gpus}"
+        f"--save {tmp_path}/save --load {tmp_path}/save --run-dir {tmp_path}/run --device cpu "
+        f"--ray-address local --actor-num-gpus-per-node {gpus}"
     )
     status = main(["train", f"@{EXAMPLES / name}.args", *here.split(), "--dry-run"])
     assert status == 0, capsys.readouterr().err
