@@ -5,7 +5,8 @@ kind are made again until the actor answers or has been silent for a stated time
 it that none is executed twice.
 
 A reply that is lost with its connection may go unnoticed for minutes, since the caller has nothing to send. So an
-actor that takes long to answer is pinged: the ping meets the broken connection, and Ray reports it for both.
+actor that takes long to answer is pinged, and pinged again: a ping meets the broken connection, and Ray reports it for
+all. One ping is not enough: what it sent may have arrived, and its reply be lost with that of the call.
 """
 
 from __future__ import annotations
@@ -86,27 +87,30 @@ class ActorLink:
             answer.cancel()
 
     async def _ping_until(self, answer: asyncio.Future[Answer], ping: Callable[[], Awaitable[object]]) -> None:
+        """Ping until a ping or the call is answered. A ping may be lost like the call, so others follow it."""
         from ray.exceptions import ActorUnavailableError, RayError
 
-        pong = asyncio.ensure_future(ping())
-        either: list[asyncio.Future[Any]] = [answer, pong]
+        pongs: list[asyncio.Future[object]] = []
+        until = now() + self._patience - self._silent_seconds()
         try:
-            left = max(0.0, self._patience - self._silent_seconds())
-            await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return
-            if not pong.done():
-                raise self._lost("it answers no ping")
-            try:
-                pong.result()
-            except ActorUnavailableError as error:
-                self._note_silence(why_gone(error))
-            except RayError:  # it died: the call has the same error in a moment
-                pass
-            else:
-                self._note_answer()
+            while not (found := [pong for pong in pongs if pong.done()]):
+                if (left := until - now()) <= 0:
+                    raise self._lost("it answers no ping")
+                pongs.append(asyncio.ensure_future(ping()))
+                either: list[asyncio.Future[Any]] = [answer, *pongs]
+                await asyncio.wait(either, timeout=min(left, PING_SECONDS), return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():
+                    return
+            found[0].result()
+        except ActorUnavailableError as error:
+            self._note_silence(why_gone(error))
+        except RayError:  # it died: the call has the same error in a moment
+            pass
+        else:
+            self._note_answer()
         finally:
-            pong.cancel()
+            for pong in pongs:
+                pong.cancel()
 
     def _silent_seconds(self) -> float:
         return 0.0 if self._silent_since is None else now() - self._silent_since

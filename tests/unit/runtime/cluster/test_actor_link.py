@@ -84,6 +84,34 @@ async def test_an_actor_that_answers_nothing_not_even_pings_is_lost() -> None:
 
 
 @in_virtual_time
+async def test_a_ping_whose_reply_is_lost_with_that_of_the_call_is_followed_by_another() -> None:
+    """As a link that is down when both are answered loses them: only what is sent meets the broken connection."""
+    broken = asyncio.Event()
+    calls: list[CallId] = []
+    pings = 0
+
+    async def call(identity: CallId) -> str:
+        calls.append(identity)
+        if len(calls) > 1:
+            return "done"
+        await broken.wait()
+        raise unavailable("the connection")
+
+    async def ping() -> None:
+        nonlocal pings
+        pings += 1
+        if pings == 1:
+            await asyncio.sleep(100_000)
+        broken.set()
+        raise unavailable("the connection")
+
+    loop = asyncio.get_running_loop()
+    assert await ActorLink("rank", ping, patience=50.0).call(call) == "done"
+    assert [each.number for each in calls] == [1, 1]
+    assert loop.time() < 3 * actor_link.PING_SECONDS
+
+
+@in_virtual_time
 async def test_a_call_may_take_any_time_while_pings_are_answered() -> None:
     async def slow(_: CallId) -> str:
         await asyncio.sleep(10_000)
