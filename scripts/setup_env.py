@@ -26,6 +26,9 @@ LOCKS = {"": ROOT / "requirements" / "requirements.lock", "gpu": ROOT / "require
 PLATFORM = ROOT / "requirements" / "platform.json"
 COMPILED = {"transformer-engine-torch"}  # against the torch of the lock, which is therefore installed before
 COSTS = {"": "2-3 minutes, 2 GB", "gpu": "11 GB"}
+CUDA_TORCH_COSTS = "about 2 minutes and 6 GB more"
+CUDA_TORCH_GIB = 10  # on top of what the lock needs
+CUDA_LIBRARIES = ("cuda-", "nvidia-", "triton")  # beginnings of the names of what a CUDA build of torch declares
 NEEDED_GIB = {"": 4, "gpu": 40}  # half of it installed, the rest for downloads and objects of the compiler on their way
 # What Transformer Engine's extension for torch includes: CUDA's own headers, and by torch's ATen/cudnn those of cuDNN.
 CUDA_HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cusparse.h", "cusolverDn.h")
@@ -34,6 +37,7 @@ SYSTEM_INCLUDES = ("/usr/include", "/usr/include/x86_64-linux-gnu", "/usr/includ
 TAIL_LINES = 12
 LINE_LENGTH = 300  # pip names all packages in one line
 OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+TORCH_OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "universal_newlines": True}
 # Of gcc, nvcc and the linker.
 COMPILER_ERROR = re.compile(
     r"[:(]\d+\)?: (fatal )?error|: fatal error: |nvcc fatal|undefined reference|cannot find -l|CMake Error"
@@ -222,12 +226,15 @@ def pip(arguments: list, total: int = 0) -> None:
 def install_lock(extras: str) -> None:
     """Exactly the packages of the lock, and the project."""
     pins = read_pins(LOCKS[extras])
-    ready = {name: pin for name, pin in pins.items() if name not in COMPILED}
+    apart = COMPILED if extras == "gpu" else COMPILED | {"torch"}  # gpu.lock has the libraries of torch
+    ready = {name: pin for name, pin in pins.items() if name not in apart}
     chosen = VENV / "pins.txt"
     chosen.write_text("".join(pin + "\n" for pin in ready.values()))
     say("installing {} packages of {} ({})".format(len(ready), LOCKS[extras].name, COSTS[extras]))
     pip(["install", "--no-deps", "--requirement", str(chosen)], total=len(ready))
-    for name in sorted(set(pins) - set(ready)):
+    if "torch" in pins and "torch" not in ready:
+        install_torch(pins["torch"])
+    for name in sorted(COMPILED & set(pins)):
         say("compiling {}".format(pins[name]))
         pip(["install", "--no-deps", "--no-build-isolation", pins[name]])
     remove_unlocked(set(pins))
@@ -235,25 +242,83 @@ def install_lock(extras: str) -> None:
     pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."])
 
 
+def install_torch(pin: str) -> None:
+    """
+    Installs torch for CPU: the build that pip's settings offer if it needs no CUDA libraries, else PyTorch's own CPU
+    build, else the CUDA build with the libraries that it declares. A build that loads is kept.
+    """
+    if installed_torch() == pin.partition("==")[2]:
+        return
+    if not served_libraries(pin):
+        pip(["install", "--no-deps", pin])
+        return
+    say("pip's index has the CUDA build of {}: asking PyTorch's index for the CPU build".format(pin))
+    command = [str(VENV_PYTHON), "-m", "uv", "pip", "install", "--python", str(VENV_PYTHON)]
+    command += ["--no-deps", "--reinstall-package", "torch", "--torch-backend=cpu", pin]
+    if subprocess.run(command, universal_newlines=True, **OUTPUT).returncode == 0:
+        say("installed the CPU build of {}".format(pin))
+        return
+    say("PyTorch's index cannot be reached: installing the CUDA build with its libraries ({})".format(CUDA_TORCH_COSTS))
+    free = shutil.disk_usage(str(ROOT)).free / 2**30
+    if free < CUDA_TORCH_GIB:
+        fail(
+            "{:.1f} GiB are free at {}, but the CUDA build of torch needs about {} GiB: make room, or set "
+            "PIP_EXTRA_INDEX_URL to an index that has a CPU build, and run `make setup` again.".format(
+                free, ROOT, CUDA_TORCH_GIB
+            )
+        )
+    pip(["install", "--constraint", str(VENV / "pins.txt"), pin])
+
+
+def installed_torch() -> str:
+    """Version of the environment's torch, without the suffix of its build; empty if it cannot be imported."""
+    done = subprocess.run([str(VENV_PYTHON), "-c", "import torch; print(torch.__version__)"], **TORCH_OUTPUT)
+    return done.stdout.strip().splitlines()[-1].partition("+")[0] if done.returncode == 0 else ""
+
+
+def served_libraries(pin: str) -> list:
+    """CUDA libraries declared by the build that pip would install; read from metadata, before any download."""
+    report = VENV / "torch-report.json"
+    pip(["install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", str(report), pin])
+    found = json.loads(report.read_text())["install"][0]["metadata"].get("requires_dist", [])
+    return [name for name in found if "extra ==" not in name and name.startswith(CUDA_LIBRARIES)]
+
+
 def remove_unlocked(locked: set) -> None:
-    """Uninstalls what an older lock, or somebody, has left in the environment."""
+    """
+    Uninstalls packages that an older lock, or somebody, has left in the environment. Libraries of a CUDA build of
+    torch stay: the lock for CPU does not name them.
+    """
     code = "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()))"
     names = subprocess.check_output([str(VENV_PYTHON), "-c", code], universal_newlines=True).split()
-    leftover = sorted({canonical(name) for name in names} - locked - NOT_LOCKED)
+    leftover = {canonical(name) for name in names} - locked - NOT_LOCKED
+    libraries = {name for name in leftover if name.startswith(CUDA_LIBRARIES)}
+    if libraries and uses_cuda_libraries():
+        leftover -= libraries
+    leftover = sorted(leftover)
     if leftover:
         say("removing what is not in the lock: " + ", ".join(leftover))
         pip(["uninstall", "--yes", *leftover])
 
 
+def uses_cuda_libraries() -> bool:
+    """Whether the environment's torch is a CUDA build."""
+    code = (
+        "import importlib.metadata as m, sys; "
+        "sys.exit(not any(line.startswith({!r}) for line in m.requires('torch') or []))".format(CUDA_LIBRARIES)
+    )
+    return subprocess.run([str(VENV_PYTHON), "-c", code], stderr=subprocess.DEVNULL).returncode == 0
+
+
 def check_torch() -> None:
-    """PyPI serves a CUDA build under the version of the CPU one; without CUDA's libraries it won't load."""
+    """Fails with the reason when torch cannot be imported."""
     done = subprocess.run([str(VENV_PYTHON), "-c", "import torch"], universal_newlines=True, **OUTPUT)
     if done.returncode:
         print(done.stdout.strip(), file=sys.stderr)
         fail(
-            "torch is installed but cannot be imported (see above): if pip fetched a CUDA build, run "
-            "`.venv/bin/pip uninstall torch`, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, and run "
-            "`make setup` again."
+            "torch is installed but cannot be imported (see above): remove .venv and run `make setup` again; if it "
+            "fails in the same way, set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds "
+            "(https://download.pytorch.org/whl/cpu) and repeat."
         )
 
 

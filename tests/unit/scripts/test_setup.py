@@ -25,6 +25,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements"
 CPU_LOCK, GPU_LOCK = "requirements.lock", "gpu.lock"
+CUDA_PACKAGE = re.compile(r"triton.*|nvidia-.*|cuda-.*")
 
 
 @pytest.fixture
@@ -80,10 +81,19 @@ def test_installed_environment_is_what_is_locked() -> None:
     }
     for name in ("pip", "miles-async"):
         installed.pop(name, None)
+    if has_cuda_build():  # of torch, whose libraries the lock for CPU does not name
+        installed = {name: version for name, version in installed.items() if not CUDA_PACKAGE.fullmatch(name)}
     assert installed == locked_versions(installed_lock()), "run `make setup`"
 
 
-@pytest.mark.skipif(installed_lock() != CPU_LOCK, reason="known_pip_check.txt is about requirements.lock")
+def has_cuda_build() -> bool:
+    return any(CUDA_PACKAGE.match(line) for line in importlib.metadata.requires("torch") or [])
+
+
+@pytest.mark.skipif(
+    installed_lock() != CPU_LOCK or has_cuda_build(),
+    reason="known_pip_check.txt is about requirements.lock with a CPU build of torch",
+)
 def test_pip_check_has_only_the_known_complaints() -> None:
     complaints = sorted(pip("check").stdout.replace("+cpu", "").splitlines())
     known = (REQUIREMENTS / "known_pip_check.txt").read_text().splitlines()
@@ -419,6 +429,90 @@ def test_gpu_packages_are_those_of_their_lock_and_transformer_engine_is_compiled
     ]
     assert all("--no-deps" in call for call in calls)
     assert ["--no-build-isolation" in call for call in calls] == [False, True, True]
+
+
+class TorchInstall:
+    """Runs ``install_torch`` with an index, PyTorch's CPU index and an environment that are all stand-ins."""
+
+    CUDA_BUILD = ("sympy>=1.13.3", "nvidia-cudnn-cu13==9.20.0.48", 'optree>=0.13.0; extra == "optree"')
+    CPU_BUILD = ("sympy>=1.13.3", 'triton>=3; extra == "compile"')
+
+    def __init__(self, setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.setup_env, self.monkeypatch = setup_env, monkeypatch
+        self.calls: list[list[str]] = []
+        self.requires: Sequence[str] = self.CUDA_BUILD
+        self.loads = ""
+        self.cpu_index_answers = False
+        setup_env.VENV.mkdir()
+        monkeypatch.setattr(setup_env, "pip", self._pip)
+        monkeypatch.setattr(setup_env, "installed_torch", lambda: self.loads)
+        monkeypatch.setattr(setup_env.subprocess, "run", self._uv)
+
+    def _pip(self, arguments: list[str], total: int = 0) -> None:
+        if "--report" in arguments:
+            report = {"install": [{"metadata": {"requires_dist": list(self.requires)}}]}
+            Path(arguments[arguments.index("--report") + 1]).write_text(json.dumps(report))
+        else:
+            self.calls.append(arguments)
+
+    def _uv(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        self.calls.append(command[1:])
+        return subprocess.CompletedProcess(command, 0 if self.cpu_index_answers else 2)
+
+    def __call__(self) -> list[list[str]]:
+        self.setup_env.install_torch("torch==2.13.0")
+        return self.calls
+
+
+@pytest.fixture
+def torch_install(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> TorchInstall:
+    return TorchInstall(setup_env, monkeypatch)
+
+
+def test_a_cpu_build_that_pip_offers_is_installed_alone(torch_install: TorchInstall) -> None:
+    torch_install.requires = torch_install.CPU_BUILD
+    assert torch_install() == [["install", "--no-deps", "torch==2.13.0"]]
+
+
+def test_where_pip_offers_a_cuda_build_the_cpu_build_comes_from_pytorchs_index(torch_install: TorchInstall) -> None:
+    torch_install.cpu_index_answers = True
+    ((*_, backend, pin),) = torch_install()
+    assert (backend, pin) == ("--torch-backend=cpu", "torch==2.13.0")
+
+
+def test_without_pytorchs_index_the_cuda_build_comes_with_its_libraries_and_says_what_it_costs(
+    torch_install: TorchInstall, setup_env: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *_, last = torch_install()
+    assert last == ["install", "--constraint", str(setup_env.VENV / "pins.txt"), "torch==2.13.0"]
+    assert setup_env.CUDA_TORCH_COSTS in capsys.readouterr().out
+
+
+def test_a_full_disk_is_named_before_the_cuda_build_is_downloaded(
+    torch_install: TorchInstall, setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: usage(2**40, 2**40 - 2**32, 2**32))
+    with pytest.raises(SystemExit, match="PIP_EXTRA_INDEX_URL"):
+        torch_install()
+    assert not any("--constraint" in call for call in torch_install.calls)
+
+
+def test_a_torch_that_loads_is_kept(torch_install: TorchInstall) -> None:
+    torch_install.loads = "2.13.0"
+    assert torch_install() == []
+
+
+@pytest.mark.parametrize(("cuda_build", "removed"), [(True, ["leftover"]), (False, ["leftover", "nvidia-nccl-cu13"])])
+def test_libraries_of_a_cuda_build_stay(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda_build: bool, removed: list[str]
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(setup_env, "pip", lambda arguments, total=0: calls.append(arguments))
+    monkeypatch.setattr(setup_env, "uses_cuda_libraries", lambda: cuda_build)
+    monkeypatch.setattr(setup_env.subprocess, "check_output", lambda *_, **__: "torch leftover nvidia-nccl-cu13 pip")
+    setup_env.remove_unlocked({"torch"})
+    assert calls == [["uninstall", "--yes", *removed]]
 
 
 def test_unknown_extras_are_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
