@@ -59,7 +59,7 @@ class Evaluator:
         self._last_end = 0.0  # of a sample
 
     async def run(self) -> dict[str, float]:
-        """Run one pass; return ``eval/NAME/...`` and ``eval/accuracy``, the mean reward averaged over data sets.
+        """Run one pass; return ``eval/NAME/...`` and ``eval/reward``, the mean reward averaged over data sets.
 
         A sample that fails is counted and left out of the means; it ends nothing (A9). Raises StalledError when none
         ends for ``--stall-timeout``.
@@ -74,7 +74,7 @@ class Evaluator:
         for name, data_set_totals in totals.items():
             metrics |= {f"eval/{name}/{key}": value for key, value in data_set_totals.metrics().items()}
         rewards = [value for key, value in metrics.items() if key.endswith("/reward/mean")]
-        return metrics | ({"eval/accuracy": sum(rewards) / len(rewards)} if rewards else {})
+        return metrics | ({"eval/reward": sum(rewards) / len(rewards)} if rewards else {})
 
     async def _generate_all(self, scope: asyncio.TaskGroup) -> dict[str, Totals]:
         """Start each sample as soon as a slot is free; the totals are complete when the scope ends."""

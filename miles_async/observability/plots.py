@@ -55,9 +55,9 @@ def draw_reward(axes: Axes, rows: Rows) -> None:
     axes.plot(steps, rewards, color=REWARD_COLOR, alpha=0.3, linewidth=1, label="reward, per step")
     label = f"reward, mean of {AVERAGE_WINDOW} steps"
     axes.plot(steps, moving_average(rewards), color=REWARD_COLOR, linewidth=2, label=label)
-    evaluated, accuracies = _series(rows, "eval/accuracy")
+    evaluated, eval_rewards = _series(rows, "eval/reward")
     if evaluated:
-        axes.plot(evaluated, accuracies, "o", color=EVAL_COLOR, markersize=5, label="held-out accuracy")
+        axes.plot(evaluated, eval_rewards, "o", color=EVAL_COLOR, markersize=5, label="mean held-out reward")
     axes.set_ylim(min(0.0, *rewards) - 0.02, max(1.0, *rewards) + 0.03)
     axes.set_ylabel("reward")
     axes.grid(alpha=0.25)

@@ -159,7 +159,7 @@ def _details(view: StepView) -> RenderableType:
     reward = Text.assemble((view.reward, "bold"), f" (avg {view.reward_average}) ", (view.spark, "green"))
     for label, value in (
         ("reward", reward),
-        ("eval accuracy", view.evaluation),
+        ("eval reward", view.evaluation),
         ("age", view.age),
         ("lead", f"{view.lead} groups: {view.in_flight} in flight, {view.buffered} buffered"),
         ("trainer idle", view.trainer_idle),
@@ -181,7 +181,7 @@ def step_line(view: StepView) -> str:
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     """The plain form of one evaluation, of the weights after ``step`` steps."""
-    return f"evaluation after {step} steps: accuracy {metrics.get('eval/accuracy', float('nan')):.3f}"
+    return f"evaluation after {step} steps: mean reward {metrics.get('eval/reward', float('nan')):.3f}"
 
 
 def _write_line(line: str) -> None:

@@ -62,7 +62,7 @@ class ProgressState:
         return ended
 
     def add_evaluation(self, metrics: Mapping[str, float]) -> None:
-        self._evaluation = _number(metrics, "eval/accuracy", "{:.3f}")
+        self._evaluation = _number(metrics, "eval/reward", "{:.3f}")
         if self.view is not None:  # the last evaluation comes after the last step
             self.view = dataclasses.replace(self.view, evaluation=self._evaluation)
 

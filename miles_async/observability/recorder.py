@@ -35,8 +35,8 @@ class RunRecorder:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a complete evaluation of the weights after ``step`` steps; empty metrics are ignored."""
-        if "eval/accuracy" not in metrics:
+        if "eval/reward" not in metrics:
             return
         self._tracker.log(metrics, step=step)
         self._progress.evaluation(step, metrics)
-        self._summary.record_eval(step, metrics["eval/accuracy"])
+        self._summary.record_eval(step, metrics["eval/reward"])

@@ -46,8 +46,8 @@ class Summary(TypedDict):
     wall_seconds: float
     reward_first: float | None
     reward_last: float | None  # mean of the last REWARD_WINDOW steps
-    eval_accuracy_first: float | None
-    eval_accuracy_last: float | None
+    eval_reward_first: float | None
+    eval_reward_last: float | None
     age_max: int | None
     age_histogram: dict[str, int]  # age → samples
     groups: dict[str, int]  # issued, and how many ended or stand where
@@ -73,7 +73,7 @@ class RunSummary:
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._pauses: list[float] = []
         self._preparations: list[float] = []
-        self._accuracies: list[float] = []
+        self._eval_rewards: list[float] = []
         self._difference_sum = self._difference_tokens = 0.0
         self._difference_max = math.nan
         self._version: int | None = None
@@ -103,10 +103,10 @@ class RunSummary:
         self._preparations.append(prepare_seconds)
         self._version = version
 
-    def record_eval(self, step: int, accuracy: float) -> None:
-        """Record the accuracy on held-out prompts after ``step`` steps."""
-        if math.isfinite(accuracy):
-            self._accuracies.append(accuracy)
+    def record_eval(self, step: int, reward: float) -> None:
+        """Record the mean reward on held-out prompts after ``step`` steps."""
+        if math.isfinite(reward):
+            self._eval_rewards.append(reward)
 
     def finish(
         self,
@@ -133,8 +133,8 @@ class RunSummary:
             "wall_seconds": _rounded(wall_seconds),
             "reward_first": _rounded(self._rewards[0]) if self._rewards else None,
             "reward_last": _mean(self._rewards[-REWARD_WINDOW:]),
-            "eval_accuracy_first": _rounded(self._accuracies[0]) if self._accuracies else None,
-            "eval_accuracy_last": _rounded(self._accuracies[-1]) if self._accuracies else None,
+            "eval_reward_first": _rounded(self._eval_rewards[0]) if self._eval_rewards else None,
+            "eval_reward_last": _rounded(self._eval_rewards[-1]) if self._eval_rewards else None,
             "age_max": max((age for age, count in self._ages.items() if count), default=None),
             "age_histogram": {str(age): count for age, count in sorted(self._ages.items()) if count},
             "groups": groups,

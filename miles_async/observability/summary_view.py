@@ -35,7 +35,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     publish, difference = summary["publish"], summary["logprob_diff"]
     wall = duration(summary["wall_seconds"])
     reward = f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])}"
-    accuracy = f"{_number(summary['eval_accuracy_first'])} → {_number(summary['eval_accuracy_last'])}"
+    eval_reward = f"{_number(summary['eval_reward_first'])} → {_number(summary['eval_reward_last'])}"
     trainer_idle, rollout_idle = summary["trainer_idle_fraction"], summary["rollout_idle_fraction"]
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["stage_seconds"].items())
     restarts = [("restart", f"{restart['reason']} ({restart['run_dir']})") for restart in summary.get("restarts", ())]
@@ -44,7 +44,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("steps", f"{summary['steps']} in {wall}, weight version {summary['weight_version']}"),
         ("reward", f"{reward} (mean of the last {REWARD_WINDOW} steps)"),
-        ("eval accuracy", accuracy),
+        ("eval reward", eval_reward),
         ("age of trained samples", _ages(summary)),
         ("balance", balance_line(summary)),
         ("idle", f"trainer {_percent(trainer_idle)}, rollout {_percent(rollout_idle)}"),

@@ -27,8 +27,8 @@ def test_a_real_language_model_learns_sums(tmp_path: Path) -> None:
         assert run.wait(150) == 0, run.output
         run.assert_nothing_left()
     assert peak < 4 << 30, "bytes of one process"
-    assert run.summary["eval_accuracy_first"] < 0.3
-    assert run.summary["eval_accuracy_last"] > 0.85
+    assert run.summary["eval_reward_first"] < 0.3
+    assert run.summary["eval_reward_last"] > 0.85
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_example_learns_to_use_its_tool(example: str, most_turns: int, tmp_path:
         run.assert_nothing_left()
     samples = assert_turns_were_trained(run, STEPS, most_turns=most_turns)
     assert run.summary["reward_last"] > 0.8 > 0.5 > run.summary["reward_first"]
-    assert run.summary["eval_accuracy_last"] > 0.8 > 0.5 > run.summary["eval_accuracy_first"]
+    assert run.summary["eval_reward_last"] > 0.8 > 0.5 > run.summary["eval_reward_first"]
     if example == "blackbox_agent":
         assert_agent_agrees(samples)

@@ -376,7 +376,7 @@ class FakeRollout:
         self.events.append("evaluate")
         if self.evaluation_error:
             raise self.evaluation_error
-        return {"eval/accuracy": 1.0}
+        return {"eval/reward": 1.0}
 
     async def last_stats(self) -> RolloutStats:
         return RolloutStats(balance={}, gauges={}, router={}, busy_seconds=0.0, seconds=0.0)

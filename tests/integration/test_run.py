@@ -53,7 +53,7 @@ def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(
     assert summary["steps"] == 12
     assert summary["weight_version"] == 12
     assert summary["reward_last"] > summary["reward_first"] + 0.15
-    assert summary["eval_accuracy_last"] > summary["eval_accuracy_first"]
+    assert summary["eval_reward_last"] > summary["eval_reward_first"]
     # C1, from the versions of the tokens that were trained; and it really was asynchronous
     assert 1 <= summary["age_max"] <= 2
     assert sum(summary["age_histogram"].values()) == 12 * 16 * 8

@@ -93,7 +93,7 @@ def test_groups_of_engines_that_grow_and_shrink(
     warnings = [json.dumps(entry) for entry in log if entry["level"] != "info"]
     assert not warnings, "somebody was lost, or something tried again:\n" + "\n".join(warnings)
     records = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [record for record in records if "eval/accuracy" in record]
+    evaluations = [record for record in records if "eval/reward" in record]
     assert len(evaluations) >= 2
     for record in evaluations:  # each from exactly the version that was visible when it began
         versions = {value for name, value in record.items() if "weight_version" in name}

@@ -52,7 +52,7 @@ def test_a_run_that_did_not_learn_fails_where_it_should_have(suite: ModuleType) 
     assert failed(suite, recorded("bad_no_learning")) == [
         "reward/mean, mean of steps 15-19",
         "reward/mean, mean of steps 35-39",
-        "eval/accuracy, step 40",
+        "eval/reward, step 40",
     ]
 
 

@@ -79,7 +79,7 @@ async def test_metrics_of_a_data_set():
     bench = Bench(lambda prompt, sample: float(prompt == 0 and sample == 2), sets={"aime": 2}, n_samples=4)
     assert await bench.evaluator.run() == pytest.approx(
         {
-            "eval/accuracy": 1 / 8,
+            "eval/reward": 1 / 8,
             "eval/aime/reward/mean": 1 / 8,
             "eval/aime/pass@1": 1 / 8,
             "eval/aime/pass@2": (1 / 2 + 0) / 2,
@@ -97,12 +97,12 @@ async def test_metrics_of_a_data_set():
     assert max(bench.attempt_ids) < 0  # never those of training attempts
 
 
-async def test_data_sets_count_alike_in_the_accuracy():
+async def test_data_sets_count_alike_in_the_mean_reward():
     bench = Bench(lambda prompt, sample: float(prompt == 0), sets={"short": 1, "long": 10})
     metrics = await bench.evaluator.run()
     assert metrics["eval/short/reward/mean"] == 1.0
     assert metrics["eval/long/reward/mean"] == pytest.approx(0.1)
-    assert metrics["eval/accuracy"] == pytest.approx(0.55)
+    assert metrics["eval/reward"] == pytest.approx(0.55)
     assert len(bench.attempt_ids) == 11
 
 
@@ -159,7 +159,7 @@ def test_an_evaluation_that_gets_stuck_is_given_up_and_an_outage_is_waited_for(o
     assert run_in_virtual_time(story()) == pytest.approx(100.0 + max(0.0, outage - 100.0) + 60.0)
 
 
-async def test_when_all_fail_there_is_no_accuracy_rather_than_zero():
+async def test_when_all_fail_there_is_no_mean_reward_rather_than_zero():
     metrics = await Bench(lambda prompt, sample: ValueError("broken"), sets={"aime": 3}).evaluator.run()
     assert metrics == {"eval/aime/samples": 0, "eval/aime/failed_samples": 3}
 

@@ -130,7 +130,7 @@ def finish(run_dir: Path, steps: int = STEPS) -> None:
     for step in range(steps):
         norm = {} if step == 3 else {"train/grad_norm": 1.23456}
         file.log({"reward/mean": 0.5, "train/ess_sequences": 0.75, **norm}, step=step)
-    file.log({"eval/accuracy": 0.1}, step=steps)  # a line without training is no step
+    file.log({"eval/reward": 0.1}, step=steps)  # a line without training is no step
     file.finish()
 
 

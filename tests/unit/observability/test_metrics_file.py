@@ -40,11 +40,11 @@ def test_lines_of_one_step_are_merged_and_a_resumed_run_overrides(path: Path) ->
     first.finish()
     resumed = MetricsFile(path)
     resumed.log({"reward/mean": 0.2}, step=1)
-    resumed.log({"eval/accuracy": 0.5}, step=1)
+    resumed.log({"eval/reward": 0.5}, step=1)
     resumed.finish()
     rows = read_metrics(path)
     assert [row["reward/mean"] for row in rows] == [0.1, 0.2]
-    assert rows[1]["eval/accuracy"] == 0.5
+    assert rows[1]["eval/reward"] == 0.5
 
 
 def test_a_torn_last_line_is_left_out(path: Path) -> None:

@@ -29,12 +29,12 @@ def record_run(directory: Path) -> RunSummary:
     lines: list[str] = []
     file, summary = MetricsFile(directory / "metrics.jsonl"), RunSummary()
     recorder = RunRecorder(file, PlainProgress(ProgressState(3), lines.append), summary)
-    recorder.evaluation(0, {"eval/accuracy": 0.0})
+    recorder.evaluation(0, {"eval/reward": 0.0})
     recorder.evaluation(0, {})
     for step in range(3):
         recorder.step(step, {"reward/mean": 0.0 if step == 0 else 0.5}, {0: 4, 1: step})
         recorder.publication(FakePublication(step + 1))
-    recorder.evaluation(3, {"eval/accuracy": 1.0})
+    recorder.evaluation(3, {"eval/reward": 1.0})
     file.finish()
     return summary
 
@@ -43,7 +43,7 @@ def test_a_recorded_run_can_be_plotted_and_summarised(tmp_path: Path) -> None:
     result = record_run(tmp_path).finish({}, 0.0, 0.0, 1.0)
     assert plot_run(tmp_path) == tmp_path / "reward.png"
     assert (tmp_path / "reward.png").read_bytes().startswith(PNG)
-    assert (result["eval_accuracy_first"], result["eval_accuracy_last"]) == (0.0, 1.0)
+    assert (result["eval_reward_first"], result["eval_reward_last"]) == (0.0, 1.0)
     assert result["weight_version"] == 3
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -70,7 +70,7 @@ def test_a_run_without_age_histograms_is_plotted_too(tmp_path: Path) -> None:
 
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.log({"eval/accuracy": 0.1}, step=0)
+    file.log({"eval/reward": 0.1}, step=0)
     file.finish()
     with pytest.raises(ValueError, match="nothing was trained yet"):
         plot_run(tmp_path)

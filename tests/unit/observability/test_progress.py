@@ -40,7 +40,7 @@ def test_plain_progress_is_one_line_per_phase_and_step_with_lead_and_age() -> No
         progress.phase("engines")
         clock.now += 25.5
         progress.step(0, METRICS)
-        progress.evaluation(1, {"eval/accuracy": 0.25})
+        progress.evaluation(1, {"eval/reward": 0.25})
     assert lines == [
         "starting Ray ...",
         "Ray ready after 4.0 s",
@@ -48,7 +48,7 @@ def test_plain_progress_is_one_line_per_phase_and_step_with_lead_and_age() -> No
         "engines ready after 25.5 s",
         "step 1/40  reward 0.500 (avg 0.500)  age 0.75 (max 2)  lead 34  in flight 18  buffered 16  "
         "trainer idle 25%  4.00 s  ETA 2:36",
-        "evaluation after 1 steps: accuracy 0.250",
+        "evaluation after 1 steps: mean reward 0.250",
     ]
 
 
@@ -72,11 +72,11 @@ def test_live_display_draws_and_leaves_the_terminal_as_it_was_after_an_interrupt
     with pytest.raises(KeyboardInterrupt), progress:  # noqa: PT012 (the block is what is interrupted)
         progress.phase("engines")
         progress.step(0, METRICS)
-        progress.evaluation(0, {"eval/accuracy": 0.25})
+        progress.evaluation(0, {"eval/reward": 0.25})
         raise KeyboardInterrupt
     progress.close()  # twice is once
     text = output.getvalue()
-    for expected in ("✓", "engines", "1/40", "34 groups", "0.75 (max 2)", "accuracy 0.250"):
+    for expected in ("✓", "engines", "1/40", "34 groups", "0.75 (max 2)", "mean reward 0.250"):
         assert expected in text
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is visible again
 

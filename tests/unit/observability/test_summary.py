@@ -43,7 +43,7 @@ def test_summary_has_the_promised_keys_and_numbers() -> None:
     assert result["wall_seconds"] == 60.0
     assert result["reward_first"] == pytest.approx(0.1)
     assert result["reward_last"] == pytest.approx(0.5)  # mean of 0.3 .. 0.7
-    assert (result["eval_accuracy_first"], result["eval_accuracy_last"]) == (0.15, 0.95)
+    assert (result["eval_reward_first"], result["eval_reward_last"]) == (0.15, 0.95)
     assert result["age_max"] == 2
     assert result["age_histogram"] == {
         "0": 4 * 6 + 3 * 2,
