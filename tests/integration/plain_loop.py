@@ -8,6 +8,7 @@ conversion, packing, weight transport.
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from miles_async.arguments import Arguments
 from miles_async.types import Prompt, TrainBatch, TrainShard
 from miles_async.wiring.trainer_process import make_backend
+
+REQUEST_SECONDS = 60
 
 Step = tuple[TrainShard, dict[str, float]]  # what was trained, and what the backend says about it
 
@@ -38,6 +41,8 @@ def plain_loop(
         )
         steps.append((shard, backend.train(shard)))
         backend.save_hf(files / str(version + 1))
+        # A request's answer comes before its batch is taken down, and an update is refused until then.
+        _post(url, f"/flush_cache?timeout={REQUEST_SECONDS}", {})
         _post(url, "/update_weights_from_disk", {"model_path": str(files / str(version + 1))})
     return steps
 
@@ -75,5 +80,9 @@ def _batch(url: str, prompts: Sequence[Prompt], group_size: int, max_new_tokens:
 
 def _post(url: str, path: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            text = response.read()
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{path}: expected 200, found {error.code}: {error.read()!r}") from error
+    return json.loads(text) if text.startswith(b"{") else text

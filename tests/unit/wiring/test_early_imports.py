@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -32,9 +33,16 @@ def test_a_run_that_is_refused_leaves_no_process() -> None:
     assert not process.is_running()
 
 
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Its environment, which is empty for a moment while the kernel replaces its program."""
+    while not (environment := process.environ()):
+        time.sleep(0.01)
+    return environment
+
+
 def test_what_it_starts_is_marked_as_the_runs() -> None:
     with early.early_imports(CPU) as servers:
         assert len(os.environ[MARK]) == 32
-        environment = psutil.Process(servers.pid).environ()
+        environment = environment_of(psutil.Process(servers.pid))
     assert environment[MARK] == os.environ[MARK]
     assert "OMP_NUM_THREADS" in environment  # one thread per process on a CPU
