@@ -92,7 +92,10 @@ class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
-    """One way through a trajectory, from the prompt to a last token: one sequence for the trainer."""
+    """One way through a trajectory, from the prompt to a last token: one sequence for the trainer.
+
+    Its arrays are read-only from then on, those that it was given too: rewards and filters see what is trained on.
+    """
 
     tokens: Int32  # [T] prompt and response
     prompt_length: int
@@ -107,6 +110,12 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     def response_length(self) -> int:
         """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_length
+
+    def __post_init__(self) -> None:
+        """Make the arrays read-only, in place: they may be long."""
+        for name in Branch.__struct_fields__:
+            if isinstance(value := getattr(self, name), np.ndarray):
+                value.flags.writeable = False
 
 
 class Sample(Branch, frozen=True, kw_only=True):

@@ -56,7 +56,7 @@ def with_reward(sample: Sample, given: float | TokenRewards) -> Sample:
 
 
 def _summed(rewards: Float32 | None, more: npt.ArrayLike, loss_mask: UInt8) -> Float32:
-    found = np.asarray(more, np.float32)
+    found = np.array(more, np.float32)  # a copy: a reward may use its array again
     if found.shape != loss_mask.shape:
         raise RewardError(f"token rewards: expected one per token, shape {loss_mask.shape}, found {found.shape}")
     if found[loss_mask == 0].any():

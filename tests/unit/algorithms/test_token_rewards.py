@@ -38,6 +38,14 @@ def test_what_a_reward_gives_tokens_adds_to_what_the_environment_gave() -> None:
     assert with_reward(sample, 1.0).token_rewards is sample.token_rewards
 
 
+def test_a_reward_may_use_its_array_again() -> None:
+    given = rewards(0, 0, 1, 2)
+    found = with_reward(make_sample([3, 3]), TokenRewards(reward=2.0, tokens=(given,)))
+    given[:] = 0
+    assert found.token_rewards is not None
+    assert found.token_rewards.tolist() == [0, 0, 1, 2]
+
+
 def test_each_branch_has_rewards_of_its_own() -> None:
     sample = make_sample([3, 3], more_branches=[[3]])
     found = with_reward(sample, TokenRewards(reward=0.0, tokens=(rewards(0, 0, 1, 2), rewards(0, 0, 4))))

@@ -205,6 +205,15 @@ class TestGuardedReward:
         with pytest.raises(RewardError, match="AssertionError"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
+    @pytest.mark.parametrize("name", ["tokens", "rollout_logprobs", "loss_mask", "weight_versions"])
+    async def test_it_cannot_change_what_is_trained_on(self, name: str):
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            getattr(sample, name)[-1:] = 0
+            return 1.0
+
+        with pytest.raises(RewardError, match=r"reward raised ValueError.*read-only"):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
     @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
     async def test_other_base_exceptions_are_reward_errors_too(self, error: BaseException):
         # covers: C6

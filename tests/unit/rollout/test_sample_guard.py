@@ -46,6 +46,14 @@ def test_every_branch_is_checked() -> None:
         check_sample(msgspec.structs.replace(sample, more_branches=(broken,)))
 
 
+def test_arrays_of_all_branches_are_read_only() -> None:
+    sample = make_sample([3], more_branches=[[3]])
+    for branch in msgspec.structs.replace(sample, teacher_logprobs=np.zeros(3, np.float32)).branches:
+        arrays = [value for value in msgspec.structs.asdict(branch).values() if isinstance(value, np.ndarray)]
+        assert len(arrays) >= 5
+        assert not any(array.flags.writeable for array in arrays)
+
+
 @pytest.mark.parametrize("index", [0, 4])
 def test_tokens_without_loss_may_have_any(index: int) -> None:
     """Tokens of the prompt and of a tool's output."""
