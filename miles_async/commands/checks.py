@@ -209,10 +209,13 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def check_prompts(arguments: Arguments) -> dict[str, int]:
-    """Check every row; path → number of prompts. Raises DataError naming file and line."""
+    """Check every row, its reward too; path → number of prompts. Raises DataError naming file and line."""
     from miles_async.prompts.source import open_prompts
+    from miles_async.rewards.row_check import RewardOfRow
 
-    return {str(data.prompt_data): len(open_prompts(data)) for data in _prompt_files(arguments)}
+    rewarded = arguments.rewards.rm_type is not None and not arguments.algorithm.supervised
+    check = RewardOfRow(arguments.rewards) if rewarded else None
+    return {str(data.prompt_data): len(open_prompts(data, check)) for data in _prompt_files(arguments)}
 
 
 def check_tokenizer(arguments: Arguments) -> list[str]:

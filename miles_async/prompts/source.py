@@ -30,8 +30,14 @@ Encode = Callable[[Content], Sequence[int]]
 """Encoder of a text or messages to token ids; usually ``ChatTemplate.encode``."""
 
 
-def open_prompts(arguments: DataArguments) -> RowFile:
+CheckRow = Callable[[str | None, JsonObject, str], None]
+"""Check of a row by its label, metadata and location; raises DataError that begins with the location."""
+
+
+def open_prompts(arguments: DataArguments, check: CheckRow | None = None) -> RowFile:
     """Open ``--prompt-data`` and check every row: 20,000 rows take well under a second.
+
+    ``check``: what else must hold for each row, such as that it can be rewarded.
 
     Raises DataError naming file and line: bad JSON, not an object, missing key, wrong type, duplicate id.
     """
@@ -40,11 +46,15 @@ def open_prompts(arguments: DataArguments) -> RowFile:
     rows = open_row_file(arguments.prompt_data, arguments)
     first_with: dict[str, int] = {}
     for index, row in enumerate(rows):
-        row_id = read_row(row, arguments, rows.location(index)).row_id
+        location = rows.location(index)
+        checked = read_row(row, arguments, location)
+        if check is not None:
+            check(checked.label, checked.metadata, location)
+        row_id = checked.row_id
         if row_id is not None and first_with.setdefault(row_id, index) != index:
             earlier = rows.number(first_with[row_id])
             raise DataError(
-                f"{rows.location(index)}: duplicate id {row_id!r} in {arguments.prompt_id_key!r} (--prompt-id-key): "
+                f"{location}: duplicate id {row_id!r} in {arguments.prompt_id_key!r} (--prompt-id-key): "
                 f"line {earlier} has it too"
             )
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -16,7 +17,7 @@ from miles_async.rewards.answers import answer_part
 from miles_async.rewards.programs import Limits, run_program, run_statements
 from miles_async.rewards.sandbox import Level
 from miles_async.rewards.workers import WorkerPool
-from miles_async.types import Prompt, Sample
+from miles_async.types import JsonObject, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -31,10 +32,13 @@ class CodeReward:
     the program reads and prints, or a list of statements such as ``"assert double(2) == 4"``, run after it.
     """
 
-    def __init__(self, workers: WorkerPool, limits: Limits, timeout: float) -> None:
-        """``limits``: of one test. ``timeout``: seconds for all tests of a sample; a slower program is wrong."""
+    def __init__(self, workers: WorkerPool, limits: Callable[[], Limits], timeout: float) -> None:
+        """``limits``: of one test, asked for when there is one.
+
+        ``timeout``: seconds for all tests of a sample; a slower program is wrong.
+        """
         self._workers = workers
-        self._limits = (limits.seconds, limits.memory_bytes, limits.level)
+        self._limits = limits
         self._timeout = timeout
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
@@ -43,7 +47,8 @@ class CodeReward:
         if not blocks:
             return 0.0
         check, cases = (runs_through, (tests,)) if isinstance(tests, list) else (prints, (tests.inputs, tests.outputs))
-        arguments = (blocks[-1], *cases, *self._limits, self._timeout)
+        limits = self._limits()
+        arguments = (blocks[-1], *cases, limits.seconds, limits.memory_bytes, limits.level, self._timeout)
         return float(await self._workers.call(check, *arguments, more_seconds=_END_SECONDS))
 
 
@@ -80,21 +85,29 @@ class Tests(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def tests_of(prompt: Prompt) -> Tests | list[str]:
+    """Read the tests of a prompt. Raises RewardError when it has none that can be run."""
+    try:
+        return read_tests(prompt.label, prompt.metadata)
+    except RewardError as error:
+        raise RewardError(f"prompt {prompt.prompt_id}: {error}") from error
+
+
+def read_tests(label: str | None, metadata: JsonObject) -> Tests | list[str]:
     """Read the tests of a row. Raises RewardError when it has none that can be run."""
-    found: object = prompt.metadata.get("tests")
+    found: object = metadata.get("tests")
     try:
         if found is None:
-            found = msgspec.json.decode(prompt.label or "")
+            found = msgspec.json.decode(label or "")
         tests = msgspec.convert(found, Tests | list[str])
     except msgspec.MsgspecError as error:
         raise RewardError(
-            f"prompt {prompt.prompt_id}: expected tests in its metadata, or as JSON in its label: "
+            "expected tests in its metadata, or as JSON in its label: "
             f'{{"inputs": [texts], "outputs": [texts]}} or a list of assert statements ({error})'
         ) from error
     if isinstance(tests, Tests) and len(tests.inputs) != len(tests.outputs):
-        raise RewardError(f"prompt {prompt.prompt_id}: {len(tests.inputs)} inputs, but {len(tests.outputs)} outputs")
+        raise RewardError(f"{len(tests.inputs)} inputs, but {len(tests.outputs)} outputs")
     if not (tests.inputs if isinstance(tests, Tests) else tests):
-        raise RewardError(f"prompt {prompt.prompt_id}: its list of tests is empty")
+        raise RewardError("its list of tests is empty")
     return tests
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import cache, partial
 
 from miles_async.api import Reward
 from miles_async.arguments.rewards import RewardArguments, parse_rm_type
@@ -40,8 +40,9 @@ class RewardHub:
         named = {name for name, _ in self._parts}
         if "reasoning_gym" in named:
             require_reasoning_gym()
-        level = sandbox_level(arguments.reward_sandbox) if "code" in named else "landlock"
-        limits = Limits(seconds=arguments.rm_code_timeout, memory_bytes=arguments.rm_code_memory << 20, level=level)
+        limits = cache(partial(_limits, arguments))
+        if "code" in named:
+            limits()
         self._workers = workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
         self._remote = RemoteReward(arguments.rm_url, arguments.reward_timeout)
         self._judge = JudgeReward(
@@ -94,6 +95,15 @@ class RewardHub:
             return parse_rm_type(str(own))
         except ConfigurationError as error:
             raise RewardError(f"prompt {prompt.prompt_id}, rm_type in its metadata: {error}") from error
+
+
+def _limits(arguments: RewardArguments) -> Limits:
+    """Limits of one program. Raises ConfigurationError if this machine cannot enforce ``--reward-sandbox``."""
+    return Limits(
+        seconds=arguments.rm_code_timeout,
+        memory_bytes=arguments.rm_code_memory << 20,
+        level=sandbox_level(arguments.reward_sandbox),
+    )
 
 
 def resolve_reward(arguments: RewardArguments, services: Services) -> GuardedReward:

@@ -17,10 +17,19 @@ _CHOICES = (  # what says it most clearly first; the last match of the first pat
 
 async def multiple_choice(prompt: Prompt, sample: Sample) -> float:
     """1 if the letter that the response chooses is the label's, else 0. Raises RewardError for another label."""
-    label = label_of(prompt).strip().strip("().").upper()
-    if not re.fullmatch("[A-Z]", label):
-        raise RewardError(f"prompt {prompt.prompt_id}: multiple_choice compares letters, the label is {label!r}")
-    return float(chosen_letter(answer_part(sample.text)) == label)
+    try:
+        letter = read_letter(label_of(prompt))
+    except RewardError as error:
+        raise RewardError(f"prompt {prompt.prompt_id}: {error}") from error
+    return float(chosen_letter(answer_part(sample.text)) == letter)
+
+
+def read_letter(label: str) -> str:
+    """Read the letter of a label such as ``(b)``. Raises RewardError if it is none."""
+    letter = label.strip().strip("().").upper()
+    if not re.fullmatch("[A-Z]", letter):
+        raise RewardError(f"multiple_choice compares letters, the label is {letter!r}")
+    return letter
 
 
 def chosen_letter(answer: str) -> str | None:

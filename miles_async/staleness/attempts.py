@@ -204,7 +204,15 @@ class AttemptBook:
             epoch, prompt = fresh()
             if prompt.prompt_id not in self._quarantined:
                 return epoch, prompt
-        raise DataError(f"expected a prompt that is not quarantined, found only the {len(self._quarantined)} that are")
+        raise self.only_quarantined()
+
+    def only_quarantined(self) -> DataError:
+        """The error of a source that has nothing else, with the reasons of the prompt that was quarantined last."""
+        *_, last = self._quarantined.values()
+        return DataError(
+            f"expected a prompt that is not quarantined, found only the {len(self._quarantined)} that are; the last is "
+            f"{last.prompt.prompt_id!r}: {'; '.join(last.history)}"
+        )
 
 
 def dead_letter(last: Retry) -> DeadLetter:

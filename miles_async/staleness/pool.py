@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from miles_async.errors import ContractViolation, DataError
+from miles_async.errors import ContractViolation
 from miles_async.staleness.admission import Admission
 from miles_async.staleness.attempts import AttemptBook, BookState, Cause, DeadLetter, Retry, RetryPolicy
 from miles_async.staleness.buffer import StalenessBuffer
@@ -96,7 +96,7 @@ class Pool:
             return
         self._passed_over += 1
         if self._passed_over > 2 * len(quarantined):  # the end of one epoch and the start of the next
-            raise DataError(f"expected a prompt that is not quarantined, found only the {len(quarantined)} that are")
+            raise self._book.only_quarantined()
 
     def issue(self, visible_version: int) -> Attempt:
         """Admit one attempt: a retry if one waits, else an offered prompt. Ask room() and needs_prompt() first."""

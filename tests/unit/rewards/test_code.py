@@ -54,7 +54,7 @@ def prompt(tests: Any = None, label: str | None = None) -> Prompt:
 @pytest.fixture
 async def reward() -> AsyncIterator[CodeReward]:
     workers = WorkerPool(2, timeout=60.0)
-    yield CodeReward(workers, limits(), timeout=60.0)
+    yield CodeReward(workers, lambda: limits(), timeout=60.0)
     await workers.close()
 
 
@@ -114,7 +114,7 @@ async def test_a_row_without_tests_is_an_error(reward: CodeReward, tests: Any, l
 
 async def test_a_program_too_slow_for_all_its_tests_is_wrong_and_leaves_no_process():
     workers = WorkerPool(1, timeout=2.0)
-    reward = CodeReward(workers, limits(), timeout=2.0)
+    reward = CodeReward(workers, lambda: limits(), timeout=2.0)
     slow = {"inputs": ["x"] * 10, "outputs": ["1"] * 10}
     running: list[psutil.Process] = []
     try:
@@ -291,7 +291,7 @@ async def test_a_program_reads_neither_environment_nor_memory_of_the_process_tha
 ):
     monkeypatch.setenv("JUDGE_API_KEY", "canary")
     workers = WorkerPool(1, timeout=60.0)
-    reward = CodeReward(workers, limits(level=level), timeout=60.0)
+    reward = CodeReward(workers, lambda: limits(level=level), timeout=60.0)
     test = {"inputs": [""], "outputs": ["nothing []"]}
     try:
         program = READS_ITS_PARENT.replace("LIST", "False")
@@ -446,6 +446,8 @@ async def test_a_sandbox_that_cannot_be_set_up_says_nothing_about_the_sample():
     workers = WorkerPool(1, timeout=60.0)
     try:
         with pytest.raises(ServiceUnavailableError, match="the sandbox for code cannot be set up"):
-            await CodeReward(workers, limits(memory=1 << 63), 60.0)(prompt(SUMS), make_sample([0], text="```\n1\n```"))
+            await CodeReward(workers, lambda: limits(memory=1 << 63), 60.0)(
+                prompt(SUMS), make_sample([0], text="```\n1\n```")
+            )
     finally:
         await workers.close()

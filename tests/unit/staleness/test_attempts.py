@@ -173,6 +173,13 @@ def test_too_many_quarantined_prompts_stop_the_run() -> None:
         attempts.ended(attempts.issue(source, 0), Cause.DATA, "rejected")
 
 
+def test_when_all_prompts_are_quarantined_the_error_says_why() -> None:
+    attempts = book(attempts=1)
+    attempts.ended(attempts.issue(Source(), 0), Cause.DATA, "rejected")
+    with pytest.raises(DataError, match="found only the 1 that are; the last is 'p0': data: rejected"):
+        attempts.issue(lambda: (0, make_prompt("p0")), 0)
+
+
 def test_resume_keeps_retries_quarantine_and_numbers() -> None:
     attempts, source = book(attempts=2), Source()
     for _ in range(2):

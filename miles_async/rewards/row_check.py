@@ -1,0 +1,58 @@
+"""Check that each row can be rewarded, before anything is generated."""
+
+from __future__ import annotations
+
+from miles_async.arguments.rewards import COMPARING_REWARDS, RewardArguments, parse_rm_type
+from miles_async.errors import ConfigurationError, DataError, RewardError
+from miles_async.rewards.code_tests import read_tests, sandbox_level
+from miles_async.rewards.multiple_choice import read_letter
+from miles_async.rewards.reasoning_gym_task import require_reasoning_gym
+from miles_async.types import JsonObject
+
+
+class RewardOfRow:
+    """Finds rows that ``--rm-type``, or their own ``rm_type``, could not reward.
+
+    What a reward needs of the machine is looked up when the first row names it.
+    """
+
+    def __init__(self, arguments: RewardArguments) -> None:
+        self._arguments = arguments
+        self._needs_checked: set[str] = set()
+
+    def __call__(self, label: str | None, metadata: JsonObject, location: str) -> None:
+        """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
+        own = metadata.get("rm_type")
+        try:
+            for name, _ in parse_rm_type(str(own if own is not None else self._arguments.rm_type or "")):
+                self._check_needs(name)
+                _check_row(name, label, metadata)
+        except (ConfigurationError, RewardError) as error:
+            named = "its reward (--rm-type)" if own is None else f"its own reward (rm_type {own!r} in --metadata-key)"
+            raise DataError(f"{location}: {named}: {error}") from error
+
+    def _check_needs(self, name: str) -> None:
+        if name in self._needs_checked:
+            return
+        self._needs_checked.add(name)
+        match name:
+            case "code":
+                sandbox_level(self._arguments.reward_sandbox)
+            case "reasoning_gym":
+                require_reasoning_gym()
+            case "remote_rm" if self._arguments.rm_url is None:
+                raise ConfigurationError("remote_rm needs --rm-url")
+            case "judge" if self._arguments.judge_url is None:
+                raise ConfigurationError("judge needs --judge-url")
+
+
+def _check_row(name: str, label: str | None, metadata: JsonObject) -> None:
+    if name in COMPARING_REWARDS and label is None:
+        raise RewardError(f"{name} compares with a label, and the row has none (--label-key)")
+    match name:
+        case "multiple_choice":
+            read_letter(label or "")
+        case "code":
+            read_tests(label, metadata)
+        case "reasoning_gym" if not isinstance(metadata.get("source_dataset"), str):
+            raise RewardError("its metadata names no task (source_dataset)")

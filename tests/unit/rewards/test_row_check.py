@@ -1,0 +1,57 @@
+"""Rows that no reward could judge are found before anything is generated."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from miles_async.arguments import RewardArguments
+from miles_async.errors import DataError
+from miles_async.rewards.row_check import RewardOfRow
+
+TESTS = {"inputs": ["1"], "outputs": ["2"]}
+
+
+def problem(label: str | None, metadata: dict[str, Any], **flags: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        RewardOfRow(RewardArguments(**{"rm_type": "exact_match", **flags}))(label, metadata, "train.jsonl:7")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "flags", "expected"),
+    [
+        ("1", {"rm_type": "gsm8k"}, {}, r"rm_type 'gsm8k' in --metadata-key\): .*expected one of exact_match"),
+        (None, {}, {}, "exact_match compares with a label, and the row has none"),
+        (None, {"rm_type": "math"}, {}, "math compares with a label"),
+        ("12", {}, {"rm_type": "multiple_choice"}, "compares letters, the label is '12'"),
+        ("x", {"rm_type": "code"}, {}, "expected tests in its metadata"),
+        ("[]", {}, {"rm_type": "code"}, "its list of tests is empty"),
+        (None, {"tests": TESTS | {"outputs": []}}, {"rm_type": "code"}, "1 inputs, but 0 outputs"),
+        (None, {"rm_type": "remote_rm"}, {}, "remote_rm needs --rm-url"),
+        (None, {"rm_type": "judge:0.5+format"}, {}, "judge needs --judge-url"),
+        (None, {"rm_type": 3}, {}, "expected one of exact_match"),
+    ],
+)
+def test_a_row_that_cannot_be_rewarded_is_named(
+    label: str | None, metadata: dict[str, Any], flags: dict[str, Any], expected: str
+) -> None:
+    found = problem(label, metadata, **flags)
+    assert found.startswith("train.jsonl:7: its")
+    assert re.search(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata"),
+    [("21", {}), (None, {"rm_type": "format"}), ("(b)", {"rm_type": "multiple_choice"})],
+)
+def test_other_rows_pass(label: str | None, metadata: dict[str, Any]) -> None:
+    RewardOfRow(RewardArguments(rm_type="exact_match"))(label, metadata, "train.jsonl:7")
+
+
+def test_the_sandbox_is_asked_for_where_a_row_alone_names_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_async.rewards.confinement.landlock_version", lambda: 0)
+    found = problem(None, {"rm_type": "code", "tests": TESTS}, reward_sandbox="strict")
+    assert "--reward-sandbox strict: expected a kernel with Landlock" in found
