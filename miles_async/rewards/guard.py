@@ -8,7 +8,7 @@ from miles_async.algorithms.advantages.rewards import check_reward, with_reward
 from miles_async.api import Reward
 from miles_async.errors import OverdueError, RewardError, ServiceOutageError, ServiceUnavailableError
 from miles_async.runtime.services import Circuit
-from miles_async.runtime.user_code import raised, run_user_code
+from miles_async.runtime.user_code import raised, run_user_code, wrong_value
 from miles_async.types import Prompt, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)
@@ -38,7 +38,7 @@ class GuardedReward:
         try:
             given = await self._asked(prompt, sample)
             if not isinstance(given, TokenRewards):
-                return check_reward(float(given))
+                return check_reward(_number(given))
             with_reward(sample, given)
             return given
         except (RewardError, OverdueError, ServiceOutageError):
@@ -62,3 +62,11 @@ class GuardedReward:
                 await run_user_code(close(), seconds=CLOSE_SECONDS, overdue=f"took longer than {CLOSE_SECONDS:g} s")
             except Exception as error:  # supervision point: the run is over, nothing depends on it
                 log.warning("reward could not be closed", error=repr(error))
+
+
+def _number(given: float) -> float:
+    """Raises UserCodeError for what is no number; one of numpy or torch is."""
+    try:
+        return float(given)
+    except Exception as error:  # torch's is a RuntimeError, and the user's own object may raise anything
+        raise wrong_value(given, "a number") from error

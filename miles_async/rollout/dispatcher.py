@@ -39,7 +39,7 @@ from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.rollout.sample_guard import check_sample
 from miles_async.runtime.clock import now
 from miles_async.runtime.services import Circuit, Services
-from miles_async.runtime.user_code import call_user_code, raised, run_user_code
+from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code
 from miles_async.seams import PromptSource
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.pool import Pool, PoolSnapshot
@@ -159,7 +159,10 @@ class Dispatcher:
 
     def _filter(self, group: Group) -> str | None:
         try:
-            return call_user_code(self._hooks.group_filter, group) if self._hooks.group_filter else None
+            if self._hooks.group_filter is None:
+                return None
+            reason = call_user_code(self._hooks.group_filter, group)
+            return None if reason is None else expect(reason, str, "None or the reason, a text")
         except Exception as error:  # supervision point: a user's filter costs its attempt, not the run
             raise AttemptFailed(f"group filter {raised(error)}", infrastructure=False) from error
 
@@ -196,7 +199,8 @@ class Dispatcher:
             running.add(index)
             self._beginnings.watch(key)
             try:
-                return await run_user_code(self._hooks.generate(self._client, attempt, index))
+                sample = await run_user_code(self._hooks.generate(self._client, attempt, index))
+                return expect(sample, Sample, "a Sample")
             except Exception:
                 self._beginnings.forget(key)  # it may begin again, and nothing of this try is kept
                 raise

@@ -19,7 +19,7 @@ from miles_async.api import EngineClient, Environment, MakeEnvironment, Reward
 from miles_async.errors import NoRoomError, RewardError
 from miles_async.rollout.generate import Began, routing_key
 from miles_async.runtime.services import Circuit
-from miles_async.runtime.user_code import run_user_code
+from miles_async.runtime.user_code import expect, run_user_code
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Trajectory, Turn
 from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample, TokenRewards
@@ -85,13 +85,13 @@ class MultiTurnGenerate:
 
     async def _step(self, environment: Environment, index: int, turn: Turn) -> Observation:
         said = AssistantTurn(index=index, message=turn.reply, text=turn.text, finish_reason=turn.sampled.finish_reason)
-        observation = await run_user_code(
+        returned = await run_user_code(
             environment.step(said),
             seconds=self.step_timeout,
             overdue=f"a step of the environment took longer than --environment-timeout {self.step_timeout:g} s",
         )
         self.service.works()
-        return observation
+        return expect(returned, Observation, "an Observation of a step of the environment")
 
     async def _close(self, environment: Environment) -> None:
         overdue = f"took longer than --environment-timeout {self.step_timeout:g} s"

@@ -7,6 +7,7 @@ a cancellation of ours: nothing else may reach a task group or the event loop.
 from __future__ import annotations
 
 import asyncio
+import reprlib
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
 from typing import ParamSpec, TypeVar
@@ -63,8 +64,20 @@ def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwar
         raise UserCodeError(f"raised {error!r}") from error
 
 
+def expect(found: object, kind: type[T], expected: str) -> T:
+    """Return what user code returned. Raises UserCodeError if it is no ``kind``; ``expected`` says so in words."""
+    if not isinstance(found, kind):
+        raise wrong_value(found, expected)
+    return found
+
+
+def wrong_value(found: object, expected: str) -> UserCodeError:
+    """Return the error of user code that returned ``found``, which is shown shortened."""
+    return UserCodeError(f"returned {reprlib.repr(found)}, expected {expected}")
+
+
 def raised(error: Exception) -> str:
-    """Say what user code raised, for the end of a sentence."""
+    """Say what user code raised or wrongly returned, for the end of a sentence."""
     return str(error) if isinstance(error, UserCodeError) else f"raised {error!r}"
 
 

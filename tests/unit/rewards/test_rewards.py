@@ -198,6 +198,24 @@ class TestGuardedReward:
         with pytest.raises(RewardError):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
+    @pytest.mark.parametrize(
+        ("value", "found"),
+        [(None, "None"), ("good", "'good'"), ((1.0, 0.5), r"\(1.0, 0.5\)"), (np.ones(2), r"array\(\[1., 1.\]\)")],
+    )
+    async def test_what_is_no_number_was_returned_not_raised(self, value: Any, found: str):
+        async def reward(prompt: Prompt, sample: Sample) -> Any:
+            return value
+
+        with pytest.raises(RewardError, match=f"^reward returned {found}, expected a number$"):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    @pytest.mark.parametrize("value", [np.float32(0.5), np.array(0.5), "0.5"])
+    async def test_what_can_be_made_a_number_is_one(self, value: Any):
+        async def reward(prompt: Prompt, sample: Sample) -> Any:
+            return value
+
+        assert await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21")) == 0.5
+
     async def test_whatever_it_raises_is_a_reward_error(self):
         async def reward(prompt: Prompt, sample: Sample) -> float:
             raise AssertionError("no label")

@@ -698,6 +698,26 @@ async def test_whatever_a_reward_or_filter_raises_costs_its_attempt_only(error: 
     assert type(error).__name__ in str(bench.dispatcher.pool.dead_letters)
 
 
+async def test_a_generate_or_filter_that_returns_something_else_is_told_what_was_expected() -> None:
+    # covers: C6
+    def wrap(generate: Any) -> Any:
+        async def forgetful(client: Any, attempt: Attempt, index: int) -> Sample | None:
+            return None if attempt.prompt.prompt_id == "p0" else await generate(client, attempt, index)
+
+        return forgetful
+
+    def keeps(group: Group) -> Any:
+        return True if group.attempt.prompt.prompt_id == "p1" else None
+
+    bench = Bench(wrap=wrap, group_filter=keeps)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 2)
+    reasons = str(bench.dispatcher.pool.dead_letters)
+    assert "generate returned None, expected a Sample" in reasons
+    assert "group filter returned True, expected None or the reason, a text" in reasons
+
+
 async def test_while_a_service_that_generation_needs_is_down_one_sample_at_a_time_tries_it() -> None:
     # covers: C6
     down, tries = True, 0

@@ -289,6 +289,15 @@ async def test_whatever_a_step_raises_is_an_exception(error: BaseException) -> N
     assert Lookup.made[-1].closed == 1
 
 
+async def test_a_step_that_returns_no_observation_says_so() -> None:
+    class Silent(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(UserCodeError, match=r"^returned None, expected an Observation of a step of the environment$"):
+        await generate_with(Silent)(ScriptedModel(says("68")), ATTEMPT, 0)
+
+
 # ------------------------------------------------------------------------------------------------------ rewards
 def rewarded(reward: float | None) -> Sample:
     return Sample(

@@ -12,7 +12,7 @@ import pytest
 
 from miles_async.errors import OverdueError, UserCodeError
 from miles_async.runtime import user_code
-from miles_async.runtime.user_code import call_user_code, run_user_code
+from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code
 
 
 async def returns() -> int:
@@ -155,3 +155,10 @@ async def test_code_that_is_cancelled_twice_while_it_cleans_up_is_held_until_it_
     over.set()
     await asyncio.sleep(0.01)
     assert not user_code._left_behind
+
+
+def test_a_wrong_value_is_shown_shortened_and_a_right_one_returned():
+    assert expect("kept", str, "a text") == "kept"
+    with pytest.raises(UserCodeError) as caught:
+        expect([*range(1000)], str, "a text")
+    assert raised(caught.value) == "returned [0, 1, 2, 3, 4, 5, ...], expected a text"
