@@ -66,7 +66,11 @@ def check_adapters(arguments: Arguments) -> Iterator[str]:
         names = ("lora_type", "lora_alpha", "target_modules", "lora_adapter_path")
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(model, name) != getattr(defaults, name)]
         if given:
-            yield f"without --lora-rank there are no adapters, so that {' and '.join(given)} have no effect: give it"
+            has = "has" if len(given) == 1 else "have"
+            yield (
+                f"without --lora-rank there are no adapters, so that {' and '.join(given)} {has} no effect: "
+                "give --lora-rank"
+            )
         return
     try:
         target_layers(model.target_modules)

@@ -33,7 +33,7 @@ from miles_async.arguments.specification import (
     group_title,
 )
 from miles_async.arguments.unknown_flags import explain_unknown
-from miles_async.arguments.words import looks_like_flag
+from miles_async.arguments.words import NEGATIVE_NUMBER, looks_like_flag
 from miles_async.errors import ConfigurationError
 
 DESCRIPTION = "Train a language model with fully asynchronous reinforcement learning."
@@ -117,6 +117,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
+    parser._negative_number_matcher = NEGATIVE_NUMBER
     general = parser.add_argument_group("This command")
     general.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE",

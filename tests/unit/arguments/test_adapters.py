@@ -62,4 +62,7 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path, text: str | Non
 
 def test_without_a_rank_there_is_nothing_to_start(tmp_path: Path) -> None:
     (problem,) = problems(saved(tmp_path), ModelArguments())
-    assert "without --lora-rank there are no adapters, so that --lora-adapter-path" in problem
+    assert (
+        "without --lora-rank there are no adapters, so that --lora-adapter-path has no effect: give --lora-rank"
+        in problem
+    )

@@ -64,11 +64,16 @@ class TestTypes:
             (["--device", "gpu"], "--device: expected one of auto, cpu, cuda; found 'gpu'"),
             (["--recompute-granularity", "ful"], "expected one of full, selective, none; found 'ful'"),
             (["--lr"], "--lr: expected one argument"),
+            (["--lr", "-1x"], "--lr: expected a number, found '-1x'"),
             (["reverse.args"], "unexpected argument 'reverse.args'"),
         ],
     )
     def test_wrong_value_names_flag_expected_and_found(self, words: list[str], message: str):
         assert message in refusal(*words)
+
+    @pytest.mark.parametrize("text", ["-1", "-.5", "-1e-4", "-2.5E+3"])
+    def test_negative_numbers_are_values_in_every_notation(self, text: str):
+        assert parse("--lr", text, "--num-rollout", "3").optimizer.lr == float(text)
 
     def test_arguments_are_frozen(self):
         arguments = parse()

@@ -75,7 +75,7 @@ def test_flags_of_what_is_not_done_are_refused(change: dict[str, Any], message: 
         ({"enable_mtp_training": True, "lora_rank": 8}, "--enable-mtp-training with --lora-rank 8"),
         ({"enable_mtp_training": True, "share_prefixes": True}, "--enable-mtp-training with --share-prefixes"),
         ({"recompute_num_layers": 2}, "--recompute-num-layers 2 has no effect"),
-        ({"lora_alpha": 4.0}, "--lora-alpha have no effect"),
+        ({"lora_alpha": 4.0}, "--lora-alpha has no effect"),
     ],
 )
 def test_layouts_are_checked_as_for_sampled_data(change: dict[str, Any], message: str, flags: dict[str, Any]) -> None:

@@ -123,6 +123,7 @@ def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Pa
     [
         (["--max-weight-stalenes", "2"], "did you mean --max-weight-staleness?"),
         (["--max-weight-staleness", "-1"], "--max-weight-staleness: expected at least 0"),
+        (["--lr", "-1e-4"], "--lr: expected more than 0, found -0.0001"),
         (["--hf-checkpoint", "absent"], "--hf-checkpoint absent: there is no such directory"),
         (["--label-key", "answer"], "train.jsonl:1: no key 'answer' (--label-key"),
         (["@absent.args"], "no argument file absent.args"),
