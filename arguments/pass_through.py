@@ -24,7 +24,7 @@ PREFIXES = {
 """Prefix of the flag → where it is collected."""
 
 PassThrough = dict[str, tuple[str, ...]]
-"""Flag as the user wrote it (``--sglang-cuda-graph-bs``) → its values; of repeated flags the last counts."""
+"""Flag as the user wrote it (``--sglang-cuda-graph-bs-decode``) → its values; of repeated flags the last counts."""
 
 
 def is_pass_through(flag: str, ours: Collection[str]) -> bool:

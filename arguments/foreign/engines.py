@@ -42,7 +42,16 @@ def _tensor_parallel(flag: str) -> ForeignFlag:
     )  # fmt: skip
 
 
+def _of_decoding(flag: str, takes: Takes) -> ForeignFlag:
+    return ForeignFlag(
+        flag=flag, origin="SGLang, smg", verdict="works", takes=takes, ours=(f"{flag}-decode",),
+        note=f"is `{flag}-decode`: SGLang tells the graphs of decoding from those of prefills",
+    )  # fmt: skip
+
+
 ENGINES: tuple[ForeignFlag, ...] = (
+    _of_decoding("--sglang-cuda-graph-bs", "many"),
+    _of_decoding("--sglang-cuda-graph-max-bs", "one"),
     _tensor_parallel("--sglang-tp"),
     _tensor_parallel("--sglang-tp-size"),
     _tensor_parallel("--sglang-tensor-parallel-size"),

@@ -8,29 +8,32 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-_FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
+_FLAG = re.compile(r"--[a-z0-9](?:-?[a-z0-9])*(?![a-z0-9-])")
 _HELP_SECONDS = 30.0
+_SUGGESTIONS = 3
 
 
 def unknown_flags(words: Sequence[str], known: Collection[str], prefix: str) -> Iterator[str]:
     """One line per flag of ``words`` that is not in ``known``; nothing if ``known`` is empty.
 
-    ``prefix``: what the user writes instead of ``--``, such as ``--sglang-``. A flag may be abbreviated and negated
-    (``--no-X``), as argparse allows.
+    ``prefix``: what the user writes instead of ``--``, such as ``--sglang-``. A flag may be negated (``--no-X``). It
+    may not be abbreviated, although SGLang's argparse allows it: what is short for one flag today is for two tomorrow.
     """
     for word in words:
         flag = word.partition("=")[0]
         switched_on = flag.replace("--no-", "--", 1)
-        if not known or not _FLAG.fullmatch(flag) or any(name.startswith((flag, switched_on)) for name in known):
+        if not known or not _FLAG.fullmatch(flag) or flag in known or switched_on in known:
             continue
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
-        hint = f"; did you mean {prefix}{near[0][2:]}?" if near else ""
+        longer = sorted(name for name in known if name.startswith(flag))
+        near = longer[:_SUGGESTIONS] or difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+        hint = f"; did you mean {' or '.join(prefix + name[2:] for name in near)}?" if near else ""
         yield f"{prefix}{flag[2:]} is passed on as {flag}, which the installed version does not know{hint}"
 
 
@@ -64,6 +67,7 @@ def smg_flags() -> frozenset[str]:
         shown = subprocess.run(
             [sys.executable, "-m", "smg", "launch", "--help"],
             capture_output=True, text=True, check=True, timeout=_HELP_SECONDS,
+            env={**os.environ, "COLUMNS": "10000"},  # no flag is broken at the end of a line
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return frozenset()

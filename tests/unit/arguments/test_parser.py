@@ -252,7 +252,7 @@ class TestConfigFile:
         arguments = parse(
             "--hf-checkpoint", 'models/with "quotes" \\ and é', "--lr", "1e-5", "--max-weight-staleness", "2",
             "--rollout-stop", "\n", "\x7f", "--no-progress", "--wandb-group", "none", "--ray-address", "auto",
-            "--sglang-cuda-graph-bs", "1", "2", "--sglang-disable-radix-cache", "--router-log-level=warn",
+            "--sglang-cuda-graph-bs-decode", "1", "2", "--sglang-disable-radix-cache", "--router-log-level=warn",
             "--megatron-bucket-size", "4096", "--megatron-moe-permute-fusion", "false", "--megatron-nccl-ub",
         )  # fmt: skip
         file = tmp_path / "printed.toml"
@@ -265,9 +265,9 @@ class TestConfigFile:
 class TestPassThrough:
     def test_values_reach_sglang_and_the_router_without_the_prefix(self):
         engines = parse(
-            "--sglang-cuda-graph-bs", "1", "2", "--sglang-disable-radix-cache", "--lr=1", "--router-retries=3",
+            "--sglang-cuda-graph-bs-decode", "1", "2", "--sglang-disable-radix-cache", "--lr=1", "--router-retries=3",
         ).engines  # fmt: skip
-        assert engines.sglang_extra == ("--cuda-graph-bs", "1", "2", "--disable-radix-cache")
+        assert engines.sglang_extra == ("--cuda-graph-bs-decode", "1", "2", "--disable-radix-cache")
         assert engines.router_extra == ("--retries", "3")
 
     def test_negative_numbers_are_values(self):

@@ -234,6 +234,7 @@ def test_exit_code_tells_how_a_run_ended(
     [
         (["--rollout-max-prompt-len", "3"], "all 9 prompts have more than 3 tokens"),
         (["--sglang-mem-fraction-statik", "0.3"], "did you mean --sglang-mem-fraction-static?"),
+        (["--sglang-mem-fraction", "0.3"], "did you mean --sglang-mem-fraction-static?"),
         (["--router-polizy", "random"], "did you mean --router-policy?"),
         (["--weight-transport", "ipc", "--device", "cpu"], "--weight-transport ipc works on cuda only"),
         (

@@ -10,7 +10,7 @@ from miles_async.engines.sglang.known_flags import sglang_flags, smg_flags, unkn
 @pytest.mark.parametrize(
     "word",
     ["--mem-fraction-static", "--mem-fraction-static=0.3", "--tp-size", "--tensor-parallel-size",
-     "--disable-cuda-graph", "--mem-fraction", "--no-enable-fused-qk-norm-rope", "0.3", "-1"],
+     "--disable-cuda-graph", "--no-enable-fused-qk-norm-rope", "0.3", "-1"],
 )  # fmt: skip
 def test_flags_that_sglang_knows_pass(word: str):
     assert not list(unknown_flags([word], sglang_flags(), "--sglang-"))
@@ -24,12 +24,23 @@ def test_unknown_flags_are_named_as_the_user_wrote_them():
     assert "did you mean" not in problem
 
 
+def test_an_abbreviation_is_answered_with_the_full_flags():
+    [problem] = unknown_flags(["--mem-fraction", "0.3"], sglang_flags(), "--sglang-")
+    assert problem.startswith("--sglang-mem-fraction is passed on as --mem-fraction, which the installed version")
+    assert problem.endswith("did you mean --sglang-mem-fraction-static?")
+    [problem] = unknown_flags(["--b=1"], {"--b1", "--b2", "--b3", "--b4", "--c"}, "--sglang-")
+    assert problem.endswith("did you mean --sglang-b1 or --sglang-b2 or --sglang-b3?")
+
+
 def test_fields_without_a_flag_are_none():
     assert not any(flag.startswith("---") for flag in sglang_flags())
 
 
 def test_smg():
     assert not list(unknown_flags(["--policy", "round_robin"], smg_flags(), "--router-"))
+    assert not any(flag.endswith("-") for flag in smg_flags())
+    [problem] = unknown_flags(["--polic", "random"], smg_flags(), "--router-")
+    assert problem.endswith("did you mean --router-policy?")
     [problem] = unknown_flags(["--polizy=x"], smg_flags(), "--router-")
     assert "did you mean --router-policy?" in problem
 
