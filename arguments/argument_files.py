@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from miles_async.arguments.words import did_you_mean
 from miles_async.errors import ConfigurationError
 
 _PRESET = "@preset:"
@@ -43,7 +44,8 @@ def _expand(words: Sequence[str], directory: Path, including: tuple[Path, ...]) 
 def _preset(word: str) -> Path:
     known = presets()
     if (name := word.removeprefix(_PRESET)) not in known:
-        raise ConfigurationError(f"{word}: there is no such preset; expected one of {', '.join(known)}")
+        hint = did_you_mean(name, known)
+        raise ConfigurationError(f"{word}: there is no such preset; expected one of {', '.join(known)}{hint}")
     return known[name]
 
 

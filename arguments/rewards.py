@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_async.arguments.flag import flag
+from miles_async.arguments.words import did_you_mean
 from miles_async.errors import ConfigurationError
 
 COMPARING_REWARDS = ("exact_match", "math", "f1", "multiple_choice")
@@ -126,8 +126,7 @@ def _named(text: str, flag_name: str, names: Collection[str]) -> Named:
     """``name`` or ``name:number``."""
     name, colon, number_text = text.partition(":")
     if name not in names:
-        nearest = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        hint = did_you_mean(name, names, close=0.6)
         raise ConfigurationError(f"{flag_name}: expected one of {', '.join(names)}; found {name!r}{hint}")
     if not colon:
         return name, None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.flag import FlagValue, ModuleAttr
+from miles_async.arguments.words import did_you_mean
 
 MODULE_ATTR = r"[\w.]+:\w+"
 """Pattern of a ModuleAttr."""
@@ -106,7 +107,8 @@ class FlagSpecification:
             return Path(value).expanduser()
         if self.choices and not self.is_choice(value):
             names = (*self.accepted, "none") if self.optional else self.accepted
-            raise ValueError(f"expected one of {', '.join(names)}; found {found!r}")
+            hint = did_you_mean(found, self.choices)
+            raise ValueError(f"expected one of {', '.join(names)}; found {found!r}{hint}")
         return value
 
     def _expected(self, found: object) -> str:

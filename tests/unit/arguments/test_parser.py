@@ -16,6 +16,7 @@ from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.pass_through import flatten, unflatten
 from miles_async.arguments.specification import argument_groups, flag_specifications
 from miles_async.arguments.weights import PauseMode
+from miles_async.arguments.words import did_you_mean
 from miles_async.errors import ConfigurationError
 
 
@@ -62,7 +63,10 @@ class TestTypes:
             (["--num-rollout", "none"], "--num-rollout: expected a whole number, found 'none'"),
             (["--max-weight-staleness", "x"], "expected a whole number or \"none\", found 'x'"),
             (["--device", "gpu"], "--device: expected one of auto, cpu, cuda; found 'gpu'"),
-            (["--recompute-granularity", "ful"], "expected one of full, selective, none; found 'ful'"),
+            (["--recompute-granularity", "ful"], "one of full, selective, none; found 'ful'; did you mean full?"),
+            (["--advantage-estimator", "GRPO"], "module:attr; found 'GRPO'; did you mean grpo?"),
+            (["--wandb-mode", "ofline"], "expected one of offline, online; found 'ofline'; did you mean offline?"),
+            (["--pause-generation-mode", "in-place"], "retract, in_place; found 'in-place'; did you mean in_place?"),
             (["--lr"], "--lr: expected one argument"),
             (["--lr", "-1x"], "--lr: expected a number, found '-1x'"),
             (["reverse.args"], "unexpected argument 'reverse.args'"),
@@ -179,6 +183,11 @@ class TestArgumentFiles:
         message = refusal(f"@{tmp_path}/a.args")
         assert "@preset:qwen3-5b: there is no such preset; expected one of " in message
         assert ", qwen3-4b," in message
+        assert message.endswith("; did you mean qwen3-4b?")
+
+    @pytest.mark.parametrize(("word", "hint"), [("gpu", ""), (3, ""), ("CUDA", "; did you mean cuda?")])
+    def test_only_a_choice_that_is_near_is_suggested(self, word: object, hint: str):
+        assert did_you_mean(word, ["auto", "cpu", "cuda"]) == hint
 
 
 class TestConfigFile:
@@ -226,6 +235,7 @@ class TestConfigFile:
             ("num-rollout = true", "num-rollout: expected a whole number, found True"),
             ("use-wandb = 1", "use-wandb: expected true or false, found 1"),
             ("device = 'gpu'", "expected one of auto, cpu, cuda"),
+            ("advantage-estimator = 'Grpo'", "found 'Grpo'; did you mean grpo?"),
             ("rollout-stop = 3", "expected a list of texts"),
             ("lr = 1.0\n[optimizer]\nlr = 2.0", "given twice"),
             ("[engines]\nmegatron-bucket-size = 1", "[engines] megatron-bucket-size: unknown key"),
