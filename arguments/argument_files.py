@@ -2,7 +2,8 @@ r"""``@file`` arguments: a file's words stand where ``@file`` stood.
 
 A file holds words as a shell would read them, one or many per line, with quotes and ``#`` comments; a ``\\``
 at the end of a line is ignored, so that a command can be pasted. ``@other`` inside a file is
-relative to that file; every other relative path in it stays relative to the working directory.
+relative to that file; every other relative path in it stays relative to the working directory. Nothing is expanded but
+``~`` at the beginning of a path: ``$HOME`` stays as written, since regular expressions and texts have a ``$``, too.
 ``@preset:name`` is the file of that name in the folder presets/ beside this one, which is installed with the package.
 """
 
@@ -52,7 +53,7 @@ def _preset(word: str) -> Path:
 def _read_words(path: Path, word: str, including: tuple[Path, ...]) -> list[str]:
     origin = f" (named in {including[-1]})" if including else ""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise ConfigurationError(f"{word}: there is no argument file {path}{origin}") from None
     except (OSError, UnicodeDecodeError) as error:

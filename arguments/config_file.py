@@ -32,7 +32,7 @@ RENAMED = {"share_prompts": "share_prefixes"}  # name that files of earlier runs
 def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
     """(field name → value, flags that are passed on). Raises ConfigurationError naming every bad key."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigurationError(f"--config: there is no file {path}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -143,6 +143,18 @@ class TestArgumentFiles:
         assert arguments.observability.wandb_project == "a#b"
         assert arguments.rollout.rollout_stop == ("#", "x y")
 
+    def test_a_byte_order_mark_is_no_part_of_the_first_word(self, tmp_path: Path):
+        (tmp_path / "a.args").write_text("--lr 1", encoding="utf-8-sig")
+        (tmp_path / "run.toml").write_text("num-rollout = 4", encoding="utf-8-sig")
+        arguments = parse(f"@{tmp_path}/a.args", "--config", f"{tmp_path}/run.toml")
+        assert (arguments.optimizer.lr, arguments.rollout.num_rollout) == (1, 4)
+
+    def test_variables_are_not_expanded_and_the_home_of_a_path_is(self, tmp_path: Path):
+        (tmp_path / "a.args").write_text("--rollout-stop '$HOME' --run-dir ~/runs")
+        arguments = parse(f"@{tmp_path}/a.args")
+        assert arguments.rollout.rollout_stop == ("$HOME",)
+        assert arguments.observability.run_dir == Path.home() / "runs"
+
     def test_the_last_mention_wins(self, tmp_path: Path):
         (tmp_path / "a.args").write_text("--lr 1")
         assert parse(f"@{tmp_path}/a.args", "--lr", "2").optimizer.lr == 2
