@@ -9,13 +9,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, cast
 
 from miles_async.errors import ConfigurationError
 
 Kind = TypeVar("Kind")
+
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
@@ -79,9 +84,21 @@ def _module(name: str, named: str) -> ModuleType:
                 f"{named}: there is no module {error.name!r}; put the directory that holds it into PYTHONPATH (it "
                 "reaches every Ray worker, see --forward-env)"
             ) from None
-        raise ConfigurationError(f"{named}: importing {name} failed: {error}") from error
+        raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {error}") from error
     except Exception as error:  # the user's own code runs here: whatever it raises is told together with the flag
-        raise ConfigurationError(f"{named}: importing {name} failed: {type(error).__name__}: {error}") from error
+        raise ConfigurationError(
+            f"{named}: importing {name} failed{_place(error)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """`` at FILE:LINE``: the innermost line of the user's own code, else of the library that raised."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f" at {error.filename}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<")]
+    frames = [frame for frame in frames if Path(frame.filename).parent.name != "importlib"]
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in (own or frames)[-1:])
 
 
 def _attribute(module: ModuleType, attribute: str, named: str) -> object:

@@ -345,10 +345,15 @@ class TestHooks:
         assert message in str(caught.value)
 
     def test_module_that_fails_to_import_is_told_with_its_error(self, tmp_path: Any, monkeypatch: Any):
-        (tmp_path / "broken_hooks.py").write_text("import absent_dependency\n")
-        (tmp_path / "raising_hooks.py").write_text("1 / 0\n")
         monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises(ConfigurationError, match=r"importing broken_hooks failed: No module named 'absent_dep"):
-            load_object("broken_hooks:f", Reward, "--custom-rm-path")
-        with pytest.raises(ConfigurationError, match="importing raising_hooks failed: ZeroDivisionError"):
-            load_object("raising_hooks:f", Reward, "--custom-rm-path")
+        for name, source, place, error in [
+            ("broken_hooks", "import absent_dependency\n", "broken_hooks.py:1", "No module named 'absent_dependency'"),
+            ("raising_hooks", "\n1 / 0\n", "raising_hooks.py:2", "ZeroDivisionError: division by zero"),
+            ("unparsed_hooks", "\n\ndef f(:\n", "unparsed_hooks.py:3", "SyntaxError: invalid syntax"),
+            ("outer_hooks", "import raising_hooks\n", "raising_hooks.py:2", "ZeroDivisionError: division by zero"),
+            ("misusing_hooks", "import json\njson.loads('')\n", "misusing_hooks.py:2", "JSONDecodeError: Expecting"),
+        ]:
+            (tmp_path / f"{name}.py").write_text(source)
+            with pytest.raises(ConfigurationError) as caught:
+                load_object(f"{name}:f", Reward, "--custom-rm-path")
+            assert f"importing {name} failed at {tmp_path / place}: {error}" in str(caught.value)
