@@ -6,6 +6,7 @@ Drawn from metrics.jsonl alone, so that it can be drawn again at any time, with
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,5 +100,22 @@ def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
+def main(words: Sequence[str]) -> None:
+    """Draw the run that ``words`` name and print the path. SystemExit with a message if that cannot be done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m miles_async.observability.plots",
+        description="Draw reward.png of a run again, from its metrics.jsonl.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run: --run-dir of train")
+    run_dir = parser.parse_args(words).run_dir
+    try:
+        print(plot_run(run_dir))
+    except FileNotFoundError:
+        parser.error(f"{run_dir}: expected the directory of a run, found no {FILE_NAME} there")
+    except ValueError as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    print(plot_run(Path(sys.argv[1])))
+    main(sys.argv[1:])

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from miles_async.observability.metrics_file import MetricsFile, read_metrics
-from miles_async.observability.plots import moving_average, plot_run
+from miles_async.observability.plots import main, moving_average, plot_run
 from miles_async.observability.progress import PlainProgress
 from miles_async.observability.progress_state import ProgressState
 from miles_async.observability.recorder import RunRecorder
@@ -48,6 +48,23 @@ def test_a_recorded_run_can_be_plotted_and_summarised(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert rows[2]["age/count/1"] == 2
+
+
+def test_the_command_draws_one_run_and_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_run(tmp_path)
+    main([str(tmp_path)])
+    assert capsys.readouterr().out == f"{tmp_path / 'reward.png'}\n"
+    for words, code, message in [
+        (["--help"], 0, "RUN_DIR"),
+        ([], 2, "the following arguments are required: RUN_DIR"),
+        ([str(tmp_path), "other"], 2, "unrecognized arguments: other"),
+        ([str(tmp_path / "none")], 2, f"{tmp_path / 'none'}: expected the directory of a run, found no metrics.jsonl"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == code
+        shown = capsys.readouterr()
+        assert message in shown.out + shown.err
 
 
 def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
