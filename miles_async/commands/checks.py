@@ -240,6 +240,7 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
         held_out = data.prompt_data != arguments.data.prompt_data
         limit = prompt_limit(arguments, evaluation=held_out)
         source = FilePromptSource(data, template.encode, limit)
+        source.require_rendered(template.check)
         source.require_usable()
         if not held_out:
             notes += length_notes(arguments, source, limit)

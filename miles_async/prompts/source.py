@@ -1,7 +1,8 @@
 """The prompt source: an endless, shuffled stream over one file, with a cursor that resumes exactly.
 
 All rows are checked once when the source is opened; prompts are tokenized when they are taken. A prompt that is longer
-than the limit (``arguments.prompt_limit``) is skipped and counted. The order of an epoch is a function of
+than the limit (``arguments.prompt_limit``), or that the chat template refuses under ``--bad-rows skip``, is skipped and
+counted. The order of an epoch is a function of
 (``--rollout-seed``, epoch, number of rows) alone, so the cursor is two integers.
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.prompt_limit import PromptLimit, asked_limit
-from miles_async.errors import CheckpointError, ConfigurationError, DataError
+from miles_async.errors import CheckpointError, ConfigurationError, DataError, TrajectoryError
 from miles_async.prompts.files import RowFile, open_row_file
 from miles_async.prompts.row import Content, PromptRow, read_row
 from miles_async.types import Int64, JsonObject, Prompt
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_SKIPS = 5  # skipped prompts that are logged one by one; after that only their number
 POWERS_OF_TEN = frozenset(10**exponent for exponent in range(1, 12))
+
+CHECKED_ROWS = 100_000  # rows that are rendered at the start, in 2 to 5 s; of a larger file as many, evenly spaced
+SHOWN_ROWS = 3  # refused rows that an error names
 
 Encode = Callable[[Content], Sequence[int]]
 """Encoder of a text or messages to token ids; usually ``ChatTemplate.encode``."""
@@ -92,7 +96,7 @@ class FilePromptSource:
 
     @property
     def skipped_too_long(self) -> int:
-        """Times a prompt was skipped for being longer than the limit."""
+        """Times a prompt was skipped, for being longer than the limit or refused by the chat template."""
         return sum(self._skips.values())
 
     @property
@@ -105,7 +109,7 @@ class FilePromptSource:
         for position, index in enumerate(self._epoch_order(0), start=1):
             row = self._row(int(index))
             if self._prompt_id(row, int(index)) == prompt_id:
-                return Place(position=position, tokens=len(self._encode(row.content)))
+                return Place(position=position, tokens=self._length(row.content, int(index)))
         return None
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
@@ -125,10 +129,27 @@ class FilePromptSource:
         return taken
 
     def require_usable(self) -> None:
-        """Check that some prompt is short enough, reading until one is. Raises DataError."""
-        lengths = (len(self._encode(self._row(index).content)) for index in range(len(self._rows)))
-        if self._limit is not None and all(length > self._limit.tokens for length in lengths):
-            raise self._all_too_long(self._limit)
+        """Check that some prompt can be used, reading until one is found. Raises DataError."""
+        found = (self._tokens(self._row(index).content, index) for index in range(len(self._rows)))
+        limit = self._limit
+        if not any(tokens is not None and (limit is None or len(tokens) <= limit.tokens) for tokens in found):
+            raise self._none_usable()
+
+    def require_rendered(self, check: Callable[[Content], None]) -> None:
+        """Check that the chat template renders all rows, or ``CHECKED_ROWS`` of them, unless bad ones are skipped.
+
+        ``check`` raises TrajectoryError for a row that is refused. Raises DataError naming the first such rows.
+        """
+        if self._arguments.bad_rows == "skip":
+            return
+        refused: list[str] = []
+        for index in np.unique(np.linspace(0, len(self._rows) - 1, min(len(self._rows), CHECKED_ROWS)).astype(int)):
+            try:
+                check(self._row(int(index)).content)
+            except TrajectoryError as error:
+                refused.append(f"{self._rows.location(int(index))}: {error}")
+        if refused:
+            raise self._refused(*refused)
 
     def lengths_above(self, tokens: int) -> list[int]:
         """Token counts of all prompts with more than ``tokens``.
@@ -137,11 +158,11 @@ class FilePromptSource:
         stand for what the chat template adds to a message.
         """
         found = []
-        added = len(self._encode(self._row(0).content))
+        added = self._length(self._row(0).content, 0)
         for index in range(len(self._rows)):
             row = self._row(index)
             if len(row.text.encode()) + added * len(row.messages) > tokens:
-                found.append(len(self._encode(row.content)))
+                found.append(self._length(row.content, index))
         return [length for length in found if length > tokens]
 
     def all_prompts(self) -> Iterator[Prompt]:
@@ -155,13 +176,13 @@ class FilePromptSource:
                 usable += 1
                 yield prompt
         if not usable:
-            assert self._limit is not None
-            raise self._all_too_long(self._limit)
+            raise self._none_usable()
 
     def texts(self) -> Iterator[Sequence[int]]:
         """Token ids of every prompt in file order, of any length. Nothing is counted, and the cursor stays."""
         for index in range(len(self._rows)):
-            yield self._encode(read_row(self._rows.read(index), self._arguments, self._rows.location(index)).content)
+            if tokens := self._tokens(self._row(index).content, index):
+                yield tokens
 
     def state(self) -> JsonObject:
         """Return the cursor, with the identity of the file it points into."""
@@ -201,27 +222,51 @@ class FilePromptSource:
 
     def _begin_next_epoch(self) -> None:
         if self._began_at == 0 and self._usable_in_epoch == 0:
-            assert self._limit is not None
-            raise self._all_too_long(self._limit)
+            raise self._none_usable()
         self._epoch += 1
         self._position = self._began_at = self._usable_in_epoch = 0
         self._order = self._epoch_order(self._epoch)
 
-    def _all_too_long(self, limit: PromptLimit) -> DataError:
+    def _none_usable(self) -> DataError:
+        if self._limit is None:
+            return self._refused(f"{self._rows.path}: the chat template refuses all rows")
+        refused = ", or the chat template refuses them" if self._arguments.bad_rows == "skip" else ""
         return DataError(
-            f"{self._rows.path}: all {len(self._rows)} prompts have more than {limit.tokens} tokens ({limit.reason}): "
-            f"{limit.change}"
+            f"{self._rows.path}: all {len(self._rows)} prompts have more than {self._limit.tokens} tokens "
+            f"({self._limit.reason}){refused}: {self._limit.change}"
         )
 
+    def _refused(self, *problems: str) -> DataError:
+        more = f" (and {len(problems) - SHOWN_ROWS} more rows)" if len(problems) > SHOWN_ROWS else ""
+        return DataError(
+            f"{'; '.join(problems[:SHOWN_ROWS])}{more}. Mend these rows, or leave them out (--bad-rows skip)"
+        )
+
+    def _tokens(self, content: Content, index: int) -> Sequence[int] | None:
+        """Token ids, None if the template refuses the row and ``--bad-rows skip`` allows that. Raises DataError."""
+        try:
+            return self._encode(content)
+        except TrajectoryError as error:
+            if self._arguments.bad_rows == "skip":
+                return None
+            raise self._refused(f"{self._rows.location(index)}: {error}") from error
+
+    def _length(self, content: Content, index: int) -> int:
+        return len(self._tokens(content, index) or ())
+
     def _prompt(self, index: int) -> Prompt | None:
-        """The prompt of one row, or None if it is too long."""
+        """The prompt of one row, or None if it is too long or refused."""
         row = self._row(index)
         prompt_id = self._prompt_id(row, index)
-        token_ids = tuple(self._encode(row.content))
+        tokens = self._tokens(row.content, index)
+        if tokens is None:
+            self._count_skip(prompt_id, "the chat template refuses it")
+            return None
+        token_ids = tuple(tokens)
         if not token_ids:
             raise DataError(f"{self._rows.location(index)}: the tokenizer makes no tokens of this prompt: {row.text!r}")
         if self._limit is not None and len(token_ids) > self._limit.tokens:
-            self._count_skip(prompt_id, len(token_ids), self._limit)
+            self._count_skip(prompt_id, f"{len(token_ids)} tokens, and {self._limit.reason}")
             return None
         return Prompt(
             prompt_id=prompt_id,
@@ -238,15 +283,12 @@ class FilePromptSource:
     def _prompt_id(self, row: PromptRow, index: int) -> str:
         return row.row_id if row.row_id is not None else f"{self._rows.path.name}:{self._rows.number(index)}"
 
-    def _count_skip(self, prompt_id: str, length: int, limit: PromptLimit) -> None:
+    def _count_skip(self, prompt_id: str, reason: str) -> None:
         first_time = prompt_id not in self._skips
         self._skips[prompt_id] = self._skips.get(prompt_id, 0) + 1
         count = len(self._skips)
         if first_time and (count <= FIRST_SKIPS or count in POWERS_OF_TEN):
-            logger.warning(
-                "prompt %s skipped: %d tokens, and %s (%d prompts skipped so far)",
-                prompt_id, length, limit.reason, count,
-            )  # fmt: skip
+            logger.warning("prompt %s skipped: %s (%d prompts skipped so far)", prompt_id, reason, count)
 
 
 __all__ = ["Encode", "FilePromptSource", "PromptRow", "open_prompts"]

@@ -58,18 +58,21 @@ class ChatTemplate:
         self._clock = {"strftime_now": datetime.now().strftime}
 
     def encode(self, content: str | Sequence[JsonObject]) -> tuple[int, ...]:
-        """Encode a prompt for the engine: the assistant's turn begins after it, <bos> occurs once."""
+        """Encode a prompt for the engine: the assistant's turn begins after it, <bos> occurs once.
+
+        Raises TrajectoryError when the template refuses the prompt.
+        """
         if not self._apply_chat_template:
             if not isinstance(content, str):
                 raise ConfigurationError("messages need the chat template: leave --no-apply-chat-template out")
             return self._encode_text(content)
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else self._in_known_roles(content)
         # The template writes <bos> itself where the model wants one; nothing is added to what it renders.
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._clock
-            )
-        )
+        return tuple(self.tokenize(self.render(_messages(content), (), {}, generation_prompt=True)))
+
+    def check(self, content: str | Sequence[JsonObject]) -> None:
+        """Render a prompt without tokenizing it. Raises TrajectoryError when the template refuses it."""
+        if self._apply_chat_template:
+            self.render(_messages(content), (), {}, generation_prompt=True)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         bos = self._tokenizer.bos_token
@@ -167,3 +170,7 @@ class ChatTemplate:
     @cached_property
     def _special(self) -> re.Pattern[str]:
         return re.compile("|".join(re.escape(token) for token in self._tokenizer.all_special_tokens) or r"(?!)")
+
+
+def _messages(content: str | Sequence[JsonObject]) -> Sequence[JsonObject]:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content

@@ -80,6 +80,7 @@ async def build_rollout(
     template = _template(arguments)
     limit = prompt_limit(arguments)
     source = FilePromptSource(arguments.data, template.encode, limit)
+    source.require_rendered(template.check)
     source.require_usable()
     for note in length_notes(arguments, source, limit):
         log.warning("length of prompts", note=note)
@@ -213,6 +214,7 @@ def _evaluator(
         for name, path in parse_data_sets(evaluation.eval_prompt_data).items()
     }
     for source in sources.values():
+        source.require_rendered(template.check)
         source.require_usable()
     sampling = sampling_parameters(arguments.rollout) | {
         "temperature": evaluation.temperature(arguments.rollout.rollout_temperature),

@@ -16,7 +16,7 @@ import pytest
 
 from miles_async.arguments import DataArguments
 from miles_async.arguments.prompt_limit import PromptLimit
-from miles_async.errors import CheckpointError, ConfigurationError, DataError
+from miles_async.errors import CheckpointError, ConfigurationError, DataError, TrajectoryError
 from miles_async.prompts.row import Content
 from miles_async.prompts.source import FilePromptSource, open_prompts
 from miles_async.seams import PromptSource
@@ -328,3 +328,52 @@ def test_arguments_are_not_changed(tmp_path: Path):
     copy = dataclasses.replace(arguments)
     FilePromptSource(arguments, encode).take(3)
     assert arguments == copy
+
+
+class TestRefusedRows:
+    """Rows that the chat template refuses: the file is refused at the start, or they are skipped."""
+
+    ROWS = ({"prompt": "rev 1"}, {"prompt": "bad 2"}, {"prompt": "rev 3"}, *({"prompt": "bad"} for _ in range(3)))
+
+    @staticmethod
+    def encode(content: Content) -> list[int]:
+        if str(content).startswith("bad"):
+            raise TrajectoryError("the chat template refuses this conversation: roles must alternate")
+        return encode(content)
+
+    def source(self, tmp_path: Path, rows: Iterable[Any] = ROWS, **flags: Any) -> FilePromptSource:
+        path = write_jsonl(tmp_path / "train.jsonl", rows)
+        return FilePromptSource(
+            DataArguments(prompt_data=path, label_key=None, rollout_shuffle=False, **flags), self.encode
+        )
+
+    def test_they_refuse_the_file_before_a_prompt_is_taken(self, tmp_path: Path):
+        with pytest.raises(DataError) as caught:
+            self.source(tmp_path).require_rendered(self.encode)
+        assert "train.jsonl:2: the chat template refuses this conversation: roles must alternate" in str(caught.value)
+        assert "(and 1 more rows)" in str(caught.value)
+        assert "--bad-rows skip" in str(caught.value)
+
+    def test_one_that_only_a_later_step_meets_is_named_too(self, tmp_path: Path):
+        with pytest.raises(DataError, match=r"train\.jsonl:2: the chat template refuses"):
+            self.source(tmp_path).take(2)
+
+    def test_they_are_skipped_and_counted_on_request(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+        source = self.source(tmp_path, bad_rows="skip")
+        source.require_rendered(self.encode)
+        source.require_usable()
+        with caplog.at_level(logging.WARNING):
+            assert [prompt.text for _, prompt in source.take(3)] == ["rev 1", "rev 3", "rev 1"]
+        assert source.skipped_too_long == 4
+        assert "prompt train.jsonl:2 skipped: the chat template refuses it" in caplog.text
+        assert len(list(source.texts())) == 2
+
+    def test_a_file_of_nothing_else_is_refused_whatever_the_flag(self, tmp_path: Path):
+        with pytest.raises(DataError, match="refuses all rows"):
+            self.source(tmp_path, [{"prompt": "bad"}], bad_rows="skip").require_usable()
+
+    def test_a_large_file_is_looked_at_in_samples(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("miles_async.prompts.source.CHECKED_ROWS", 3)
+        seen: list[Content] = []
+        self.source(tmp_path, [{"prompt": str(n)} for n in range(11)]).require_rendered(seen.append)
+        assert seen == ["0", "5", "10"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.errors import ConfigurationError
+from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", *"0123456789 rev"]
@@ -80,3 +80,12 @@ def test_missing_files_are_named(tmp_path: Path, directory: Path):
         ChatTemplate(without_template, apply_chat_template=True)
     with pytest.raises(ConfigurationError, match="leave --no-apply-chat-template out"):
         ChatTemplate(without_template, apply_chat_template=False).encode([{"role": "user", "content": "rev"}])
+
+
+def test_a_prompt_that_the_template_refuses_is_the_prompts_fault(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('users only') }}")
+    template = ChatTemplate(tokenizer, apply_chat_template=True)
+    for refused in (template.check, template.encode):
+        with pytest.raises(TrajectoryError, match="the chat template refuses this conversation: users only"):
+            refused([{"role": "system", "content": "a"}])
+    ChatTemplate(tokenizer, apply_chat_template=False).check("a plain text needs no template")
