@@ -21,6 +21,7 @@ from miles_async.ledger.store import (
     RestoredEvent,
     TrimmedEvent,
 )
+from miles_async.runtime.texts import shortened
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.ledger import Balance, Outcome, Stage
 from miles_async.staleness.observer import PoolObserver
@@ -75,7 +76,7 @@ class LedgerWriter(QueuedWriter[LedgerEvent], PoolObserver):
                 at=self._clock(),
                 attempt_id=attempt_id,
                 outcome=outcome,
-                reason=reason,
+                reason=shortened(reason),
                 target_version=target_version,
                 step=step,
             )

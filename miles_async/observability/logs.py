@@ -6,15 +6,17 @@ standard ``logging`` take the same path.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 import structlog
-from structlog.typing import EventDict, Processor
+from structlog.typing import EventDict, ExcInfo, Processor
 
 from miles_async.arguments.observability import LogLevel
+from miles_async.runtime.texts import shortened
 
 NOISY_LIBRARIES = (
     "asyncio",
@@ -35,6 +37,8 @@ _SHARED: tuple[Processor, ...] = (
     structlog.stdlib.ExtraAdder(),
     structlog.processors.StackInfoRenderer(),
 )
+
+FIELD_LIMIT = 16_000  # characters of a text in a log; room for a traceback or the last lines of a server's log
 
 # Without local variables, which may hold keys, or an environment with tokens.
 _TRACEBACKS = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
@@ -107,6 +111,7 @@ def _file_handler(path: Path, level: int) -> logging.Handler:
     renderers = (
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.ExceptionRenderer(_TRACEBACKS),
+        _shorten_texts,
         structlog.processors.JSONRenderer(default=str),
     )
     return _ours(handler, level, renderers)
@@ -117,7 +122,8 @@ def _console_handler(level: int) -> logging.Handler:
     renderers = (
         structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
         _short_logger_name,
-        structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback),
+        _shorten_texts,
+        structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0, exception_formatter=_short_traceback),
     )
     return _ours(_CurrentStderr(), level, renderers)
 
@@ -139,3 +145,27 @@ def _short_logger_name(_logger: object, _method: str, event: EventDict) -> Event
     if (name := event.get("logger")) is not None:
         event["logger"] = name.removeprefix("miles_async.")
     return event
+
+
+def _shorten_texts(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """Bound every text of an event: users' code may raise errors of any length, and libraries log them."""
+    return {name: value if name == "exc_info" else _short(value) for name, value in event.items()}
+
+
+def _short(value: object) -> object:
+    if isinstance(value, BaseException):
+        return value if len(str(value)) <= FIELD_LIMIT else shortened(str(value), FIELD_LIMIT)
+    if isinstance(value, str):
+        return shortened(value, FIELD_LIMIT)
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_short(item) for item in value]
+    return tuple(_short(item) for item in value) if type(value) is tuple else value
+
+
+def _short_traceback(out: TextIO, error: ExcInfo) -> None:
+    """As structlog's, of bounded length."""
+    whole = io.StringIO()
+    structlog.dev.plain_traceback(whole, error)
+    out.write(shortened(whole.getvalue(), FIELD_LIMIT))

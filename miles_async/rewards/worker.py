@@ -17,6 +17,7 @@ import msgspec
 
 from miles_async.errors import ServiceUnavailableError
 from miles_async.rewards.confinement import die_with_parent, keep_memory_private
+from miles_async.runtime.texts import shortened
 
 MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not exhaust the machine
 
@@ -43,7 +44,7 @@ def _serve(request: bytes, replies: BinaryIO) -> None:
     except Exception as error:  # supervision point: any error is the reply
         reply = [
             "outage" if isinstance(error, ServiceUnavailableError) else "error",
-            f"{type(error).__name__}: {error}",
+            shortened(f"{type(error).__name__}: {error}"),
         ]
     _write(replies, msgspec.json.encode(reply))
 

@@ -39,6 +39,7 @@ from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.rollout.sample_guard import check_sample
 from miles_async.runtime.clock import now
 from miles_async.runtime.services import Circuit, Services
+from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code
 from miles_async.seams import PromptSource
 from miles_async.staleness.beginnings import Beginnings
@@ -162,7 +163,7 @@ class Dispatcher:
             if self._hooks.group_filter is None:
                 return None
             reason = call_user_code(self._hooks.group_filter, group)
-            return None if reason is None else expect(reason, str, "None or the reason, a text")
+            return None if reason is None else shortened(expect(reason, str, "None or the reason, a text"))
         except Exception as error:  # supervision point: a user's filter costs its attempt, not the run
             raise AttemptFailed(f"group filter {raised(error)}", infrastructure=False) from error
 

@@ -10,6 +10,7 @@ import structlog
 
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.rollout.generate import routing_key
+from miles_async.runtime.texts import shortened
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.versions import group_of
 from miles_async.types import Attempt, Group, Sample
@@ -26,8 +27,8 @@ class AttemptFailed(Exception):
     """Ends an attempt; ``infrastructure`` tells whose fault it was (separate budgets, C6)."""
 
     def __init__(self, reason: str, *, infrastructure: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
+        self.reason = shortened(reason)  # it goes into ledger, schedule and dead letters
+        super().__init__(self.reason)
         self.infrastructure = infrastructure
 
 

@@ -18,6 +18,7 @@ import structlog
 
 from miles_async.errors import MilesAsyncError, OverdueError, ServiceOutageError, ServiceUnavailableError
 from miles_async.runtime.clock import now
+from miles_async.runtime.texts import shortened
 
 log = structlog.get_logger(__name__)
 
@@ -228,4 +229,4 @@ def _jittered(seconds: float) -> float:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, MilesAsyncError) else repr(error)
+    return shortened(str(error) if isinstance(error, MilesAsyncError) else repr(error))

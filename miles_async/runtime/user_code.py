@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 import structlog
 
 from miles_async.errors import OverdueError, UserCodeError
+from miles_async.runtime.texts import shortened
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +52,7 @@ async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | No
         return result  # type: ignore[return-value]
     if isinstance(error, Exception):
         raise error
-    raise UserCodeError(f"raised {error!r}") from error
+    raise UserCodeError(f"raised {shortened(repr(error))}") from error
 
 
 def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -61,7 +62,7 @@ def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwar
     except Exception:
         raise
     except BaseException as error:  # supervision point: SystemExit would end the process, CancelledError its task
-        raise UserCodeError(f"raised {error!r}") from error
+        raise UserCodeError(f"raised {shortened(repr(error))}") from error
 
 
 def expect(found: object, kind: type[T], expected: str) -> T:
@@ -77,8 +78,8 @@ def wrong_value(found: object, expected: str) -> UserCodeError:
 
 
 def raised(error: Exception) -> str:
-    """Say what user code raised or wrongly returned, for the end of a sentence."""
-    return str(error) if isinstance(error, UserCodeError) else f"raised {error!r}"
+    """Say what user code raised or wrongly returned, for the end of a sentence, at a bounded length."""
+    return shortened(str(error) if isinstance(error, UserCodeError) else f"raised {error!r}")
 
 
 async def _done(task: asyncio.Task[object], seconds: float | None) -> bool:
@@ -133,7 +134,7 @@ async def _without_exits(work: Coroutine[object, None, T]) -> T:
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
-        raise UserCodeError(f"raised {error!r} in a task") from error
+        raise UserCodeError(f"raised {shortened(repr(error))} in a task") from error
 
 
 async def _end(task: asyncio.Task[object]) -> None:

@@ -29,6 +29,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fail_at_length() -> None:
+    raise ValueError("x" * 1_000_000)
+
+
 def shout() -> str:
     print("x" * 100_000, flush=True)
     os.write(1, b"y")

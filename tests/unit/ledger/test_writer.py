@@ -187,6 +187,15 @@ async def test_after_a_run_the_disk_has_what_the_pool_counted(tmp_path: Path) ->
     assert (letter.prompt_id, len(letter.reasons)) == ("p3", 2)
 
 
+async def test_a_reason_of_any_length_is_bounded_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    writer = LedgerWriter(path)
+    writer.issued(make_attempt(1))
+    writer.ended(1, Outcome.FAILED, "x" * 1_000_000)
+    await writer.close()
+    assert path.stat().st_size < 200_000
+
+
 async def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     # covers: C9
     first = Run(tmp_path / "first.sqlite")

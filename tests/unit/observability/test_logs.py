@@ -60,6 +60,28 @@ def test_exceptions_are_told_in_both(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "ValueError: what was found" in capsys.readouterr().err
 
 
+def test_texts_of_any_length_are_bounded_in_both(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = configure_logging(tmp_path)
+    long = "x" * 1_000_000
+    log = structlog.get_logger("a")
+    log.warning("attempt failed", reason=long, nested={"all": [long]}, error=ValueError(long), pair=(1, 2))
+    logging.getLogger("some.library").warning("told: %s", long)
+    try:
+        raise ExceptionGroup("some", [ValueError(long)])
+    except ExceptionGroup as error:
+        error.add_note(long)
+        log.exception("failed")
+    assert path.stat().st_size < 200_000
+    console = capsys.readouterr().err
+    assert len(console) < 200_000
+    assert "characters left out" in console
+    first, second, third = read(path)
+    assert "characters left out" in first["reason"]
+    assert first["pair"] == [1, 2]
+    assert second["event"].startswith("told: xxx")
+    assert third["exception"][0]["exc_type"] == "ExceptionGroup"
+
+
 def test_a_second_set_up_replaces_the_first(tmp_path: Path) -> None:
     handlers = len(logging.getLogger().handlers)
     configure_logging(tmp_path / "one", console=False)

@@ -18,7 +18,7 @@ import pytest
 from miles_async.errors import RewardError, ServiceUnavailableError
 from miles_async.rewards import workers as workers_module
 from miles_async.rewards.workers import WorkerPool
-from tests.fakes.worker_functions import die, double, explode, fail, hang, hang_in_c, pid, shout, sleep
+from tests.fakes.worker_functions import die, double, explode, fail, fail_at_length, hang, hang_in_c, pid, shout, sleep
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,6 +80,9 @@ async def test_a_function_that_raises_prints_or_allocates_harms_no_other():
     async with pool() as workers:
         with pytest.raises(RewardError, match="ZeroDivisionError: by nothing"):
             await workers.call(fail)
+        with pytest.raises(RewardError, match="characters left out") as caught:
+            await workers.call(fail_at_length)
+        assert len(str(caught.value)) < 5000
         with pytest.raises(RewardError, match="Cannot allocate memory"):
             await workers.call(explode)
         assert await workers.call(shout) == "done"

@@ -19,6 +19,7 @@ from miles_async.arguments import RolloutArguments
 from miles_async.errors import (
     DataError,
     RequestRejectedError,
+    RewardError,
     ServiceOutageError,
     ServiceUnavailableError,
     StalledError,
@@ -716,6 +717,36 @@ async def test_a_generate_or_filter_that_returns_something_else_is_told_what_was
     reasons = str(bench.dispatcher.pool.dead_letters)
     assert "generate returned None, expected a Sample" in reasons
     assert "group filter returned True, expected None or the reason, a text" in reasons
+
+
+@pytest.mark.parametrize("error", [ValueError, RewardError])
+async def test_reasons_are_bounded_whatever_the_length_of_an_error_or_a_filter_s_reason(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    async def rewards(prompt: Prompt, sample: Sample) -> float:
+        if prompt.prompt_id == "p0":
+            raise error("x" * 1_000_000)
+        return 1.0
+
+    def filters(group: Group) -> str | None:
+        return "y" * 1_000_000 if group.attempt.prompt.prompt_id == "p1" else None
+
+    reasons: list[str] = []
+    bench = Bench(reward=rewards, group_filter=filters)
+    filtered = bench.dispatcher.pool.filtered
+
+    def noted(attempt: Attempt, reason: str, group: Group) -> None:
+        reasons.append(reason)
+        filtered(attempt, reason, group)
+
+    monkeypatch.setattr(bench.dispatcher.pool, "filtered", noted)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 1 and bool(reasons))
+    (letter,) = bench.dispatcher.pool.dead_letters
+    for reason in (*letter.reasons, *reasons):
+        assert len(reason) < 5000
+        assert "characters left out" in reason
 
 
 async def test_while_a_service_that_generation_needs_is_down_one_sample_at_a_time_tries_it() -> None:
