@@ -91,6 +91,11 @@ class Arguments:
         """Optimizer steps on each rollout batch."""
         return self.rollout.samples_per_rollout // self.global_batch_size * self.optimizer.ppo_epochs
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.rollout.num_rollout * self.optimizer_steps_per_rollout
+
 
 __all__ = [
     "AlgorithmArguments",

@@ -13,7 +13,7 @@ class CriticArguments:
     """Critic"""
 
     critic_lr: float | None = flag(None, "peak learning rate of the critic (default: --lr)")
-    critic_lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up of the critic's learning rate")
+    critic_lr_warmup_iters: int = flag(0, "as --lr-warmup-iters, of the critic's learning rate")
     value_clip: float | None = flag(
         0.2, "how far a value may move from where it was before the batch's first optimizer step; none: no bound"
     )

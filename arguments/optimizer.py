@@ -32,7 +32,7 @@ class OptimizerArguments:
     lr: float = flag(1e-6, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: LrDecayStyle = flag("constant", "shape of the decay over --num-rollout")
-    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
+    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up, at most the run's")
     ess_lr_scaling: EssLrScaling | None = flag(
         None,
         "scale the learning rate of every optimizer step by its effective sample size, as a share of its sequences: "

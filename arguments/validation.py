@@ -198,12 +198,6 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is larger than --lr {optimizer.lr}"
-    total = rollout.num_rollout * arguments.optimizer_steps_per_rollout
-    if optimizer.lr_warmup_iters >= total > 0:
-        yield (
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not less than the run's {total} optimizer steps, so "
-            "that --lr would never be reached: lower it, or raise --num-rollout"
-        )
 
 
 def check_sampling(arguments: Arguments) -> Iterator[str]:

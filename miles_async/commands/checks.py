@@ -261,6 +261,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
             "--use-kl-loss with --kl-loss-coef 0: the KL to the reference model is computed and logged, which takes a "
             "pass and that model's memory, and does not move the weights; leave both out to save that"
         )
+    yield from _warm_up_notes(arguments)
     steps, bound = arguments.optimizer_steps_per_rollout, arguments.staleness.bound
     if bound is not None and steps - 1 > bound:
         yield (
@@ -322,3 +323,17 @@ def _prompt_files(arguments: Arguments) -> Iterator[DataArguments]:
     for path in (arguments.data.prompt_data, *held_out.values()):
         if path is not None:
             yield replace(arguments.data, prompt_data=path)
+
+
+def _warm_up_notes(arguments: Arguments) -> Iterator[str]:
+    total = arguments.optimizer_steps
+    warm_ups = {
+        "--lr-warmup-iters": ("--lr", arguments.optimizer.lr_warmup_iters),
+        "--critic-lr-warmup-iters": ("--critic-lr", arguments.critic.critic_lr_warmup_iters),
+    }
+    for flag, (rate, steps) in warm_ups.items():
+        if steps > total:
+            yield (
+                f"{flag} {steps} is longer than the run's {total} optimizer steps: the warm-up takes {total}, so that "
+                f"only the last step has {rate}"
+            )

@@ -117,7 +117,7 @@ def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironmen
         model=arguments.model,
         optimizer=arguments.optimizer,
         critic=arguments.critic,
-        total_steps=arguments.rollout.num_rollout * arguments.optimizer_steps_per_rollout,
+        total_steps=arguments.optimizer_steps,
         temperature=arguments.rollout.rollout_temperature,
         objective=partial(make_objective, arguments.algorithm, kept_versions=arguments.staleness.versions),
         device=device,

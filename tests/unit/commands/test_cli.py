@@ -244,7 +244,6 @@ def test_exit_code_tells_how_a_run_ended(
         (["--weight-delta", "xor"], "--weight-delta xor needs files at the engines"),
         (["--run-dir", "/proc/run"], "--run-dir /proc/run: /proc cannot be written to"),
         (["--actor-num-nodes", "2"], "--actor-num-nodes 2 without --ray-address"),
-        (["--lr-warmup-iters", "5000"], "--lr-warmup-iters 5000 is not less than the run's"),
         (
             ["--tensor-model-parallel-size", "8", "--actor-num-gpus-per-node", "8"],
             "--tensor-model-parallel-size 8 does not divide",

@@ -50,3 +50,11 @@ def test_a_flash_attn_that_is_not_installed(device: str, backend: str, said: boo
     flags = {"device": device, "bf16": True}
     found = run_notes(assemble(flags, {"--megatron-attention-backend": (backend,)}))
     assert any("flash-attn-3 is installed, so Transformer Engine chooses (auto)" in note for note in found) == said
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_told() -> None:
+    (note,) = notes(lr_warmup_iters=5, num_rollout=3)
+    assert note.startswith("--lr-warmup-iters 5 is longer than the run's 3 optimizer steps: the warm-up takes 3")
+    (note,) = notes(critic_lr_warmup_iters=7, num_rollout=3, num_steps_per_rollout=2)
+    assert note.startswith("--critic-lr-warmup-iters 7 is longer than the run's 6 optimizer steps")
+    assert notes(lr_warmup_iters=3, num_rollout=3) == []

@@ -37,6 +37,7 @@ from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.forward import Pipeline
 from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
 from miles_async.backends.megatron.model.output import return_hidden_states
+from miles_async.backends.megatron.model.schedule import make_schedule
 from miles_async.backends.megatron.model.value_head import add_value_heads
 from miles_async.backends.megatron.packing import shared_prefixes
 from miles_async.backends.megatron.packing.pack import PackLayout, pack_filler
@@ -228,11 +229,7 @@ def make_optimizer(
     *,
     total_steps: int,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps.
-
-    The schedule is stepped *before* the optimizer, so that step k of the warm-up has k / warm-up of the peak
-    rate and none is wasted at rate 0.
-    """
+    """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -252,24 +249,7 @@ def make_optimizer(
     )
     dtypes.index_groups(optimizer)
     adam_state.make_state(optimizer)
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=arguments.lr,
-        min_lr=min(arguments.min_lr, arguments.lr),
-        lr_warmup_steps=arguments.lr_warmup_iters,
-        # Megatron wants the decay to outlast the warm-up, which short runs need not do.
-        lr_decay_steps=max(total_steps, arguments.lr_warmup_iters + 1),
-        lr_decay_style=arguments.lr_decay_style,
-        start_wd=arguments.weight_decay,
-        end_wd=arguments.weight_decay,
-        wd_incr_steps=max(total_steps, 1),
-        wd_incr_style="constant",
-        # A resumed run may have other flags (a longer --num-rollout, say): the flags win.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
-    return optimizer, scheduler
+    return optimizer, make_schedule(optimizer, arguments, total_steps)
 
 
 def make_provider(
