@@ -98,7 +98,9 @@ class AlgorithmArguments:
         "covariance of log-prob and advantage; sat, sat_gspo: ppo_clip and gspo with a tighter clip for stale tokens "
         "or sequences; dis: cispo without the tokens outside of the clip",
     )
-    eps_clip: float = flag(0.2, "PPO clip range below 1; of the log-ratio with gmpo, of the divergence with dppo")
+    eps_clip: float = flag(
+        0.2, "PPO clip range below 1 (1e9: no clip); of the log-ratio with gmpo, of the divergence with dppo"
+    )
     eps_clip_high: float | None = flag(None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher")
     eps_clip_c: float | None = flag(
         3.0,

@@ -28,6 +28,12 @@ LOSSES_WITH: dict[str, frozenset[PolicyLossName]] = {
 }
 """Field → the losses that read it."""
 
+CLIPPED_RATIO = CLIPPED - {"gmpo", "dppo_tv", "dppo_kl"}
+"""Losses whose clip is of the ratio itself, which is never below 0."""
+
+NO_CLIP = 1e6
+"""A clip range from here on is meant as none."""
+
 
 def check_algorithm(arguments: Arguments) -> Iterator[str]:
     """Check that the advantage has a baseline, and that no option is given without the flag that it modifies."""
@@ -48,6 +54,13 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         changed = value != getattr(AlgorithmArguments(), name)
         if changed and ":" not in algorithm.policy_loss and algorithm.policy_loss not in losses:
             yield f"--{name.replace('_', '-')} {value} has no effect with --policy-loss {algorithm.policy_loss}"
+    wide, high = 1 < algorithm.eps_clip < NO_CLIP, algorithm.eps_clip_high
+    if wide and high is None and algorithm.policy_loss in CLIPPED_RATIO:
+        yield (
+            f"--eps-clip {algorithm.eps_clip:g} without --eps-clip-high clips ratios to {1 - algorithm.eps_clip:g} ... "
+            f"{1 + algorithm.eps_clip:g}, and none is below 0: expected at most 1, an upper end of its own "
+            "(--eps-clip-high), or 1e9 for no clip"
+        )
     if algorithm.clip_cov_lb >= algorithm.clip_cov_ub:
         yield f"--clip-cov-lb {algorithm.clip_cov_lb} is not less than --clip-cov-ub {algorithm.clip_cov_ub}"
     if algorithm.policy_loss in AGAINST_SAMPLER and not algorithm.use_rollout_logprobs:

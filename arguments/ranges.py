@@ -142,6 +142,11 @@ ABOVE_ZERO = {
 }
 
 AT_MOST: dict[str, int] = {
+    "rollout_batch_size": 1_000_000,  # what is more is mistyped
+    "n_samples_per_prompt": 100_000,
+    "extra_samples_per_prompt": 100_000,
+    "lr": 1,  # Adam moves every weight by about as much per step
+    "critic_lr": 1,
     "ess_lr_full_share": 1,
     "gamma": 1,
     "lambd": 1,
@@ -176,6 +181,8 @@ def _expectation(specification: FlagSpecification, value: FlagValue) -> str | No
     name = specification.name
     if specification.choices and not specification.is_choice(value):
         return f"one of {', '.join(specification.accepted)}"
+    if name == "rollout_stop" and isinstance(value, tuple) and "" in value:  # every response has it
+        return "texts that are not empty"
     if not isinstance(value, int | float):
         return None
     if name in AT_LEAST and not value >= AT_LEAST[name]:

@@ -640,6 +640,13 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case("tail cut", {"rollout_top_k": 50}, "--rollout-top-k 50: SGLang"),
         case("dual clip", {"eps_clip_c": 1.0}, "--eps-clip-c: expected more than 1, or none"),
+        case("a batch", {"rollout_batch_size": 10**12}, "--rollout-batch-size: expected at most 1000000, found 10000"),
+        case("a group", {"n_samples_per_prompt": 10**9}, "--n-samples-per-prompt: expected at most 100000, found"),
+        case("spare samples", {"extra_samples_per_prompt": 10**9}, "--extra-samples-per-prompt: expected at most 1000"),
+        case("learning rate", {"lr": 1e9}, "--lr: expected at most 1, found 1000000000.0"),
+        case("the critic's", PPO | {"critic_lr": 5.0}, "--critic-lr: expected at most 1, found 5.0"),
+        case("empty stop", {"rollout_stop": ("END", "")}, "--rollout-stop: expected texts that are not empty"),
+        case("wide clip", {"eps_clip": 5.0}, "--eps-clip 5 without --eps-clip-high clips ratios to -4 ... 6"),
         case("beta", {"adam_beta1": 1.0}, "--adam-beta1: expected at least 0 and less than 1"),
     ],
 )
@@ -833,6 +840,22 @@ def test_router_port_that_is_taken(valid: dict[str, Any]):
         port = listener.getsockname()[1]
         assert f"--sglang-router-port {port} cannot be used" in refusal(valid | {"sglang_router_port": port})
     validate(assemble(valid | {"sglang_router_port": port}, {}))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"eps_clip": 1.0},
+        {"eps_clip": 1e9},
+        {"eps_clip": 5.0, "eps_clip_high": 0.28},
+        {"eps_clip": 1.5, "policy_loss": "gmpo"},  # of the log-ratio
+        {"rollout_stop": ("END", " ")},
+        {"lr": 1.0},
+    ],
+    ids=str,
+)
+def test_unusual_numbers_that_have_a_meaning_pass(valid: dict[str, Any], flags: dict[str, Any]):
+    validate(assemble(valid | flags, {}))
 
 
 def test_every_number_has_a_range():
