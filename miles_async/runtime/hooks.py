@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TypeVar, cast
 
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.texts import shortened
 
 Kind = TypeVar("Kind")
 
@@ -35,6 +36,8 @@ def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
             loaded = loaded()
         except TypeError as error:
             raise ConfigurationError(f"{named}: cannot make one without arguments: {error}") from error
+        except SystemExit as error:
+            raise ConfigurationError(f"{named}: making one called sys.exit({shortened(repr(error.code))})") from error
     problems = list(_problems(loaded, protocol))
     if problems:
         raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
@@ -85,13 +88,17 @@ def _module(name: str, named: str) -> ModuleType:
                 "reaches every Ray worker, see --forward-env)"
             ) from None
         raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {error}") from error
-    except Exception as error:  # the user's own code runs here: whatever it raises is told together with the flag
+    except SystemExit as error:  # of a script, which would end this process without a word
         raise ConfigurationError(
-            f"{named}: importing {name} failed{_place(error)}: {type(error).__name__}: {error}"
+            f"{named}: importing {name} failed{_place(error)}: it called sys.exit({shortened(repr(error.code))}); what "
+            'is not for importers goes under `if __name__ == "__main__":`'
         ) from error
+    except Exception as error:  # the user's own code runs here: whatever it raises is told together with the flag
+        text = shortened(f"{type(error).__name__}: {error}")
+        raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {text}") from error
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """`` at FILE:LINE``: the innermost line of the user's own code, else of the library that raised."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f" at {error.filename}:{error.lineno}"

@@ -305,6 +305,8 @@ class Closable(Good):
     async def close(self): closed.append(True)
 class NeedsArguments:
     def __init__(self, path): pass
+class Leaves:
+    def __init__(self): raise SystemExit(3)
 class Source:
     def take(self, count): return []
     def state(self): return {}
@@ -357,3 +359,26 @@ class TestHooks:
             with pytest.raises(ConfigurationError) as caught:
                 load_object(f"{name}:f", Reward, "--custom-rm-path")
             assert f"importing {name} failed at {tmp_path / place}: {error}" in str(caught.value)
+
+    @pytest.mark.parametrize(("argument", "code"), [("3", "3"), ("", "None"), ("'no GPU here'", "'no GPU here'")])
+    def test_module_that_ends_the_process_is_told_with_the_flag(
+        self, tmp_path: Any, monkeypatch: Any, argument: str, code: str
+    ):
+        (tmp_path / "leaving_hooks.py").write_text(f"import sys\nsys.exit({argument})\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigurationError) as caught:
+            load_object("leaving_hooks:f", Reward, "--custom-rm-path")
+        expected = "--custom-rm-path leaving_hooks:f: importing leaving_hooks failed"
+        assert str(caught.value).startswith(expected)
+        assert f"leaving_hooks.py:2: it called sys.exit({code})" in str(caught.value)
+
+    def test_class_that_ends_the_process_is_told_with_the_flag(self, hooks: types.ModuleType):
+        with pytest.raises(ConfigurationError, match=r"--custom-rm-path own_hooks:Leaves: making one called sys.exit"):
+            load_object("own_hooks:Leaves", Reward, "--custom-rm-path")
+
+    def test_the_error_of_a_module_is_bounded(self, tmp_path: Any, monkeypatch: Any):
+        (tmp_path / "talking_hooks.py").write_text("raise ValueError('x' * 1_000_000)\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigurationError, match="ValueError: xxx") as caught:
+            load_object("talking_hooks:f", Reward, "--custom-rm-path")
+        assert len(str(caught.value)) < 5000
