@@ -1,9 +1,81 @@
-"""Find the answer in a response."""
+r"""Find the answer in a response: one rule for all rewards that compare it.
+
+After the thoughts, what the response marks last is its answer: a box (``\boxed{}``, ``\fbox{}``), ``<answer>`` tags or
+``####``; a box inside tags is opened. Without a mark it is what follows the last "answer is", failing that everything.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from typing import Literal
+
 from miles_async.errors import RewardError
 from miles_async.types import Prompt
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_HASHES = re.compile(r"^[ \t]*####[ \t]*(.*)$", re.MULTILINE)  # as GSM8K writes answers
+_PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is\b|:|=)[*_ \t]*:?\s*((?:(?!\banswer\b).)+)", re.IGNORECASE)
+_CLAUSE_END = re.compile(r"[.;](?=\s|$)|,(?=\s+(?:not|since|because|so)\b)")
+
+Mark = Literal["box", "tags", "hashes", "phrase", "none"]
+_BLOCKS: tuple[tuple[re.Pattern[str], Mark], ...] = ((_TAGS, "tags"), (_HASHES, "hashes"))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The text of an answer, and by which mark it was found."""
+
+    text: str
+    mark: Mark
+
+
+def find_answer(response: str) -> Answer:
+    r"""Find the answer of a response; its text is empty if the last box was never closed.
+
+    >>> find_answer(r"First \boxed{3}. Wait, it is \boxed{\frac{1}{2}}.")
+    Answer(text='\\frac{1}{2}', mark='box')
+    >>> find_answer("Of 12, <answer> 72 </answer>")
+    Answer(text='72', mark='tags')
+    >>> find_answer("So the answer is 3.5, not 4. Good luck.")
+    Answer(text='3.5', mark='phrase')
+    """
+    part = answer_part(response)
+    ends: list[tuple[int, str, Mark]] = [_last_box(part)] if _BOX.search(part) else []
+    for pattern, mark in _BLOCKS:
+        if found := [*pattern.finditer(part)]:
+            ends.append((found[-1].end(), found[-1][1].strip(), mark))
+    if ends:
+        _, text, mark = max(ends)
+        if mark != "box" and _BOX.search(text):
+            return Answer(_last_box(text)[1], "box")
+        return Answer(text, mark)
+    if phrases := _PHRASE.findall(part):
+        return Answer(_CLAUSE_END.split(phrases[-1])[0].strip(" \t*_"), "phrase")
+    return Answer(part.strip(), "none")
+
+
+def _last_box(text: str) -> tuple[int, str, Mark]:
+    r"""End and content of the last box, with balanced braces; ``\boxed 5`` holds one word."""
+    *_, opened = _BOX.finditer(text)
+    start = opened.end()
+    if not text.startswith("{", start):
+        word = re.match(r"[^\s$]*", text[start:])
+        assert word is not None
+        return start + word.end(), word[0].rstrip(".,"), "box"
+    depth, position = 0, start
+    while position < len(text):
+        if text[position] == "\\":
+            position += 1  # the next character is no brace of the box: \{
+        elif text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
+            if depth == 0:
+                return position + 1, text[start + 1 : position].strip(), "box"
+        position += 1
+    return len(text), "", "box"
 
 
 def answer_part(response: str) -> str:

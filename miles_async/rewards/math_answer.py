@@ -7,14 +7,20 @@ interpreter where no signal can interrupt it.
 from __future__ import annotations
 
 import logging
+import re
 
-from miles_async.rewards.answers import answer_part, label_of
+from miles_async.rewards.answers import find_answer, label_of
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
+_CLOCK = re.compile(r"\d+(?::\d+)+")  # a time; to math-verify 12:00 is a division
+_WORDS = re.compile(r"(?!(?:sin|cos|tan|log|exp|sqrt)\b)[A-Za-z]{4,}(?: [A-Za-z]+)*")  # to it, a product of letters
+_UNIT = re.compile(r"(?<=\d) +[A-Za-z]{2,}(?: [A-Za-z]+)*\.?$")  # 72 eggs
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+
 
 class MathReward:
-    r"""1 if the last answer in the response (in ``\boxed{}``, if there is one) equals the label, 0 if it doesn't.
+    r"""1 if the last answer in the response (``answers.find_answer``) equals the label, 0 if it doesn't.
 
     If equality cannot be decided, or not in time, that is a RewardError and not a 0.
     """
@@ -23,22 +29,36 @@ class MathReward:
         self._workers = workers
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        response, label = answer_part(sample.text), label_of(prompt)
-        return float(await self._workers.call(is_right, response, label, needs=["math_verify"]))
+        answer, label = find_answer(sample.text), label_of(prompt)
+        arguments = (answer.text, answer.mark != "none", label)
+        return float(await self._workers.call(is_right, *arguments, needs=["math_verify"]))
 
 
-def is_right(response: str, label: str) -> bool:
-    """Compare in the worker. Raises what math-verify raises when it cannot decide."""
+def is_right(answer: str, marked: bool, label: str) -> bool:
+    """Compare in the worker. ``marked``: the answer is an expression, not prose that holds one.
+
+    Raises what math-verify raises when it cannot decide.
+    """
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
-    expected = parse(label if "\\boxed" in label or "$" in label else f"\\boxed{{{label}}}", parsing_timeout=None)
+    expected_text = _TEXT.sub(r"\1", label).strip(" $")
+    if _CLOCK.fullmatch(expected_text):
+        return _CLOCK.findall(answer)[-1:] == [expected_text]
+    if _WORDS.fullmatch(expected_text) and marked:
+        return _TEXT.sub(r"\1", answer).strip(" $.*").casefold() == expected_text.casefold()
+    expected = parse(_as_mathematics(label), parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify finds no mathematics in the label {label!r}")
-    found = parse(response, parsing_timeout=None)
+    answer = _UNIT.sub("", answer)
+    found = parse(_as_mathematics(answer) if marked and answer else answer, parsing_timeout=None)
     try:
         return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
     except Exception:  # one way of comparing them fails; another one may still find them equal
         if verify(expected, found, timeout_seconds=None):
             return True
         raise
+
+
+def _as_mathematics(text: str) -> str:
+    return text if "\\boxed" in text or "$" in text.replace("\\$", "") else f"\\boxed{{{text}}}"

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 
 from miles_async.errors import RewardError
-from miles_async.rewards.answers import answer_part, label_of
+from miles_async.rewards.answers import answer_part, find_answer, label_of
 from miles_async.types import Prompt, Sample
 
-_CHOICES = (  # what says it most clearly first; the last match of the first pattern that matches counts
-    re.compile(r"\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\W?([A-Z])\W*\}"),
-    re.compile(r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}([A-Z])\b"),
+_STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathbb)(?=\{)|[{}$*_]")
+_ALONE = re.compile(r"\(?([A-Za-z])[\W]*")
+_WITH_ITS_TEXT = re.compile(r"\(?([A-Za-z])[).:]\s")
+_IN_PROSE = (  # what says it most clearly first; the last match of the first pattern that matches counts
+    re.compile(
+        r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}([A-Z])\b(?![ ]+(?!because\b|since\b|as\b)[a-z])"
+    ),
+    re.compile(r"\(?\b([A-Z])\)? (?i:is) (?i:the )?(?i:correct|right|best)\b"),
+    re.compile(r"(?i:\banswer|\bchoice|\boption)[^.\n]*?\b(?!I\b|A\b)([A-Z])\b"),
     re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
 )
 
@@ -21,7 +27,7 @@ async def multiple_choice(prompt: Prompt, sample: Sample) -> float:
         letter = read_letter(label_of(prompt))
     except RewardError as error:
         raise RewardError(f"prompt {prompt.prompt_id}: {error}") from error
-    return float(chosen_letter(answer_part(sample.text)) == letter)
+    return float(chosen_letter(sample.text) == letter)
 
 
 def read_letter(label: str) -> str:
@@ -32,13 +38,24 @@ def read_letter(label: str) -> str:
     return letter
 
 
-def chosen_letter(answer: str) -> str | None:
+def chosen_letter(response: str) -> str | None:
     r"""The choice as a letter, None if there is none.
 
     >>> chosen_letter("Not (A), since ... The answer is **(C)**.")
     'C'
+    >>> chosen_letter(r"\boxed{\mathbf{d}}")
+    'D'
     """
-    for pattern in _CHOICES:
-        if found := pattern.findall(answer):
-            return str(found[-1])
+    answer = find_answer(response)
+    if answer.mark in ("box", "tags", "hashes"):
+        plain = _STYLE.sub("", answer.text).strip()
+        found = _ALONE.fullmatch(plain) or _WITH_ITS_TEXT.match(plain)
+        if found is not None:
+            return found[1].upper()
+        if answer.mark == "box":
+            return None
+    prose = answer.text if answer.mark in ("tags", "hashes") else answer_part(response)
+    for pattern in _IN_PROSE:
+        if letters := pattern.findall(prose):
+            return str(letters[-1])
     return None

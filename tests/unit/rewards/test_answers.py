@@ -5,22 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import AsyncIterator
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
 
 from miles_async.arguments.rewards import RewardArguments
 from miles_async.errors import ConfigurationError, RewardError
+from miles_async.rewards.answers import find_answer
 from miles_async.rewards.f1 import f1
 from miles_async.rewards.format_match import FormatReward
 from miles_async.rewards.hub import resolve_reward
-from miles_async.rewards.math_answer import MathReward
-from miles_async.rewards.multiple_choice import multiple_choice
+from miles_async.rewards.math_answer import MathReward, is_right
+from miles_async.rewards.multiple_choice import chosen_letter, multiple_choice
 from miles_async.rewards.reasoning_gym_task import final_answer, score
 from miles_async.rewards.workers import WorkerPool
 from miles_async.runtime.services import Services
 from miles_async.types import Prompt
 from tests.property.builders import make_sample
+from tests.unit.rewards.answer_cases import LETTERS, MATH
 
 
 def prompt(label: str | None, **metadata: object) -> Prompt:
@@ -50,6 +53,25 @@ async def test_mathematical_answers_are_compared_by_what_they_mean(workers: Work
         ("", "42", 0.0),
     ]:
         assert await math(prompt(label), make_sample([0], text=response)) == right, response
+
+
+def test_answers_in_the_formats_of_the_literature():
+    """No false accept and no false reject."""
+    judged = {
+        (label, response): is_right(answer.text, answer.mark != "none", label)
+        for label, responses in MATH.items()
+        for response in chain(*responses)
+        for answer in [find_answer(response)]
+    }
+    rejected = [key for label, (right, _) in MATH.items() for key in product([label], right) if not judged[key]]
+    accepted = [key for label, (_, wrong) in MATH.items() for key in product([label], wrong) if judged[key]]
+    assert (rejected, accepted) == ([], [])
+    assert len(judged) > 140
+
+
+@pytest.mark.parametrize(("letter", "response"), [(key, text) for key, texts in LETTERS.items() for text in texts])
+def test_letters_in_the_formats_of_the_literature(letter: str | None, response: str):
+    assert chosen_letter(response) == letter
 
 
 async def test_an_undecidable_answer_is_an_error_and_the_next_one_is_judged(workers: WorkerPool):
