@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.mismatch import effective_sample_size, sequence_importance_sums
+from miles_async.algorithms.mismatch import effective_sample_size, sequence_importance_log_sums
 from miles_async.api import TokenBatch
 from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
 
 POWERS: dict[EssLrScaling, float] = {"sqrt": 0.5, "linear": 1.0}
-SUMS = "step_importance_sums"
+LOG_SUMS = "step_importance_log_sums"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,14 +43,14 @@ class StepScale:
 
     @torch.no_grad()
     def sums(self, logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return what :meth:`factor` needs of one micro-batch, to be added up. ``logprobs``: [N], by the policy that is
-        about to step.
+        """Return what :meth:`factor` needs of one micro-batch: logs of sums that are to be added up. ``logprobs``: [N],
+        by the policy that is about to step.
         """
-        return {SUMS: sequence_importance_sums(logprobs, batch)}
+        return {LOG_SUMS: sequence_importance_log_sums(logprobs, batch)}
 
-    def factor(self, sums: Tensor) -> float:
-        """Return the factor of the learning rate, in (0, 1], from the sums of the whole optimizer step."""
-        return min(1.0, effective_sample_size(sums) / self.full_share) ** self.power
+    def factor(self, log_sums: Tensor) -> float:
+        """Return the factor of the learning rate, in (0, 1], from the logs of sums of the whole optimizer step."""
+        return min(1.0, effective_sample_size(log_sums) / self.full_share) ** self.power
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 It is put into the code under test, and the property that guards against it must fail, at the place where a user would
 be harmed. The same procedure on the code as it is finds nothing.
 
-# covers: C1, C4, C12, M1, M2, O4
+# covers: C1, C4, C12, M1, M2, M3, O4
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from miles_async.algorithms import mismatch
 from miles_async.algorithms.losses import surrogate as surrogate_source
+from miles_async.algorithms.step_scale import StepScale
+from miles_async.backends.megatron import metrics
 from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness import policy, versions
 from miles_async.staleness.admission import Admission
@@ -35,6 +38,7 @@ from miles_async.types import NO_VERSION
 from tests.property import test_property_balance as balance_properties
 from tests.property import test_property_losses as loss_properties
 from tests.property import test_property_pool as pool_properties
+from tests.property import test_property_sample_size as sample_size_properties
 from tests.property import test_property_versions as version_properties
 from tests.property.builders import make_sample
 
@@ -87,6 +91,13 @@ surrogate = _again(
     st.just(0.2),
     st.just(0.28),
     st.just(3.0),
+)
+sample_size = _again(
+    sample_size_properties.test_the_share_of_an_optimizer_step_is_that_of_its_sequences,
+    sample_size_properties.STEPS,
+    sample_size_properties.LONG_WAY,
+    sample_size_properties.MASKED,
+    st.sampled_from([1.0, 0.5]),
 )
 within_1_percent = _again(
     balance_properties.test_work_is_within_1_percent_of_the_mean_with_a_dozen_sequences_per_rank,
@@ -164,6 +175,7 @@ PROPERTIES = {
     "with_a_hole": with_a_hole,
     "label_only": label_only,
     "surrogate": surrogate,
+    "sample_size": sample_size,
     "within_1_percent": within_1_percent,
     "one_sequence_apart": one_sequence_apart,
     "never_worse": never_worse,
@@ -451,6 +463,62 @@ MUTANTS = (
         new="ratio.clamp(self.low, 2 - self.low)",
         caught_by=surrogate,
         where="test_surrogate_and_gradient_equal_the_formula",
+    ),
+    Mutant(
+        name="weights far below 1 are all alike",
+        function=mismatch.importance_log_sums,
+        old="log_weights.double()",
+        new="log_weights.double().clamp(min=-300.0)",
+        caught_by=sample_size,
+        where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
+    ),
+    Mutant(
+        name="weights far above 1 are all alike",
+        function=mismatch.importance_log_sums,
+        old="log_weights.double()",
+        new="log_weights.double().clamp(max=20.0)",
+        caught_by=sample_size,
+        where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
+    ),
+    Mutant(
+        name="sequences without loss count as on-policy",
+        function=mismatch.sequence_importance_log_sums,
+        old="loss_tokens(batch) > 0",
+        new="loss_tokens(batch) >= 0",
+        caught_by=sample_size,
+        where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
+    ),
+    Mutant(
+        name="a sequence weighs as its mean token",
+        function=mismatch.sequence_importance_log_sums,
+        old="sum_of_loss_tokens(log_ratio, batch)",
+        new="sum_of_loss_tokens(log_ratio, batch) / loss_tokens(batch).clamp(min=1)",
+        caught_by=sample_size,
+        where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
+    ),
+    Mutant(
+        name="a share of 1 is asked for, whatever the flag",
+        function=StepScale.factor,
+        old=" / self.full_share",
+        new="",
+        caught_by=sample_size,
+        where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
+    ),
+    Mutant(
+        name="the factor goes above 1",
+        function=StepScale.factor,
+        old="min(1.0, effective_sample_size(log_sums) / self.full_share)",
+        new="(effective_sample_size(log_sums) / self.full_share)",
+        caught_by=sample_size,
+        where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
+    ),
+    Mutant(
+        name="logs of sums are added",
+        function=metrics.accumulate,
+        old="torch.logaddexp(totals[name], value)",
+        new="totals[name] + value",
+        caught_by=sample_size,
+        where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
     ),
 )
 

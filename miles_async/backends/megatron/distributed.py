@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Float64 = npt.NDArray[np.float64]
+LOWEST = torch.finfo(torch.float64).min
 
 
 def initialise(store: dist.Store, *, rank: int, world_size: int, backend: GroupBackend, timeout_minutes: float) -> None:
@@ -41,7 +42,10 @@ def initialise(store: dist.Store, *, rank: int, world_size: int, backend: GroupB
 
 
 def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Reduce metrics over data-parallel ranks (sum; maximum for names ending in ``_max``), for every pipeline stage.
+    """Reduce metrics over data-parallel ranks, for every pipeline stage.
+
+    By sum; names ending in ``_max`` by maximum, and those ending in ``_log_sums`` by the log of the sum of what they
+    are logs of.
 
     Collective. Only the last pipeline stage passes metrics: the same names and shapes on each of its ranks. Returns
     float64 on the host.
@@ -51,15 +55,30 @@ def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str
     reduced: dict[str, Tensor] = {}
     if parallel_state.is_pipeline_last_stage():
         group = parallel_state.get_data_parallel_group()
-        for operation, suffixed in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
-            names = sorted(name for name in sums if name.endswith("_max") is suffixed)
-            if names:
-                values = torch.cat([sums[name].detach().to(device, torch.float64).flatten() for name in names])
-                dist.all_reduce(values, op=operation, group=group)
-                parts = values.cpu().split([sums[name].numel() for name in names])
-                reduced |= {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
-    found = from_last_stage({name: value.numpy() for name, value in reduced.items()}, dict[str, Float64])
+        values = {name: sums[name].detach().to(device, torch.float64) for name in sorted(sums)}
+        largest = {name: value for name, value in values.items() if name.endswith(("_max", "_log_sums"))}
+        largest = _all_reduced(largest, dist.ReduceOp.MAX, group)
+        # -inf of nothing, minus which there is no number
+        shifts = {name: largest[name].clamp(min=LOWEST) for name in largest if name.endswith("_log_sums")}
+        added = {
+            name: (value - shifts[name]).exp() if name in shifts else value
+            for name, value in values.items()
+            if not name.endswith("_max")
+        }
+        added = _all_reduced(added, dist.ReduceOp.SUM, group)
+        reduced = largest | added | {name: added[name].log() + shift for name, shift in shifts.items()}
+    found = from_last_stage({name: value.cpu().numpy() for name, value in reduced.items()}, dict[str, Float64])
     return {name: torch.tensor(value) for name, value in found.items()}
+
+
+def _all_reduced(values: Mapping[str, Tensor], operation: dist.ReduceOp, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Reduce float64 tensors, alike in names and shapes on each rank, in one collective; in none if there are none."""
+    if not values:
+        return {}
+    flat = torch.cat([value.flatten() for value in values.values()])
+    dist.all_reduce(flat, op=operation, group=group)
+    parts = flat.split([value.numel() for value in values.values()])
+    return {name: part.view(value.shape) for (name, value), part in zip(values.items(), parts, strict=True)}
 
 
 def gather_from_replicas(values: Tensor) -> Tensor:

@@ -29,13 +29,18 @@ MASKS = {
 
 
 def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
-    """Add sums in float64, so that the result does not depend on the division into micro-batches."""
+    """Add sums in float64, so that the result does not depend on the division into micro-batches.
+
+    Of names that end in ``_max`` the larger one stays; those that end in ``_log_sums`` are logs of what is added.
+    """
     for name, value in sums.items():
         value = value.detach().double()
         if name not in totals:
             totals[name] = value
         elif name.endswith("_max"):
             totals[name] = torch.maximum(totals[name], value)
+        elif name.endswith("_log_sums"):
+            totals[name] = torch.logaddexp(totals[name], value)
         else:
             totals[name] = totals[name] + value
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from miles_async.algorithms.mismatch import mismatch_sums
 from miles_async.algorithms.objective import LossSums, Objective
 from miles_async.algorithms.spread import spread_sums
-from miles_async.algorithms.step_scale import SUMS as STEP_SUMS
+from miles_async.algorithms.step_scale import LOG_SUMS as STEP_SUMS
 from miles_async.algorithms.step_scale import StepScale, scaled_rates
 from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories
 from miles_async.api import Need
@@ -225,7 +225,7 @@ class StepRunner:
 
     def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:
         """Make an optimizer step; return the factor of its learning rate. ``sums``: this rank's. Collective."""
-        of_rank = sums.get(STEP_SUMS, torch.zeros(3, device=self.device))
+        of_rank = sums.get(STEP_SUMS, torch.full((3,), -torch.inf, device=self.device))
         factor = scale.factor(reduce_metrics({STEP_SUMS: of_rank}, self.device)[STEP_SUMS])
         with scaled_rates(self.policy.optimizer.param_groups, factor):
             self.policy.optimizer.step()

@@ -173,7 +173,7 @@ def test_sat_contracts_above_its_quantile_and_not_at_it() -> None:
 
 
 def test_the_effective_sample_size_of_none_is_zero() -> None:
-    assert effective_sample_size(torch.zeros(3)) == 0.0
+    assert effective_sample_size(torch.full((3,), -torch.inf)) == 0.0
 
 
 def test_tokens_that_opsm_leaves_out_are_counted() -> None:

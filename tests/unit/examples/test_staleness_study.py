@@ -20,7 +20,7 @@ from examples.staleness_study.report import ACCURACY, ESS, SPIKES, finished, tab
 from examples.staleness_study.results import CellResult, Results
 from examples.staleness_study.run_cell import CellFailedError, console_log, read_result
 from miles_async.algorithms.objective import make_objective
-from miles_async.algorithms.step_scale import SUMS, StepScale
+from miles_async.algorithms.step_scale import LOG_SUMS, StepScale
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.validation import validate
 from miles_async.observability.metrics_file import MetricsFile
@@ -94,7 +94,7 @@ def test_no_correction_changes_the_gradient_of_data_of_age_0(correction: Correct
         arguments = parse_arguments(Cell(age=0, correction=one.name, seed=0).flags).arguments
         _, gradients = ours(on_policy_step(), make_objective(arguments.algorithm))
         scale = StepScale.of(arguments.optimizer)
-        factor = 1.0 if scale is None else scale.factor(scale.sums(*micro_batch(on_policy_step()))[SUMS])
+        factor = 1.0 if scale is None else scale.factor(scale.sums(*micro_batch(on_policy_step()))[LOG_SUMS])
         return gradients, factor
 
     plain, _ = step_of(UNCORRECTED)
