@@ -12,7 +12,8 @@ outside of [rs_lower_bound, rs_upper_bound]; a sequence also where any of its to
 
 Masked importance sampling as in miles' examples/infra_features/train_infer_mismatch_helper and verl's rollout
 correction (verl/trainer/ppo/rollout_corr_helper.py, whose bounds of k1 are those of our ratio), after Liu et al., "When
-Speed Kills Stability" (2025). What is rejected still counts in the mean that the loss is, as there.
+Speed Kills Stability" (2025). What is rejected still counts in the mean that the loss is, as in miles; in verl it
+does not, so that there the rest weighs more.
 """
 
 from __future__ import annotations
