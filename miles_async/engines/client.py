@@ -20,6 +20,7 @@ from contextlib import suppress
 import structlog
 
 from miles_async.arguments.routing import RouterShape
+from miles_async.engines.answer_guard import check_answer
 from miles_async.engines.http import ERROR_TEXT
 from miles_async.engines.kind import InferenceServer
 from miles_async.engines.posting.http_post import Answer, Post
@@ -65,12 +66,14 @@ class RouterClient:
         keep_aborted: bool = True,
         backoff_seconds: float = 0.2,
         routers: RouterShape | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         """``post``: to the path ``server.generate_path``.
         ``keep_aborted``: when a publication aborts requests, return what was generated instead of repeating them.
         ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
         ``backoff_seconds``: before the first retry, with jitter; doubles up to 10 s.
         ``routers``: of the model, if requests ask for the experts that they choose.
+        ``vocabulary``: number of token ids of the model; None: not known.
         """
         self._traffic = traffic
         self._post = post
@@ -84,6 +87,7 @@ class RouterClient:
         self._keep_aborted = keep_aborted
         self._backoff_seconds = backoff_seconds
         self._routers = routers
+        self._vocabulary = vocabulary
         self._abort_calls = 0  # under way
         self._next_warning = 0.0
         self._answers_read = LoopTurns(_READ_AT_ONCE)
@@ -200,6 +204,7 @@ class RouterClient:
     def _generation(self, answer: Answer, request: GenerateRequest, dispatched: int) -> Generation:
         """``dispatched``: version under which the request was sent."""
         read = self._server.decode(answer.body, answer.content_type, answer.engine_url)
+        check_answer(read, request, self._vocabulary, answer.engine_url)
         engine = self._registry.answering_at(answer.engine_url)
         assert engine is not None
         spans = self._parse_versions(

@@ -50,14 +50,15 @@ class EngineStack:
         port: int | None = None,
         keys: EngineKeys | None = None,
         routers: RouterShape | None = None,
+        vocabulary: int | None = None,
         client_processes: int = 0,
     ) -> None:
         """Nothing runs and no socket is open before :meth:`start`.
 
         ``calls``: makes the calls that the engines understand. ``name``: name of the router and its log. ``port``: the
         router's, None for a free one. ``keys``: of engines and router, None on loopback only. ``routers``: of the
-        model's mixtures, if answers tell the experts that they chose. ``client_processes``: that send generation
-        requests; 0 to send them from this process.
+        model's mixtures, if answers tell the experts that they chose. ``vocabulary``: number of the model's token ids;
+        None: not known. ``client_processes``: that send generation requests; 0 to send them from this process.
         """
         self.http = Http(keys, network.tls)
         self.registry = EngineRegistry()
@@ -105,6 +106,7 @@ class EngineStack:
             router_url=lambda: self.router.url,
             parse_versions=parse_versions,
             routers=routers,
+            vocabulary=vocabulary,
             keep_aborted=weights.keep_aborted,
             request_timeout=arguments.request_timeout,
             retries=arguments.request_retries,

@@ -11,6 +11,9 @@ from miles_async.types import Sample
 LOWEST_LOGPROB = -1e4
 """No float32 softmax ends below -104. SGLang (0.5) reports the lowest float, -3.4e38, where the probability is 0."""
 
+HIGHEST_LOGPROB = 1e-3
+"""Probabilities end at 1; the rest is rounding."""
+
 
 def check_sample(sample: Sample) -> int:
     """Check the tokens that carry loss, over all branches (C1, C12). Return the oldest of their versions.
@@ -21,11 +24,11 @@ def check_sample(sample: Sample) -> int:
     """
     oldest = oldest_version(sample)
     logprobs = np.concatenate([branch.rollout_logprobs[branch.loss_mask != 0] for branch in sample.branches])
-    usable = (logprobs >= LOWEST_LOGPROB) & (logprobs < np.inf)  # NaN is neither
+    usable = (logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)  # NaN is neither
     unusable = logprobs[~usable]
     if len(unusable):
         raise TransientEngineError(
-            f"expected a log-prob for every token that carries loss, found {unusable[0]:g} ({len(unusable)} of "
-            f"{len(logprobs)} tokens): the numerics of the engine, or of a Generate, are broken"
+            f"expected a log-prob, at most 0, of every token that carries loss, found {unusable[0]:g} "
+            f"({len(unusable)} of {len(logprobs)} tokens): the numerics of the engine, or of a Generate, are broken"
         )
     return oldest

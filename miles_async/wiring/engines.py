@@ -144,6 +144,7 @@ class StackMaker:
             port=port,
             keys=self.keys,
             routers=_replayed_routers(arguments) if of_role(groups, "train") else None,
+            vocabulary=_vocabulary(arguments) if of_role(groups, "train") else None,
             client_processes=arguments.engines.rollout_client_processes if of_role(groups, "train") else 0,
         )
 
@@ -190,6 +191,13 @@ def _replayed_routers(arguments: Arguments) -> RouterShape | None:
     assert arguments.model.hf_checkpoint is not None
     replayed = arguments.algorithm.routing_replay == "rollout"
     return router_shape(read_config(arguments.model.hf_checkpoint)) if replayed else None
+
+
+def _vocabulary(arguments: Arguments) -> int | None:
+    """Number of token ids of the model; None if config.json does not tell it where others do."""
+    assert arguments.model.hf_checkpoint is not None
+    config = read_config(arguments.model.hf_checkpoint)
+    return config.get("text_config", config).get("vocab_size")
 
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:

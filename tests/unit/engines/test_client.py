@@ -262,6 +262,37 @@ async def test_log_probs_must_belong_to_the_tokens(setup: Setup, entries: list) 
         await setup.generate()
 
 
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [(64, r"token ids from 0 to 63, those of config\.json, found 3 to 64"), (-1, "token ids from 0 to 63.*found -1")],
+)
+@pytest.mark.parametrize("packs", [True, False])
+async def test_tokens_are_of_the_models_vocabulary(setup: Setup, token: int, message: str, packs: bool) -> None:
+    # covers: A3, C12
+    def spoil(reply: dict) -> dict:
+        reply["output_ids"][-1] = reply["meta_info"]["output_token_logprobs"][-1][1] = token
+        return reply
+
+    setup.engine.packs = packs
+    setup.engine.transform = spoil
+    setup.client._vocabulary = 64
+    with pytest.raises(TransientEngineError, match=message):
+        await setup.generate()
+    assert len(setup.engine.requests) == 3
+
+
+async def test_an_answer_has_no_more_tokens_than_were_asked_for(setup: Setup) -> None:  # covers: A3, C12
+    def lengthen(reply: dict) -> dict:
+        reply["output_ids"].append(9)
+        reply["meta_info"]["output_token_logprobs"].append([-0.5, 9, None])
+        reply["meta_info"]["weight_versions"][-1]["end"] += 1
+        return reply
+
+    setup.engine.transform = lengthen
+    with pytest.raises(TransientEngineError, match=r"expected at most 4 tokens \(max_new_tokens\), found 5"):
+        await setup.generate()
+
+
 async def test_an_engine_without_published_weights_is_an_error(setup: Setup) -> None:  # covers: M1
     setup.engine.weight_version = "default"
     with pytest.raises(VersionUnknownError):

@@ -25,12 +25,16 @@ def with_logprob(sample: Sample, index: int, logprob: float) -> Sample:
     return msgspec.structs.replace(sample, rollout_logprobs=logprobs)
 
 
-@pytest.mark.parametrize("logprob", [*UNUSABLE, np.finfo(np.float32).min])
+@pytest.mark.parametrize("logprob", [*UNUSABLE, np.finfo(np.float32).min, 0.125])
 def test_a_loss_token_needs_a_log_prob(logprob: float) -> None:
     sample = make_sample([3, 3, NO_VERSION, 3], prompt_length=2)
     check_sample(sample)
-    with pytest.raises(TransientEngineError, match=r"found (nan|-?inf|-3\.40282e\+38) \(1 of 3 tokens\)"):
+    with pytest.raises(TransientEngineError, match=r"found (nan|-?inf|-3\.40282e\+38|0\.125) \(1 of 3 tokens\)"):
         check_sample(with_logprob(sample, 3, logprob))
+
+
+def test_a_log_prob_of_0_may_be_rounded() -> None:
+    check_sample(with_logprob(make_sample([3]), 2, 1e-6))
 
 
 def test_it_tells_the_oldest_version_of_all_branches() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from miles_async.arguments import Arguments, ClusterArguments, WeightsArguments
 from miles_async.arguments.server_groups import ServerGroup
+from miles_async.engines.stack import EngineStack
 from miles_async.runtime.network.keys import EngineKeys, Secret
 from miles_async.wiring.engines import ForkedEngines, StackMaker, server_spec
 from miles_async.wiring.placement import RunPlacement
@@ -66,3 +68,17 @@ def test_with_files_to_load_staging_is_shared_with_engines(tmp_path: Path) -> No
     assert shared_directories(arguments).keys() == SHARED_WITH_ENGINES
     by_network = replace(arguments, weights=WeightsArguments(weight_staging_dir=tmp_path))
     assert not shared_directories(by_network)
+
+
+@pytest.mark.parametrize(
+    ("config", "vocabulary"), [({"vocab_size": 64}, 64), ({"text_config": {"vocab_size": 32}}, 32), ({}, None)]
+)
+def test_the_vocabulary_is_that_of_the_text_model(
+    config: Mapping[str, Any], vocabulary: int | None, tmp_path: Path
+) -> None:
+    # covers: C12
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = replace(Arguments().model, hf_checkpoint=tmp_path)
+    maker = replace(maker_of(tmp_path), arguments=replace(Arguments(), model=model))
+    assert maker(EngineStack, "router", [ServerGroup(name="group", role="train")]).client._vocabulary == vocabulary
+    assert maker(EngineStack, "router", [ServerGroup(name="group", role="frozen")]).client._vocabulary is None
