@@ -15,6 +15,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster import agent_setup, worker_setup
 from miles_async.runtime.cluster.own_ray import OwnRay
 from miles_async.runtime.cluster.ray_address import TOKEN_MODE, find_entry
+from miles_async.runtime.cluster.ray_directory import protect_token, ray_directory
 
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
 SHUTDOWN_SECONDS = 30.0
@@ -96,7 +97,12 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
         if address
         # "local", or Ray would join whatever `ray start` left on this machine. Actors ask for GPUs only: on a laptop
         # more processes than cores is the normal case.
-        else {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        else {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": str(ray_directory()),
+        }
     )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our runtime environments: unused
@@ -113,3 +119,4 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
         ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **options)
     except Exception as error:  # supervision point: no cluster, another version, no memory; Ray raises what it likes
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
+    protect_token()
