@@ -40,6 +40,15 @@ class Progress(Protocol):
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since the last step, phase or heartbeat."""
+        ...
+
+    def heartbeat(self, doing: str) -> None:
+        """Say that there is no step yet, and what the run is ``doing``."""
+        ...
+
     def close(self) -> None:
         """End the display; idempotent."""
         ...
@@ -55,6 +64,8 @@ def open_progress(total_steps: int, *, live: bool = True, console: Console | Non
 class _Display:
     """Base of both displays: a context manager that calls ``close``."""
 
+    _state: ProgressState
+
     def __enter__(self) -> Self:
         return self
 
@@ -63,12 +74,16 @@ class _Display:
     ) -> None:
         self.close()
 
+    @property
+    def quiet_seconds(self) -> float:
+        return self._state.quiet_seconds
+
     def close(self) -> None:
         raise NotImplementedError
 
 
 class PlainProgress(_Display):
-    """One line per phase, step and evaluation: for log files and pipes."""
+    """One line per phase, step, evaluation and heartbeat: for log files and pipes."""
 
     def __init__(self, state: ProgressState, write: Callable[[str], None] | None = None) -> None:
         self._state = state
@@ -85,6 +100,9 @@ class PlainProgress(_Display):
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.add_evaluation(metrics)
         self._write(evaluation_line(step, metrics))
+
+    def heartbeat(self, doing: str) -> None:
+        self._write(self._state.beat(doing))
 
     def close(self) -> None:
         self._state.begin_phase(None)
@@ -122,6 +140,9 @@ class LiveProgress(_Display):
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.add_evaluation(metrics)
         self._live.console.print(evaluation_line(step, metrics), style="cyan", highlight=False)
+
+    def heartbeat(self, doing: str) -> None:
+        self._live.console.print(Text(self._state.beat(doing), "yellow"))
 
     def close(self) -> None:
         self._state.begin_phase(None)
@@ -161,7 +182,11 @@ def _details(view: StepView) -> RenderableType:
         ("reward", reward),
         ("eval reward", view.evaluation),
         ("age", view.age),
-        ("lead", f"{view.lead} groups: {view.in_flight} in flight, {view.buffered} buffered"),
+        (
+            "lead",
+            f"{view.lead} groups: {view.in_flight} in flight, {view.buffered} buffered"
+            + (f", {view.filtered} filtered" if view.filtered else ""),
+        ),
         ("trainer idle", view.trainer_idle),
     ):
         grid.add_row(Text(label, "dim"), value)
@@ -172,9 +197,10 @@ def step_line(view: StepView) -> str:
     """The plain form of one step."""
     if view.reward == MISSING:  # supervised fine-tuning
         return f"step {view.step}/{view.total}  loss {view.loss}  {view.step_seconds}  ETA {view.eta}"
+    filtered = f"  filtered {view.filtered}" if view.filtered else ""
     return (
         f"step {view.step}/{view.total}  reward {view.reward} (avg {view.reward_average})  age {view.age}  "
-        f"lead {view.lead}  in flight {view.in_flight}  buffered {view.buffered}  "
+        f"lead {view.lead}  in flight {view.in_flight}  buffered {view.buffered}{filtered}  "
         f"trainer idle {view.trainer_idle}  {view.step_seconds}  ETA {view.eta}"
     )
 

@@ -30,6 +30,7 @@ class StepView:
     lead: str
     in_flight: str
     buffered: str
+    filtered: str  # groups since the last step; empty if none was
     trainer_idle: str
     step_seconds: str
     eta: str
@@ -45,6 +46,7 @@ class ProgressState:
         self.view: StepView | None = None
         self._clock = clock
         self._phase_started = clock()
+        self._moved = self._spoke = clock()  # the last step or phase; that, or the last heartbeat
         self._rewards: deque[float] = deque(maxlen=SPARK_WINDOW)
         self._step_seconds: deque[float] = deque(maxlen=TIME_WINDOW)
         self._waited = self._elapsed = 0.0
@@ -59,7 +61,20 @@ class ProgressState:
         """End the current phase and return its name and seconds; ``None`` begins no other."""
         ended = (self.phase, self.phase_seconds) if self.phase is not None else None
         self.phase, self._phase_started = name, self._clock()
+        self._moved = self._spoke = self._clock()
         return ended
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since the last step, phase or heartbeat."""
+        return self._clock() - self._spoke
+
+    def beat(self, doing: str) -> str:
+        """Return the line of a heartbeat: how long there has been no step, and what the run is ``doing``."""
+        self._spoke = self._clock()
+        still = duration(self._spoke - self._moved)
+        line = f"no step for {still}" if self.phase is None else f"still starting {self.phase} after {still}"
+        return f"{line}: {doing}" if doing else line
 
     def add_evaluation(self, metrics: Mapping[str, float]) -> None:
         self._evaluation = _number(metrics, "eval/reward", "{:.3f}")
@@ -75,6 +90,8 @@ class ProgressState:
             self._step_seconds.append(seconds)
             self._elapsed += seconds
             self._waited += metrics.get("time/wait_seconds", 0.0)
+        self._moved = self._spoke = self._clock()
+        filtered = metrics.get("groups/filtered", 0.0)
         recent = list(self._rewards)[-AVERAGE_WINDOW:]
         self.view = StepView(
             step=step + 1,
@@ -87,6 +104,7 @@ class ProgressState:
             lead=_number(metrics, "lead/groups", "{:.0f}", instead="rollout/lead"),
             in_flight=_number(metrics, "rollout/in_flight", "{:.0f}"),
             buffered=_number(metrics, "rollout/buffered", "{:.0f}"),
+            filtered=f"{filtered:.0f}" if filtered > 0 else "",
             trainer_idle=f"{self._waited / self._elapsed:.0%}" if self._elapsed else MISSING,
             step_seconds=_number(metrics, "time/step_seconds", "{:.2f} s"),
             eta=self._eta(step + 1),

@@ -37,6 +37,7 @@ from miles_async.errors import (
     StalledError,
     first_error,
 )
+from miles_async.observability.heartbeat import heartbeat
 from miles_async.observability.logs import configure_logging
 from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
@@ -50,7 +51,7 @@ from miles_async.runtime.cluster.ray_cluster import ray_cluster
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.environment import secret_environment, worker_environment
 from miles_async.runtime.files.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
-from miles_async.runtime.files.run_directory import CONFIG_FILE, claimed
+from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, claimed
 from miles_async.runtime.network.control import ControlServer, Handler
 from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.fork_server_process import ForkServers
@@ -188,6 +189,7 @@ class Run:
         ):
             progress.phase("Ray")
             async with (
+                heartbeat(progress, self._run_dir / LEDGER_FILE),
                 afterwards(self._imports.stop),  # processes that outlive Ray own files that are swept at the end
                 ray_cluster(arguments.cluster.ray_address, environment, self._own_ray),
             ):

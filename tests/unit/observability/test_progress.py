@@ -97,3 +97,40 @@ def test_sparkline_is_scaled_to_zero_and_one_at_least() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (75, "1:15"), (7500, "2:05:00")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_step_says_how_many_groups_were_filtered_since_the_last_one() -> None:
+    lines: list[str] = []
+    progress = PlainProgress(ProgressState(2), lines.append)
+    progress.step(0, {**METRICS, "groups/filtered": 12.0})
+    progress.step(1, {**METRICS, "groups/filtered": 0.0})
+    assert "buffered 16  filtered 12  trainer idle" in lines[0]
+    assert "filtered" not in lines[1]
+
+
+def test_a_heartbeat_says_how_long_there_has_been_no_step() -> None:
+    clock, lines = Clock(), []
+    progress = PlainProgress(ProgressState(40, clock=clock), lines.append)
+    progress.phase("engines")
+    clock.now += 60
+    progress.heartbeat("")
+    progress.step(0, METRICS)
+    clock.now += 61
+    assert progress.quiet_seconds == 61
+    progress.heartbeat("3 groups in flight")
+    assert progress.quiet_seconds == 0
+    clock.now += 60
+    progress.heartbeat("2 groups in flight")
+    assert [line for line in lines if "starting engines after" in line or line.startswith("no step")] == [
+        "still starting engines after 1:00",
+        "no step for 1:01: 3 groups in flight",
+        "no step for 2:01: 2 groups in flight",
+    ]
+
+
+def test_a_heartbeat_scrolls_above_the_live_display() -> None:
+    output = io.StringIO()
+    with LiveProgress(ProgressState(40), Console(file=output, force_terminal=True, width=120)) as progress:
+        progress.step(0, METRICS)
+        progress.heartbeat("3 groups in flight")
+    assert "no step for 0:00: 3 groups in flight" in output.getvalue()
