@@ -183,7 +183,11 @@ KEYS: tuple[VerlKey, ...] = (
             sequence="--use-tis --tis-level sequence", geometric="--use-tis --tis-level geometric", None_=""),
     _is("algorithm.rollout_correction.rollout_is_threshold", "--tis-clip"),
     _switch("algorithm.rollout_correction.bypass_mode", "--use-rollout-logprobs"),
-    _refused("algorithm.rollout_correction.*", "`--use-rs` and its flags reject tokens and sequences"),
+    _refused(
+        "algorithm.rollout_correction.*",
+        "`--use-rs` and its flags reject tokens and sequences, which still count in the mean of the loss; in "
+        "verl they do not",
+    ),
     _together(f"{_ACTOR}.use_kl_loss", "is `--use-kl-loss`, with the two below"),
     _together(f"{_ACTOR}.kl_loss_coef", "is `--kl-loss-coef`, with use_kl_loss"),
     _together(f"{_ACTOR}.kl_loss_type", "is `--kl-loss-type`: kl is k1, mse k2, with use_kl_loss"),
