@@ -79,7 +79,14 @@ def _ours(flag: str, values: Given, done: Translation) -> Given:
         return row.ours
     if row is not None:
         done.problems[flag] = f"{flag} {row.value} does not exist here: {row.note}"
-    return (flag, *values)
+    return _said((flag,), values)
+
+
+def _said(flags: Given, values: Given) -> Given:
+    """Flags, then values; one that looks like a flag itself is written as ``--x=-v``, as it must have been."""
+    if len(values) == 1 and looks_like_flag(values[0]):
+        return (*flags[:-1], f"{flags[-1]}={values[0]}")
+    return (*flags, *values)
 
 
 def _apply_flag(row: ForeignFlag, values: Given, done: Translation) -> None:
@@ -95,7 +102,7 @@ def _apply_flag(row: ForeignFlag, values: Given, done: Translation) -> None:
     elif row.verdict == "noted":
         done.notes[row.flag] = f"{shown} changes nothing: {row.note}"
     else:
-        done.words += [*row.ours, *(() if row.only else values)]
+        done.words += _said(row.ours, () if row.only else values)
 
 
 def same(first: str, second: str) -> bool:

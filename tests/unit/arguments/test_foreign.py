@@ -117,6 +117,11 @@ class TestTranslation:
         assert "unexpected argument '7'" in refusal("--loss-type", "sft_loss", "7", "--loss-type", "sft_loss")
         assert "--num-layers: expected one argument" in refusal("--num-layers", "--lr", "1")
 
+    @pytest.mark.parametrize("word", ["-:", "--x"])
+    def test_a_value_may_look_like_a_flag(self, word: str):
+        assert parse(f"--train-backend={word}").arguments.model.train_backend == word
+        assert parse(f"--rollout-stop={word}").arguments.rollout.rollout_stop == (word,)
+
     def test_another_name_for_a_flag_of_ours(self):
         arguments = parse("--sglang-server-concurrency", "64", "--lr", "1").arguments
         assert arguments.rollout.rollout_concurrency_per_engine == 64
