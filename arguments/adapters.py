@@ -61,16 +61,8 @@ def target_layers(words: Sequence[str]) -> tuple[str, ...]:
 
 def check_adapters(arguments: Arguments) -> Iterator[str]:
     """Check adapter flags against each other and the layout of ranks."""
-    model, defaults = arguments.model, type(arguments.model)()
+    model = arguments.model
     if not model.lora_rank:
-        names = ("lora_type", "lora_alpha", "target_modules", "lora_adapter_path")
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(model, name) != getattr(defaults, name)]
-        if given:
-            has = "has" if len(given) == 1 else "have"
-            yield (
-                f"without --lora-rank there are no adapters, so that {' and '.join(given)} {has} no effect: "
-                "give --lora-rank"
-            )
         return
     try:
         target_layers(model.target_modules)

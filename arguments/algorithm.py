@@ -49,20 +49,30 @@ class AlgorithmArguments:
         "sample's). kl_in_reward: minus --kl-coef × KL of --kl-reward-type, summed over the token and those after it; "
         "gae: generalized advantage estimation with a critic, which is trained beside the policy (PPO)",
     )
-    gamma: float = flag(1.0, "discount of rewards per token, with --token-advantages gae")
+    gamma: float = flag(
+        1.0, "discount of rewards per token, with --token-advantages gae", needs=("token_advantages=gae",)
+    )
     lambd: float = flag(
-        1.0, "λ of --token-advantages gae: 1 is the return minus the value, 0 trusts the next token's value alone"
+        1.0,
+        "λ of --token-advantages gae: 1 is the return minus the value, 0 trusts the next token's value alone",
+        needs=("token_advantages=gae",),
     )
     lambd_length_alpha: float | None = flag(
         None,
         "length-dependent λ instead of --lambd: 1 − 1 / (this × n), at least 0, for a sequence with n tokens that "
         "carry loss (VAPO, SAO)",
+        needs=("token_advantages=gae",),
     )
     critic_lambd: float | None = flag(
         None,
         "λ of the returns that the critic learns, if it differs from the policy's; 1: the rewards to go (VAPO, SAO)",
+        needs=("token_advantages=gae",),
     )
-    kl_coef: float = flag(0.0, "weight of the KL in the reward, with --token-advantages kl_in_reward or gae")
+    kl_coef: float = flag(
+        0.0,
+        "weight of the KL in the reward, with --token-advantages kl_in_reward or gae",
+        needs=("token_advantages=kl_in_reward", "token_advantages=gae", "token_advantages=own"),
+    )
     kl_reward_type: KlLossType | ModuleAttr = flag(
         "k1", "estimator of the KL in the reward, as in --kl-loss-type; only k1 yields the exact KL gradient"
     )
@@ -74,20 +84,26 @@ class AlgorithmArguments:
         "number of tokens before --rollout-max-response-len over which the reward that advantages are computed from "
         "falls linearly, by --overlong-penalty-factor in total (DAPO's soft overlong punishment)",
     )
-    overlong_penalty_factor: float = flag(1.0, "largest penalty of --overlong-buffer-len")
+    overlong_penalty_factor: float = flag(
+        1.0, "largest penalty of --overlong-buffer-len", needs=("overlong_buffer_len",)
+    )
     use_opd: bool = flag(
         False,
         "on-policy distillation: subtract --opd-kl-coef × (log π − log π_teacher) from the advantage of each token; "
         "the teacher is a frozen group of --server-groups",
     )
     opd_teacher: str | None = flag(
-        None, "name of the frozen group that is the teacher of --use-opd (default: the only one)", metavar="GROUP"
+        None,
+        "name of the frozen group that is the teacher of --use-opd (default: the only one)",
+        metavar="GROUP",
+        needs=("use_opd",),
     )
-    opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd, per nat")
+    opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd, per nat", needs=("use_opd",))
     opd_student: OpdStudent = flag(
         "trainer",
         "whose log-probs --use-opd compares with the teacher's. trainer: those of the policy at the optimizer step, "
         "however old the sample is (AsyncOPD); rollout: those with which the tokens were sampled",
+        needs=("use_opd",),
     )
     policy_loss: PolicyLossName | ModuleAttr = flag(
         "ppo_clip",
@@ -125,7 +141,9 @@ class AlgorithmArguments:
         "(sequence_sum, Dr. GRPO's)",
     )
     loss_length_normalizer: int | None = flag(
-        None, "tokens that a sequence's sum is divided by, with --loss-aggregation sequence_sum; the longest response"
+        None,
+        "tokens that a sequence's sum is divided by, with --loss-aggregation sequence_sum; the longest response",
+        needs=("loss_aggregation=sequence_sum",),
     )
     use_rollout_logprobs: bool = flag(
         False,
@@ -144,33 +162,39 @@ class AlgorithmArguments:
         "truncate",
         "the weight of --use-tis, from w = π_trainer / π_rollout. truncate: w within --tis-clip-low and --tis-clip; "
         "mask: w, but 0 outside of them (IcePop)",
+        needs=("use_tis",),
     )
     tis_level: CorrectionLevel = flag(
-        "token", "w of --use-tis: of each token, its product over a sequence, or its geometric mean over a sequence"
+        "token",
+        "w of --use-tis: of each token, its product over a sequence, or its geometric mean over a sequence",
+        needs=("use_tis",),
     )
-    tis_clip: float = flag(2.0, "largest importance weight")
-    tis_clip_low: float = flag(0.0, "smallest importance weight")
+    tis_clip: float = flag(2.0, "largest importance weight", needs=("use_tis",))
+    tis_clip_low: float = flag(0.0, "smallest importance weight", needs=("use_tis",))
     use_rs: bool = flag(
         False, "rejection: tokens or sequences where trainer and engine differ too much do not move the policy"
     )
     rs_statistic: RejectionStatistic = flag(
         "ratio",
         "what --use-rs looks at, with d = log π − log π_rollout. ratio: exp(d); k1: −d; k2: d² / 2; k3: exp(d) − 1 − d",
+        needs=("use_rs",),
     )
     rs_level: CorrectionLevel = flag(
-        "token", "--use-rs rejects tokens by their own statistic, or sequences by its sum or its mean (geometric)"
+        "token",
+        "--use-rs rejects tokens by their own statistic, or sequences by its sum or its mean (geometric)",
+        needs=("use_rs",),
     )
-    rs_lower_bound: float | None = flag(None, "smallest statistic that --use-rs accepts")
-    rs_upper_bound: float | None = flag(None, "largest statistic that --use-rs accepts")
+    rs_lower_bound: float | None = flag(None, "smallest statistic that --use-rs accepts", needs=("use_rs",))
+    rs_upper_bound: float | None = flag(None, "largest statistic that --use-rs accepts", needs=("use_rs",))
     rs_veto_threshold: float | None = flag(
-        None, "--use-rs rejects a sequence in which any token's ratio is less than this"
+        None, "--use-rs rejects a sequence in which any token's ratio is less than this", needs=("use_rs",)
     )
     use_opsm: bool = flag(
         False,
         "off-policy sequence masking: sequences with a negative advantage do not move the policy where the mean of "
         "log π_rollout − log π over their tokens is more than --opsm-delta",
     )
-    opsm_delta: float = flag(1e-4, "threshold of --use-opsm, in nats per token")
+    opsm_delta: float = flag(1e-4, "threshold of --use-opsm, in nats per token", needs=("use_opsm",))
     m2_threshold: float | None = flag(
         None,
         "M2PO: the tokens of the rollout batch whose (log π_trainer − log π_rollout)² is largest do not move the "
@@ -181,7 +205,7 @@ class AlgorithmArguments:
     )
     token_age_decay: float = flag(1.0, "weight of a token in the policy loss: this to the power of its age")
     use_kl_loss: bool = flag(False, "add --kl-loss-coef × KL(π ‖ reference) to the loss")
-    kl_loss_coef: float = flag(0.0, "weight of the KL loss")
+    kl_loss_coef: float = flag(0.0, "weight of the KL loss", needs=("use_kl_loss",))
     kl_loss_type: KlLossType | ModuleAttr = flag(
         "k3",
         "estimator of the KL loss. k3: exp(d) − 1 − d with d = log π_ref − log π; low_var_kl: that, at most 10; k2: "
@@ -193,7 +217,9 @@ class AlgorithmArguments:
         "rollout step (default: they are constant)",
     )
     kl_horizon: int = flag(
-        10_000, "with --kl-target: number of sequences in which the coefficient may change by about 20 %"
+        10_000,
+        "with --kl-target: number of sequences in which the coefficient may change by about 20 %",
+        needs=("kl_target",),
     )
     ref_update_interval: int | None = flag(
         None, "rollout steps after which the reference model follows the policy (default: never)"
@@ -201,6 +227,7 @@ class AlgorithmArguments:
     ref_update_alpha: float = flag(
         1.0,
         "share of the policy's weights in each update of the reference model; 1: a copy; less: a moving average",
+        needs=("ref_update_interval",),
     )
     ref_hf_checkpoint: Path | None = flag(
         None, "reference model of the KL loss and the KL in the reward (default: --hf-checkpoint)"

@@ -36,7 +36,7 @@ NO_CLIP = 1e6
 
 
 def check_algorithm(arguments: Arguments) -> Iterator[str]:
-    """Check that the advantage has a baseline, and that no option is given without the flag that it modifies."""
+    """Check that the advantage has a baseline, and that options suit each other."""
     algorithm, samples = arguments.algorithm, arguments.rollout.n_samples_per_prompt
     compares = algorithm.advantage_estimator in ("grpo", "rloo", "opob")
     if samples == 1 and compares:
@@ -78,13 +78,6 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
             "--loss-aggregation sequence_sum divides by --loss-length-normalizer: give it, such as "
             f"{arguments.rollout.rollout_max_response_len}, which is --rollout-max-response-len"
         )
-    if algorithm.loss_aggregation != "sequence_sum" and algorithm.loss_length_normalizer is not None:
-        yield (
-            f"--loss-length-normalizer {algorithm.loss_length_normalizer} has no effect with --loss-aggregation "
-            f"{algorithm.loss_aggregation}: use sequence_sum"
-        )
-    if not algorithm.use_kl_loss and algorithm.kl_loss_coef > 0:
-        yield f"--kl-loss-coef {algorithm.kl_loss_coef} has no effect without --use-kl-loss"
     if algorithm.advantage_estimator == "token_rewards" and algorithm.token_advantages != "gae":
         yield (
             "--advantage-estimator token_rewards gives each token what it earned itself, and no credit for what came "
@@ -92,8 +85,6 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
         )
     if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
         yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
-    if algorithm.token_advantages is None and algorithm.kl_coef > 0:
-        yield f"--kl-coef {algorithm.kl_coef} has no effect without --token-advantages kl_in_reward or gae"
     if algorithm.kl_reward_type != "k1" and not algorithm.has_kl_in_reward:
         yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without a --kl-coef in the reward"
     if algorithm.advantage_estimator == "opob":
@@ -105,9 +96,6 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
     longest, buffer = arguments.rollout.rollout_max_response_len, algorithm.overlong_buffer_len
     if buffer is not None and buffer > longest:
         yield f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len {longest}"
-    factor = algorithm.overlong_penalty_factor
-    if buffer is None and factor != 1:
-        yield f"--overlong-penalty-factor {factor} has no effect without --overlong-buffer-len"
     if algorithm.m2_threshold is not None and not (
         algorithm.use_tis and not algorithm.use_rollout_logprobs and algorithm.prox_logp_method == "recompute"
     ):
@@ -148,7 +136,7 @@ def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
 
 def _check_reference(arguments: Arguments) -> Iterator[str]:
     """Check that the reference's updates and the adaptive coefficient have a reference and a coefficient."""
-    algorithm, plain = arguments.algorithm, AlgorithmArguments()
+    algorithm = arguments.algorithm
     in_reward = algorithm.token_advantages == "kl_in_reward"
     if algorithm.kl_target is not None:
         flag = f"--kl-target {algorithm.kl_target}"
@@ -159,11 +147,7 @@ def _check_reference(arguments: Arguments) -> Iterator[str]:
             yield f"{flag} adapts one coefficient: use --use-kl-loss or --token-advantages kl_in_reward, not both"
         elif not (algorithm.kl_coef if in_reward else algorithm.kl_loss_coef):
             yield f"{flag} multiplies {coefficient}, which is 0 and would stay so: give it a value to begin with"
-    elif algorithm.kl_horizon != plain.kl_horizon:
-        yield f"--kl-horizon {algorithm.kl_horizon} has no effect without --kl-target"
     if algorithm.ref_update_interval is None:
-        if algorithm.ref_update_alpha != plain.ref_update_alpha:
-            yield f"--ref-update-alpha {algorithm.ref_update_alpha} has no effect without --ref-update-interval"
         return
     flag = f"--ref-update-interval {algorithm.ref_update_interval}"
     own = any(":" in (name or "") for name in (algorithm.policy_loss, algorithm.tis_mode, algorithm.token_advantages))
@@ -174,16 +158,6 @@ def _check_reference(arguments: Arguments) -> Iterator[str]:
 
 
 def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
-    plain = AlgorithmArguments()
-    switched = {
-        "use_tis": ("tis_mode", "tis_level", "tis_clip", "tis_clip_low"),
-        "use_rs": ("rs_statistic", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
-        "use_opsm": ("opsm_delta",),
-    }
-    for switch, names in switched.items():
-        for name in names:
-            if getattr(algorithm, name) != getattr(plain, name) and not getattr(algorithm, switch):
-                yield f"{_flag(name)} {getattr(algorithm, name)} has no effect without {_flag(switch)}"
     if algorithm.tis_clip_low > algorithm.tis_clip:
         yield f"--tis-clip-low {algorithm.tis_clip_low} is more than --tis-clip {algorithm.tis_clip}"
     low, high = algorithm.rs_lower_bound, algorithm.rs_upper_bound
@@ -199,10 +173,6 @@ def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
         )
     elif method != "recompute" and not algorithm.use_tis:
         yield f"--prox-logp-method {method} needs the weight of decoupled PPO: add --use-tis"
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:

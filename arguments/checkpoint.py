@@ -13,24 +13,32 @@ class CheckpointArguments:
     """Checkpoint"""
 
     save: Path | None = flag(None, "directory for this run's checkpoints (default: none are written)")
-    save_interval: int | None = flag(None, "rollout steps between checkpoints (default: only at the end)")
+    save_interval: int | None = flag(
+        None, "rollout steps between checkpoints (default: only at the end)", needs=("save",)
+    )
     async_save: bool = flag(
         True,
         "write the trainer's part of a checkpoint while training goes on, from a copy of that size in host memory",
     )
     save_keep_last: int | None = flag(
-        None, "keep only the newest N checkpoints (default: all; 1 with --save-retain-interval)", metavar="N"
+        None,
+        "keep only the newest N checkpoints (default: all; 1 with --save-retain-interval)",
+        metavar="N",
+        needs=("save",),
     )
     save_retain_interval: int | None = flag(
-        None, "keep the checkpoint of every Nth rollout step permanently (default: none)", metavar="N"
+        None, "keep the checkpoint of every Nth rollout step permanently (default: none)", metavar="N", needs=("save",)
     )
-    save_overwrite: bool = flag(False, "allow this run's first checkpoint to replace conflicting ones in --save")
+    save_overwrite: bool = flag(
+        False, "allow this run's first checkpoint to replace conflicting ones in --save", needs=("save",)
+    )
     save_hf: Path | None = flag(None, "directory for a Hugging Face export of the final weights")
     max_run_restarts: int = flag(
         0,
         "restart the run from its newest checkpoint, at most N times per hour, if a machine fault cost it a trainer "
         "rank, the rollout manager, Ray or the driver, or if it stalled after its first step",
         metavar="N",
+        needs=("save",),
     )
     load: Path | None = flag(
         None,

@@ -46,9 +46,11 @@ class ClusterArguments:
     device: DeviceChoice = flag("auto", "where models run; auto: on CUDA if it is available")
     actor_num_nodes: int = flag(1, "nodes that train")
     actor_num_gpus_per_node: int = flag(1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP × CP)")
-    rollout_num_gpus: int = flag(1, "GPUs that generate (on CPU: engine processes)")
-    rollout_num_gpus_per_engine: int = flag(1, "GPUs per engine, its tensor-parallel size")
-    rollout_num_nodes_per_engine: int = flag(1, "nodes over which the GPUs of one engine are spread evenly")
+    rollout_num_gpus: int = flag(1, "GPUs that generate (on CPU: engine processes)", replaced_by="server_groups")
+    rollout_num_gpus_per_engine: int = flag(1, "GPUs per engine, its tensor-parallel size", replaced_by="server_groups")
+    rollout_num_nodes_per_engine: int = flag(
+        1, "nodes over which the GPUs of one engine are spread evenly", replaced_by="server_groups"
+    )
     colocate: bool = flag(
         False,
         "with --on-policy: trainer and engines take turns on the same GPUs; the side that waits releases its memory. "

@@ -12,13 +12,29 @@ from miles_async.arguments.flag import flag
 class CriticArguments:
     """Critic"""
 
-    critic_lr: float | None = flag(None, "peak learning rate of the critic (default: --lr)")
-    critic_lr_warmup_iters: int = flag(0, "as --lr-warmup-iters, of the critic's learning rate")
-    value_clip: float | None = flag(
-        0.2, "how far a value may move from where it was before the batch's first optimizer step; none: no bound"
+    critic_lr: float | None = flag(
+        None, "peak learning rate of the critic (default: --lr)", needs=("token_advantages=gae", "token_advantages=own")
     )
-    critic_updates_per_step: int = flag(1, "optimizer steps of the critic, on the same returns, per one of the policy")
-    num_critic_only_steps: int = flag(0, "rollout steps at the beginning that train the critic alone")
+    critic_lr_warmup_iters: int = flag(
+        0, "as --lr-warmup-iters, of the critic's learning rate", needs=("token_advantages=gae", "token_advantages=own")
+    )
+    value_clip: float | None = flag(
+        0.2,
+        "how far a value may move from where it was before the batch's first optimizer step; none: no bound",
+        needs=("token_advantages=gae", "token_advantages=own"),
+    )
+    critic_updates_per_step: int = flag(
+        1,
+        "optimizer steps of the critic, on the same returns, per one of the policy",
+        needs=("token_advantages=gae", "token_advantages=own"),
+    )
+    num_critic_only_steps: int = flag(
+        0,
+        "rollout steps at the beginning that train the critic alone",
+        needs=("token_advantages=gae", "token_advantages=own"),
+    )
     critic_hf_checkpoint: Path | None = flag(
-        None, "language model whose layers the critic begins with (default: --hf-checkpoint); its values begin at 0"
+        None,
+        "language model whose layers the critic begins with (default: --hf-checkpoint); its values begin at 0",
+        needs=("token_advantages=gae", "token_advantages=own"),
     )

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
-from miles_async.arguments import Arguments, CriticArguments
+from miles_async.arguments import Arguments
 
 
 def check_critic(arguments: Arguments) -> Iterator[str]:
-    """Check that the critic's flags come with a critic, and that it can learn under the other flags."""
-    algorithm, critic, defaults = arguments.algorithm, arguments.critic, CriticArguments()
-    estimates = algorithm.token_advantages == "gae"
-    for name in ("gamma", "lambd"):
-        if getattr(algorithm, name) != 1.0 and not estimates:
-            yield f"--{name} {getattr(algorithm, name)} has no effect without --token-advantages gae"
-    for name in ("lambd_length_alpha", "critic_lambd"):
-        if (given := getattr(algorithm, name)) is not None and not estimates:
-            yield f"--{name.replace('_', '-')} {given} has no effect without --token-advantages gae"
+    """Check that the critic can learn under the other flags."""
+    algorithm, critic = arguments.algorithm, arguments.critic
     if algorithm.lambd_length_alpha is not None and algorithm.lambd != 1.0:
         yield (
             f"--lambd {algorithm.lambd} with --lambd-length-alpha {algorithm.lambd_length_alpha}, which takes its "
             "place: leave one of them out"
         )
-    own = ":" in (algorithm.token_advantages or "")  # may need values, too
-    if not estimates and not own:
-        for each in fields(critic):
-            if (value := getattr(critic, each.name)) != getattr(defaults, each.name):
-                yield f"--{each.name.replace('_', '-')} {value} has no effect without --token-advantages gae"
-    if not estimates:
+    if algorithm.token_advantages != "gae":
         return
     if algorithm.advantage_estimator in ("grpo", "rloo", "on_policy_distillation"):
         yield (

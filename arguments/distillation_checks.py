@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model_files import directory_problems, read_config
 from miles_async.arguments.server_groups import teacher_group
 from miles_async.arguments.vocabulary import difference
@@ -16,12 +15,9 @@ SCORED_BESIDES = 7  # tokens of its context that SGLang (0.5) leaves free when i
 
 
 def check_distillation(arguments: Arguments) -> Iterator[str]:
-    """Check that --use-opd has a teacher and an effect, and that its options are not given without it."""
-    algorithm, plain = arguments.algorithm, AlgorithmArguments()
+    """Check that --use-opd has a teacher and an effect."""
+    algorithm = arguments.algorithm
     if not algorithm.use_opd:
-        for name in ("opd_teacher", "opd_kl_coef", "opd_student"):
-            if (value := getattr(algorithm, name)) != getattr(plain, name):
-                yield f"--{name.replace('_', '-')} {value} has no effect without --use-opd"
         if algorithm.advantage_estimator == "on_policy_distillation":
             yield "--advantage-estimator on_policy_distillation leaves learning to a teacher: add --use-opd"
         return

@@ -15,11 +15,23 @@ ModuleAttr = NewType("ModuleAttr", str)
 T = TypeVar("T", bound=FlagValue)
 
 
-def flag(default: T, help: str, *, metavar: str | None = None) -> T:
+def flag(
+    default: T,
+    help: str,
+    *,
+    metavar: str | None = None,
+    needs: tuple[str, ...] = (),
+    replaced_by: str | None = None,
+) -> T:
     """A field that is also a command-line flag: ``max_weight_staleness`` becomes ``--max-weight-staleness``.
 
     The field's annotation gives the type: ``int``, ``float``, ``str``, ``Path``, ``bool`` (then ``--x`` and
     ``--no-x``), ``X | None`` (the word "none" means None), ``tuple[str, ...]`` (several values), ``Literal["a", "b"]``
     (one of these), ``Literal["a", "b"] | ModuleAttr`` (or the user's own).
+
+    ``needs``: fields without which the flag has no effect; one of them is enough. ``use_tis`` has to be given,
+    ``policy_loss=gspo`` has to have this value, ``policy_loss=own`` to name something of the user's.
+    ``replaced_by``: field beside which it has none.
     """
-    return dataclasses.field(default=default, metadata={"default": default, "help": help, "metavar": metavar})
+    metadata = {"default": default, "help": help, "metavar": metavar, "needs": needs, "replaced_by": replaced_by}
+    return dataclasses.field(default=default, metadata=metadata)

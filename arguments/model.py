@@ -70,25 +70,35 @@ class ModelArguments:
         None,
         "with --recompute-granularity full. uniform: keep the input of every --recompute-num-layers layers; block: "
         "recompute that many layers of each pipeline stage one by one (default: uniform)",
+        needs=("recompute_granularity=full",),
     )
-    recompute_num_layers: int | None = flag(None, "layers of --recompute-method (default: 1)")
+    recompute_num_layers: int | None = flag(
+        None, "layers of --recompute-method (default: 1)", needs=("recompute_granularity=full",)
+    )
     recompute_modules: tuple[str, ...] = flag(
         (),
         f"with --recompute-granularity selective: {', '.join(RECOMPUTE_MODULES)} (default: core_attn)",
         metavar="MODULE",
+        needs=("recompute_granularity=selective",),
     )
     lora_rank: int = flag(0, "train low-rank adapters of this rank and freeze the model itself (default: none)")
-    lora_type: LoraType = flag("lora", "lora: W + α/r · B·A; dora: the same with a trained length of every row")
-    lora_alpha: float = flag(16.0, "α of the adapters, which scale the product B·A by α / --lora-rank")
+    lora_type: LoraType = flag(
+        "lora", "lora: W + α/r · B·A; dora: the same with a trained length of every row", needs=("lora_rank",)
+    )
+    lora_alpha: float = flag(
+        16.0, "α of the adapters, which scale the product B·A by α / --lora-rank", needs=("lora_rank",)
+    )
     target_modules: tuple[str, ...] = flag(
         (ALL_LINEAR,),
         "layers to adapt, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2) or Hugging Face's "
         "(q_proj, k_proj, v_proj, ...)",
         metavar="MODULE",
+        needs=("lora_rank",),
     )
     lora_adapter_path: Path | None = flag(
         None,
         "start from this adapter, a directory of the peft library's files (default: from adapters that add nothing)",
+        needs=("lora_rank",),
     )
     enable_mtp_training: bool = flag(
         False,
@@ -96,7 +106,9 @@ class ModelArguments:
         "gradient from them",
     )
     mtp_loss_scaling_factor: float = flag(
-        0.2, "with --enable-mtp-training: weight of the layers' loss, the cross entropy of the tokens that carry loss"
+        0.2,
+        "with --enable-mtp-training: weight of the layers' loss, the cross entropy of the tokens that carry loss",
+        needs=("enable_mtp_training",),
     )
     seed: int = flag(1234, "seed of the trainer's random generators")
     megatron_extra: tuple[str, ...] = ()  # collected from --megatron-*, as fields of Megatron's configs

@@ -22,9 +22,11 @@ class ObservabilityArguments:
         "write every event and decision of the run, tokens included, into the run directory, for `miles-async replay`",
     )
     use_wandb: bool = flag(False, "log to Weights & Biases")
-    wandb_mode: WandbMode = flag("offline", "offline writes to the run directory and needs no network")
-    wandb_project: str = flag("miles_async", "W&B project")
-    wandb_group: str | None = flag(None, "W&B group")
+    wandb_mode: WandbMode = flag(
+        "offline", "offline writes to the run directory and needs no network", needs=("use_wandb",)
+    )
+    wandb_project: str = flag("miles_async", "W&B project", needs=("use_wandb",))
+    wandb_group: str | None = flag(None, "W&B group", needs=("use_wandb",))
     custom_tracker_path: str | None = flag(
         None, "module:attr of your own Tracker, which also receives all metrics", metavar="MODULE:ATTR"
     )

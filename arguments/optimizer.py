@@ -39,7 +39,9 @@ class OptimizerArguments:
         "stale data then makes small steps (VCPO). linear: by the share; sqrt: by its square root, which suits Adam",
     )
     ess_lr_full_share: float = flag(
-        1.0, "with --ess-lr-scaling: effective-sample-size share at which the full learning rate applies"
+        1.0,
+        "with --ess-lr-scaling: effective-sample-size share at which the full learning rate applies",
+        needs=("ess_lr_scaling",),
     )
     weight_decay: float = flag(0.0, "AdamW weight decay")
     adam_beta1: float = flag(0.9, "Adam beta 1")
@@ -62,5 +64,7 @@ class OptimizerArguments:
         "count it in the metrics and continue with the next step",
     )
     max_bad_steps: int = flag(
-        10, "with --bad-step-action skip: consecutive rollout steps with a rejected optimizer step that end the run"
+        10,
+        "with --bad-step-action skip: consecutive rollout steps with a rejected optimizer step that end the run",
+        needs=("bad_step_action=skip",),
     )

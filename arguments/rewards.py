@@ -43,34 +43,47 @@ class RewardArguments:
     reward_timeout: float = flag(60.0, "timeout of one reward in seconds, excluding queueing", metavar="SECONDS")
     rm_workers: int = flag(8, "maximum number of processes that verify answers or run code")
     rm_url: str | None = flag(
-        None, "URL to which remote_rm posts prompt, response, label and metadata as JSON for the reward", metavar="URL"
+        None,
+        "URL to which remote_rm posts prompt, response, label and metadata as JSON for the reward",
+        metavar="URL",
+        needs=("rm_type=remote_rm", "metadata_key"),
     )
     judge_url: str | None = flag(
         None,
         "base URL of the judge, as OpenAI's clients take it: http://host:port/v1",
         metavar="URL",
+        needs=("rm_type=judge", "metadata_key"),
     )
-    judge_model: str = flag("default", "name of the model that judges", metavar="NAME")
+    judge_model: str = flag("default", "name of the model that judges", metavar="NAME", needs=("judge_url",))
     judge_template: Path | None = flag(
-        None, "file with the question for the judge; {prompt}, {response}, {answer} and {label} are filled in"
+        None,
+        "file with the question for the judge; {prompt}, {response}, {answer} and {label} are filled in",
+        needs=("judge_url",),
     )
     judge_scale: str | None = flag(
         None,
         "marks that the judge may give, such as 0-10; its last line must be one; the reward is 0 for the lowest and "
         "1 for the highest",
         metavar="LOW-HIGH",
+        needs=("judge_url",),
     )
     rm_format: str = flag(
         r"(?:<think>)?+\s*+(?!</think>).*?</think>\s*+\S.*",
         "regular expression that format matches with the whole response (default: thoughts, </think>, an answer)",
         metavar="REGEX",
+        needs=("rm_type=format", "metadata_key"),
     )
-    rm_code_timeout: float = flag(10.0, "seconds a program may take for one test", metavar="SECONDS")
-    rm_code_memory: int = flag(1024, "MiB of address space a program may have", metavar="MIB")
+    rm_code_timeout: float = flag(
+        10.0, "seconds a program may take for one test", metavar="SECONDS", needs=("rm_type=code", "metadata_key")
+    )
+    rm_code_memory: int = flag(
+        1024, "MiB of address space a program may have", metavar="MIB", needs=("rm_type=code", "metadata_key")
+    )
     reward_sandbox: SandboxMode = flag(
         "auto",
         "confinement of the programs that the reward code runs: auto (seccomp, and Landlock if the kernel has it), "
         "strict (both, or the run doesn't start), off (only limits of time and memory)",
+        needs=("rm_type=code", "metadata_key"),
     )
     group_filter: tuple[str, ...] = flag(
         (),

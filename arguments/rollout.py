@@ -40,6 +40,7 @@ class RolloutArguments:
         0.9,
         "used fraction of an engine's KV cache above which --adaptive-rollout-concurrency sends fewer samples",
         metavar="FRACTION",
+        needs=("adaptive_rollout_concurrency",),
     )
     custom_generate_function_path: str | None = flag(None, "module:attr of your own Generate", metavar="MODULE:ATTR")
     max_sample_failures: int = flag(8, "infrastructure failures that one sample survives before its attempt fails")

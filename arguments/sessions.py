@@ -22,37 +22,57 @@ class SessionsArguments:
         "module:attr of your Environment: a class, or a function that makes one for a prompt",
         metavar="MODULE:ATTR",
     )
-    environment_timeout: float = flag(60.0, "seconds one step of an environment may take", metavar="SECONDS")
+    environment_timeout: float = flag(
+        60.0, "seconds one step of an environment may take", metavar="SECONDS", needs=("environment_path",)
+    )
     agent_path: str | None = flag(
         None, "module:attr of your Agent, a coroutine that is given the URL of its session", metavar="MODULE:ATTR"
     )
     agent_command: str | None = flag(
         None, "command that is an agent: OPENAI_BASE_URL is its session, the prompt is on its standard input"
     )
-    agent_timeout: float = flag(600.0, "seconds one agent may run", metavar="SECONDS")
+    agent_timeout: float = flag(
+        600.0, "seconds one agent may run", metavar="SECONDS", needs=("agent_path", "agent_command")
+    )
     session_timeout: float = flag(
-        300.0, "seconds without a request or heartbeat after which a session expires", metavar="SECONDS"
+        300.0,
+        "seconds without a request or heartbeat after which a session expires",
+        metavar="SECONDS",
+        needs=("agent_path", "agent_command"),
     )
     session_server_workers: int = flag(
-        1, "processes of the session server; one takes 1,500 to 2,000 short turns per second of its core"
+        1,
+        "processes of the session server; one takes 1,500 to 2,000 short turns per second of its core",
+        needs=("agent_path", "agent_command"),
     )
-    max_turns: int = flag(16, "turns of the model in one trajectory")
+    max_turns: int = flag(
+        16,
+        "turns of the model in one trajectory",
+        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+    )
     max_tokens_per_turn: int | None = flag(
         None,
         "tokens of one turn of the model (default: what is left of --rollout-max-response-len, which counts all turns "
         "and the text between them)",
+        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
     )
     tool_call_parser: str | None = flag(
         None,
         "how tool calls are written: qwen, llama3, glm, or module:attr of your own (default: calls stay text)",
         metavar="NAME",
+        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
     )
-    reasoning_parser: ReasoningParser | None = flag(None, "how reasoning is marked (default: it stays in the content)")
+    reasoning_parser: ReasoningParser | None = flag(
+        None,
+        "how reasoning is marked (default: it stays in the content)",
+        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+    )
     turn_history: TurnHistory = flag(
         "sampled",
         "tokens each turn continues. sampled: those of the turns before it; template: the conversation as the chat "
         "template renders it, as in production, which starts a new branch where it differs from what was sampled (such "
         "as without earlier reasoning)",
+        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
     )
 
     @property

@@ -49,6 +49,8 @@ class FlagSpecification:
     choices: tuple[str, ...]  # of a Literal; else ()
     or_path: bool  # takes module:attr besides its choices
     metavar: str | None
+    needs: tuple[str, ...]  # see flag()
+    replaced_by: str | None
 
     @property
     def flag(self) -> str:

@@ -24,12 +24,14 @@ class StalenessArguments:
         "largest age, in weight versions, that is trained: version the optimizer steps from − oldest version among "
         "the sample's tokens that carry loss. Equal to the bound is fresh. none: ages are measured, not bounded",
         metavar="K",
+        replaced_by="on_policy",
     )
     max_rollout_lead: int | None = flag(
         None,
         "batches that may be admitted and not yet trained. Default and maximum: K + 1 (if K is none: 3, and no "
         "maximum)",
         metavar="BATCHES",
+        replaced_by="on_policy",
     )
     stale_group_action: StaleGroupAction = flag(
         "recycle",

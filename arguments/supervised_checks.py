@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.arguments.critic import CriticArguments
-from miles_async.arguments.evaluation import EvaluationArguments
-from miles_async.arguments.rewards import RewardArguments
-from miles_async.arguments.sessions import SessionsArguments
-from miles_async.arguments.staleness import StalenessArguments
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 USED = frozenset({"loss_type", "loss_aggregation", "loss_length_normalizer", "log_entropy"})
 """Fields of AlgorithmArguments that have an effect without samples."""
 
 
-Unused = (
-    AlgorithmArguments
-    | CriticArguments
-    | RewardArguments
-    | EvaluationArguments
-    | StalenessArguments
-    | SessionsArguments
-)
+UNUSED_GROUPS = ("algorithm", "critic", "rewards", "evaluation", "staleness", "sessions")
 """Groups of flags that are for sampled data, but for ``USED``."""
 
 
@@ -35,14 +26,7 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
         yield f"--loss-type sft_loss with --n-samples-per-prompt {samples}: a row is one example; use 1"
     if (temperature := rollout.rollout_temperature) != 1:
         yield f"--loss-type sft_loss with --rollout-temperature {temperature:g}, at which answers are learned: use 1"
-    given = [
-        *_changed(arguments.algorithm, USED),
-        *_changed(arguments.critic),
-        *_changed(arguments.rewards),
-        *_changed(arguments.evaluation),
-        *_changed(arguments.staleness),
-        *_changed(arguments.sessions),
-    ]
+    given = [flag for group in UNUSED_GROUPS for flag in _changed(getattr(arguments, group))]
     switches = {
         "--debug-rollout-only": debug.debug_rollout_only,
         "--load-debug-rollout-data": debug.load_debug_rollout_data,
@@ -61,8 +45,7 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
         yield "--loss-aggregation sequence_sum divides by --loss-length-normalizer: give it"
 
 
-def _changed(group: Unused, used: frozenset[str] = frozenset()) -> Iterator[str]:
-    plain = type(group)()
+def _changed(group: DataclassInstance) -> Iterator[str]:
     for field in fields(group):
-        if field.name not in used and getattr(group, field.name) != getattr(plain, field.name):
+        if field.name not in USED and getattr(group, field.name) != field.default:
             yield f"--{field.name.replace('_', '-')}"

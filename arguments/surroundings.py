@@ -86,23 +86,11 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
             yield f"{flag} {path}: there is no such file"
         elif not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
             yield f"{flag} {path}: expected a .jsonl or .parquet file"
-    if arguments.evaluation.eval_interval is not None and not arguments.evaluation.eval_prompt_data:
-        yield "--eval-interval without --eval-prompt-data: give the held-out prompts, or leave it out"
 
 
 def check_outputs(arguments: Arguments) -> Iterator[str]:
-    """Check that output directories are writable, and that there is a directory if checkpoints are requested."""
+    """Check that output directories are writable, and that checkpoints suit what is asked of them."""
     checkpoint = arguments.checkpoint
-    needing = {
-        "--save-interval": checkpoint.save_interval is not None,
-        "--save-keep-last": checkpoint.save_keep_last is not None,
-        "--save-retain-interval": checkpoint.save_retain_interval is not None,
-        "--save-overwrite": checkpoint.save_overwrite,
-        "--max-run-restarts": checkpoint.max_run_restarts > 0,
-    }
-    for flag, given in needing.items():
-        if given and checkpoint.save is None:
-            yield f"{flag} without --save: give the directory for checkpoints"
     if checkpoint.max_run_restarts and checkpoint.save is not None and checkpoint.save_interval is None:
         yield "--max-run-restarts without --save-interval: a restarted run would begin from zero"
     run_dir = arguments.observability.run_dir.absolute()

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from miles_async.arguments import Arguments, OptimizerArguments, WeightsArguments
+from miles_async.arguments import Arguments
 from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
 from miles_async.arguments.colocation import check_colocation
@@ -21,6 +21,7 @@ from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
 from miles_async.arguments.megatron_conflicts import check_megatron_fields
 from miles_async.arguments.model import RECOMPUTE_MODULES
+from miles_async.arguments.needs import check_needs
 from miles_async.arguments.port_checks import check_ports
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.ranges import range_problems
@@ -53,6 +54,7 @@ def validate(arguments: Arguments, given: Mapping[str, Given] = MappingProxyType
     checks = (*COMMON_CHECKS, *own, *(() if problems else DIVIDING_CHECKS))
     problems += [problem for check in checks for problem in check(arguments)]
     problems += check_foreign(arguments, given)
+    problems += check_needs(arguments, problems)
     refuse(problems)
 
 
@@ -96,15 +98,6 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
 def check_recomputation(arguments: Arguments) -> Iterator[str]:
     """Check the flags of recomputation against --recompute-granularity."""
     model = arguments.model
-    full = {
-        f"--recompute-method {model.recompute_method}": model.recompute_method is not None,
-        f"--recompute-num-layers {model.recompute_num_layers}": model.recompute_num_layers is not None,
-    }
-    for flag, given in full.items():
-        if given and model.recompute_granularity != "full":
-            yield f"{flag} has no effect without --recompute-granularity full"
-    if model.recompute_modules and model.recompute_granularity != "selective":
-        yield "--recompute-modules has no effect without --recompute-granularity selective"
     if unknown := [name for name in model.recompute_modules if name not in RECOMPUTE_MODULES]:
         yield f"--recompute-modules: expected some of {', '.join(RECOMPUTE_MODULES)}, found {' '.join(unknown)}"
 
@@ -219,22 +212,11 @@ def check_sampling(arguments: Arguments) -> Iterator[str]:
 def check_bad_steps(arguments: Arguments) -> Iterator[str]:
     """Check that limits of optimizer steps have an effect in this run."""
     optimizer = arguments.optimizer
-    most = optimizer.max_bad_steps
-    if optimizer.bad_step_action == "stop" and most != OptimizerArguments().max_bad_steps:
-        yield f"--max-bad-steps {most} has no effect with --bad-step-action stop: use skip"
     if optimizer.max_logprob_diff is not None and arguments.debug.sides == "trainer":
         yield (
             f"--max-logprob-diff {optimizer.max_logprob_diff} compares the trainer with the engines that served its "
             "weights, and batches of --load-debug-rollout-data are of another run: leave it out"
         )
-
-
-def check_ess_lr_scaling(arguments: Arguments) -> Iterator[str]:
-    """Check that --ess-lr-full-share comes with --ess-lr-scaling."""
-    optimizer = arguments.optimizer
-    share = optimizer.ess_lr_full_share
-    if optimizer.ess_lr_scaling is None and share != OptimizerArguments().ess_lr_full_share:
-        yield f"--ess-lr-full-share {share:g} has no effect without --ess-lr-scaling"
 
 
 def check_hooks(arguments: Arguments) -> Iterator[str]:
@@ -307,23 +289,11 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
     weights = arguments.weights
     if weights.verify_weights_skip and not weights.compares_digests:
         yield f"--verify-weights-skip has no effect with --verify-weights {weights.verify_weights}"
-    shares = weights.verify_weights_shares
-    if weights.verify_weights != "sample" and shares != WeightsArguments().verify_weights_shares:
-        yield (
-            f"--verify-weights-shares {shares} has no effect with --verify-weights {weights.verify_weights}: use sample"
-        )
     if weights.publish_order == "rolling" and weights.pause_generation_mode == "in_place":
         yield (
             "--publish-order rolling needs engines to flush their caches, since requests of two versions share their "
             "keys meanwhile: --pause-generation-mode retract or abort, not in_place"
         )
-    if not weights.keep_aborted and weights.pause_generation_mode != "abort":
-        yield (
-            f"--no-keep-aborted has no effect with --pause-generation-mode {weights.pause_generation_mode}, which "
-            "aborts nothing: use abort"
-        )
-    if weights.rolling_engines > 1 and weights.publish_order != "rolling":
-        yield f"--rolling-engines {weights.rolling_engines} has no effect without --publish-order rolling"
 
 
 COMMON_CHECKS: tuple[Check, ...] = (
@@ -346,7 +316,6 @@ SAMPLED_CHECKS: tuple[Check, ...] = (
     check_sampling,
     check_staleness,
     check_batch_order,
-    check_ess_lr_scaling,
     check_off_policy_correction,
     check_distillation,
     check_routing_replay,

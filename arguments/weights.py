@@ -28,13 +28,16 @@ class WeightsArguments:
         True,
         "with --pause-generation-mode abort: keep partial output and continue it under the new version; otherwise "
         "generate again, so that no sample mixes versions",
+        needs=("pause_generation_mode=abort",),
     )
     publish_order: PublishOrder = flag(
         "all",
         "all: pause all engines together, which takes the least time; rolling: update --rolling-engines at a time "
         "while the others generate, which takes longer and never stops the fleet",
     )
-    rolling_engines: int = flag(1, "with --publish-order rolling: engines updated at a time")
+    rolling_engines: int = flag(
+        1, "with --publish-order rolling: engines updated at a time", needs=("publish_order=rolling",)
+    )
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of exported weights", metavar="BYTES")
     weight_transport: str = flag(
         "distributed",
@@ -65,6 +68,7 @@ class WeightsArguments:
         8,
         "with --verify-weights sample: number of shares; every tensor is compared once in this many publications",
         metavar="N",
+        needs=("verify_weights=sample",),
     )
     verify_weights_skip: tuple[str, ...] = flag(
         (),

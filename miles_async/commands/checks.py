@@ -251,6 +251,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
     """Yield what works as asked, and differs from what one may think."""
     from miles_async.arguments.megatron_settings import megatron_settings
     from miles_async.arguments.model_files import read_config
+    from miles_async.arguments.needs import need_notes
     from miles_async.backends.megatron.attention_kernels import FLASH_NOTE, FP32_NOTE, usable_backend
     from miles_async.backends.megatron.host.limits import ignored_on_cpu
     from miles_async.runtime.device import choose_device
@@ -261,6 +262,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
             "--use-kl-loss with --kl-loss-coef 0: the KL to the reference model is computed and logged, which takes a "
             "pass and that model's memory, and does not move the weights; leave both out to save that"
         )
+    yield from need_notes(arguments)
     yield from _warm_up_notes(arguments)
     steps, bound = arguments.optimizer_steps_per_rollout, arguments.staleness.bound
     if bound is not None and steps - 1 > bound:

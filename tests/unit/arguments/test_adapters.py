@@ -58,11 +58,3 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path, text: str | Non
         (tmp_path / PEFT_CONFIG).write_text(text)
     (problem,) = problems(tmp_path)
     assert f"--lora-adapter-path {tmp_path}: cannot read adapter_config.json" in problem
-
-
-def test_without_a_rank_there_is_nothing_to_start(tmp_path: Path) -> None:
-    (problem,) = problems(saved(tmp_path), ModelArguments())
-    assert (
-        "without --lora-rank there are no adapters, so that --lora-adapter-path has no effect: give --lora-rank"
-        in problem
-    )

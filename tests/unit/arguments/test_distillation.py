@@ -74,9 +74,6 @@ def test_a_teacher_that_is_absent_is_asked_for(flags: dict[str, Any]) -> None:
         ({"m2_threshold": 0.04, "use_tis": True}, "--m2-threshold leaves tokens out"),
         ({"policy_loss": "kl_cov"}, "--policy-loss kl_cov chooses tokens by advantages"),
         ({"rollout_max_response_len": 4096}, "4097 tokens, and 7 have to be left"),
-        ({"use_opd": False, "opd_kl_coef": 0.5}, "--opd-kl-coef 0.5 has no effect without --use-opd"),
-        ({"use_opd": False, "opd_student": "rollout"}, "--opd-student rollout has no effect without --use-opd"),
-        ({"use_opd": False, "opd_teacher": "wise"}, "--opd-teacher wise has no effect without --use-opd"),
         ({"use_opd": False, "advantage_estimator": "on_policy_distillation"}, "add --use-opd"),
     ],
 )

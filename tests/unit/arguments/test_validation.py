@@ -20,6 +20,8 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.validation import validate
 from miles_async.errors import ConfigurationError
 
+EVALUATED = (str(Path(__file__).parents[3] / "examples" / "search_agent" / "test.jsonl"),)
+
 
 @pytest.fixture
 def valid(tmp_path: Path) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             {"eval_prompt_data": ("aime", "absent.jsonl")},
             "--eval-prompt-data absent.jsonl",
         ),
-        case("evaluation of nothing", {"eval_interval": 5}, "--eval-interval without --eval-prompt-data"),
+        case("evaluation of nothing", {"eval_interval": 5}, "--eval-interval 5 has no effect without --eval-"),
         case("name without a file", {"eval_prompt_data": ("aime",)}, "--eval-prompt-data", "after the name 'aime'"),
         case("no prompt file", {"eval_prompt_data": ("data/aime.json",)}, "expected a .jsonl or .parquet file, found"),
         case(
@@ -113,7 +115,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case("labels of one machine", {"rollout_node_labels": ("pool=x",)}, "--rollout-node-labels without --ray-add"),
         case(
             "greedy samples",
-            {"n_samples_per_eval_prompt": 4, "eval_temperature": 0.0},
+            {"eval_prompt_data": EVALUATED, "n_samples_per_eval_prompt": 4, "eval_temperature": 0.0},
             "--n-samples-per-eval-prompt 4 with --eval-temperature 0",
         ),
         case(
@@ -316,7 +318,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "divisor of a mean",
             {"loss_length_normalizer": 100},
-            "--loss-length-normalizer 100 has no effect with --loss-aggregation token_mean: use sequence_sum",
+            "--loss-length-normalizer 100 has no effect without --loss-aggregation sequence_sum",
         ),
         case("target of nothing", {"kl_target": 0.1}, "--kl-target 0.1 has no effect without --use-kl-loss or"),
         case(
@@ -344,7 +346,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "--ref-update-interval 5 with --lora-rank",
         ),
         case("a schedule that stands still", {"entropy_coef_end": 0.0}, "--entropy-coef-end 0.0 is --entropy-coef"),
-        case("bad steps in a row", {"max_bad_steps": 3}, "--max-bad-steps 3 has no effect with --bad-step-action stop"),
+        case("bad steps in a row", {"max_bad_steps": 3}, "--max-bad-steps 3 has no effect without --bad-step-action"),
         case(
             "weight without KL",
             {"kl_loss_coef": 0.1},
@@ -375,7 +377,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "clip of no critic",
             {"value_clip": None, "token_advantages": "kl_in_reward", "kl_coef": 0.1},
-            "--value-clip None has no effect without --token-advantages gae",
+            "--value-clip none has no effect without --token-advantages gae",
         ),
         case(
             "a critic without a policy",
@@ -444,23 +446,23 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "shares of everything",
             {"verify_weights_shares": 4},
-            "--verify-weights-shares 4 has no effect with --verify-weights full: use sample",
+            "--verify-weights-shares 4 has no effect without --verify-weights sample",
         ),
         case(
             "skips what nobody compares",
             {"verify_weights": "canary", "verify_weights_skip": ("lm_head",)},
             "--verify-weights-skip has no effect with --verify-weights canary",
         ),
-        case("interval without directory", {"save_interval": 5}, "--save-interval without --save"),
-        case("newest of none", {"save_keep_last": 2}, "--save-keep-last without --save"),
-        case("retains none", {"save_retain_interval": 5}, "--save-retain-interval without --save"),
-        case("restarts from nothing", {"max_run_restarts": 1}, "--max-run-restarts without --save:"),
+        case("interval without directory", {"save_interval": 5}, "--save-interval 5 has no effect without --save"),
+        case("newest of none", {"save_keep_last": 2}, "--save-keep-last 2 has no effect without --save"),
+        case("retains none", {"save_retain_interval": 5}, "--save-retain-interval 5 has no effect without --save"),
+        case("restarts from nothing", {"max_run_restarts": 1}, "--max-run-restarts 1 has no effect without --save"),
         case(
             "restarts from zero",
             {"max_run_restarts": 1, "save": Path("checkpoints")},
             "--max-run-restarts without --save-interval",
         ),
-        case("overwrites none", {"save_overwrite": True}, "--save-overwrite without --save"),
+        case("overwrites none", {"save_overwrite": True}, "--save-overwrite has no effect without --save"),
         case(
             "retains what is not written",
             {"save": Path("checkpoints"), "save_interval": 20, "save_retain_interval": 30},
@@ -533,7 +535,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "adapts nothing",
             {"lora_type": "dora", "lora_alpha": 32.0, "target_modules": ("linear_qkv",)},
-            "without --lora-rank there are no adapters, so that --lora-type and --lora-alpha and --target-modules",
+            "--lora-type dora, --lora-alpha 32.0 and --target-modules linear_qkv have no effect without --lora-rank",
         ),
         case(
             "adapts what there is not",
@@ -556,7 +558,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         case(
             "recomputes parts of whole layers",
             {"recompute_granularity": "full", "recompute_modules": ("mlp",)},
-            "--recompute-modules has no effect without --recompute-granularity selective",
+            "--recompute-modules mlp has no effect without --recompute-granularity selective",
         ),
         case(
             "recomputes what there is not",
@@ -678,7 +680,7 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
     "change",
     [
         {"on_policy": True, "use_rollout_logprobs": False},
-        {"eval_top_p": 0.95, "eval_top_k": 50, "eval_temperature": 0.6},
+        {"eval_prompt_data": EVALUATED, "eval_top_p": 0.95, "eval_top_k": 50, "eval_temperature": 0.6},
         {"eps_clip_c": None},
         {"on_policy": True, "max_rollout_lead": 2},  # flags of an asynchronous run with --on-policy after them
         {"max_weight_staleness": 0, "use_rollout_logprobs": False},
@@ -690,7 +692,7 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
         {"max_weight_staleness": 8, "max_rollout_lead": 1, "debug_publication_lag": 8},
         {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2},
         {"use_kl_loss": True},
-        {"n_samples_per_eval_prompt": 4},
+        {"eval_prompt_data": EVALUATED, "n_samples_per_eval_prompt": 4},
         {"num_steps_per_rollout": 4},
         {"num_steps_per_rollout": 4, "global_batch_size": 64},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},

@@ -1,0 +1,103 @@
+"""Flags that have no effect are refused, by what their declarations say that they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.arguments.flag import FlagValue
+from miles_async.arguments.needs import check_needs, need_notes
+from miles_async.arguments.parser import assemble
+from miles_async.arguments.specification import FlagSpecification, flag_specifications
+
+# covers: C12
+
+NEEDING = [flag for flag in flag_specifications().values() if flag.needs]
+
+
+def problems(**values: Any) -> list[str]:
+    arguments = assemble(values, {})
+    return [*check_needs(arguments, []), *need_notes(arguments)]
+
+
+def changed(flag: FlagSpecification) -> FlagValue:
+    """A value of the flag that is not its default."""
+    if flag.kind is bool:
+        return not flag.default
+    values: dict[type, FlagValue] = {int: 7, float: 0.123, str: next(iter(set(flag.choices) - {flag.default}), "x")}
+    value = values.get(flag.kind, "x")
+    return (str(value),) if flag.many else value
+
+
+def fulfil(need: str) -> dict[str, Any]:
+    """Values with which the need holds."""
+    name, equals, value = need.partition("=")
+    needed = flag_specifications()[name]
+    if value == "own":
+        return {name: "mine:Own"}
+    return {name: value} if equals else {name: True if needed.kind is bool else changed(needed)}
+
+
+@pytest.mark.parametrize("flag", NEEDING, ids=lambda flag: flag.name)
+def test_a_flag_without_what_it_needs_is_refused_and_with_it_is_not(flag: FlagSpecification) -> None:
+    given = {flag.name: changed(flag)}
+    (problem,) = problems(**given)
+    assert problem.startswith((flag.flag, flag.negated_flag))
+    for need in flag.needs:
+        others = [other for other in problems(**given, **fulfil(need)) if other.startswith(f"{flag.flag} ")]
+        assert not others, need
+
+
+def test_needs_name_flags_and_values_that_exist() -> None:
+    for flag in NEEDING:
+        for name, _, value in (need.partition("=") for need in flag.needs):
+            needed = flag_specifications()[name]
+            assert not value or value in needed.choices or (value == "own" and needed.or_path) or name == "rm_type"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"max_turns": 4, "reasoning_parser": "think"},
+            "--max-turns 4 and --reasoning-parser think have no effect without --environment-path, --agent-path, "
+            "--agent-command or --custom-generate-function-path",
+        ),
+        ({"value_clip": None}, "--value-clip none has no effect without --token-advantages gae"),
+        ({"rm_type": "math:1+format", "rm_format": "a.*"}, None),
+        ({"rm_type": "mathformat", "rm_format": "a"}, "--rm-format a has no effect without --rm-type format or"),
+        ({"keep_aborted": False}, "--no-keep-aborted has no effect without --pause-generation-mode abort"),
+        ({"recompute_modules": ("mlp", "moe")}, "--recompute-modules mlp moe has no effect"),
+        ({"kl_coef": 0.1, "token_advantages": "mine:Own"}, None),
+    ],
+)
+def test_the_message_names_what_to_give(values: dict[str, Any], expected: str | None) -> None:
+    found = problems(**values)
+    assert not found if expected is None else expected in found[0]
+
+
+def test_a_flag_that_another_problem_names_is_left_to_it() -> None:
+    arguments = assemble({"max_turns": 0, "agent_timeout": 5.0}, {})
+    (left,) = check_needs(arguments, ["--max-turns: expected at least 1, found 0"])
+    assert left.startswith("--agent-timeout 5.0")
+
+
+def test_a_tracker_that_is_off_is_only_noted() -> None:
+    arguments = assemble({"wandb_project": "mine", "wandb_group": "a"}, {})
+    assert not list(check_needs(arguments, []))
+    assert list(need_notes(arguments)) == [
+        "--wandb-project mine and --wandb-group a have no effect without --use-wandb"
+    ]
+
+
+def test_a_flag_that_another_takes_the_place_of_is_noted() -> None:
+    arguments = assemble({"on_policy": True, "max_weight_staleness": 4, "server_groups": Path("a.toml")}, {})
+    assert list(need_notes(arguments)) == [
+        "--max-weight-staleness 4 has no effect with --on-policy, which takes its place"
+    ]
+    groups = assemble({"server_groups": Path("a.toml"), "rollout_num_gpus": 2}, {})
+    assert list(need_notes(groups)) == [
+        "--rollout-num-gpus 2 has no effect with --server-groups, which takes its place"
+    ]
