@@ -8,7 +8,7 @@ from typing import Literal
 
 from miles_async.arguments.flag import flag
 
-WandbMode = Literal["offline", "online"]
+WandbMode = Literal["online", "offline", "disabled"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -21,9 +21,11 @@ class ObservabilityArguments:
         False,
         "write every event and decision of the run, tokens included, into the run directory, for `miles-async replay`",
     )
-    use_wandb: bool = flag(False, "log to Weights & Biases")
-    wandb_mode: WandbMode = flag(
-        "offline", "offline writes to the run directory and needs no network", needs=("use_wandb",)
+    use_wandb: bool = flag(False, "log to Weights & Biases; the run has the name of the run directory")
+    wandb_mode: WandbMode | None = flag(
+        None,
+        "offline: files in the run directory, no network (`wandb sync` sends them); none: WANDB_MODE, else online",
+        needs=("use_wandb",),
     )
     wandb_project: str = flag("miles_async", "W&B project", needs=("use_wandb",))
     wandb_group: str | None = flag(None, "W&B group", needs=("use_wandb",))

@@ -13,11 +13,14 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
+from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.prompt_limit import prompt_limit
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
+
+LOG_IN = "run `wandb login` or set WANDB_API_KEY, or stay offline: --wandb-mode offline, or WANDB_MODE=offline"
 
 
 def check_surroundings(arguments: Arguments) -> list[str]:
@@ -44,7 +47,6 @@ def check_surroundings(arguments: Arguments) -> list[str]:
 def machine_state(arguments: Arguments) -> Iterator[Finding]:
     """Yield what ``miles-async doctor`` would find of this machine, as far as the run needs it."""
     from miles_async.machine.checks import Intent, machine_findings
-    from miles_async.machine.network import WANDB, service_findings
 
     cluster, observability, save = arguments.cluster, arguments.observability, arguments.checkpoint.save
     directories = {"--run-dir": observability.run_dir} | ({"--save": save} if save is not None else {})
@@ -52,8 +54,24 @@ def machine_state(arguments: Arguments) -> Iterator[Finding]:
     yield from machine_findings(
         Intent(device=cluster.device, own_gpus=alone, ports=cluster.ports, directories=directories)
     )
-    if observability.use_wandb and observability.wandb_mode == "online":
-        yield from service_findings(WANDB)
+    yield from wandb_findings(observability)
+
+
+def wandb_findings(observability: ObservabilityArguments) -> Iterator[Finding]:
+    """Yield what keeps a run from wandb's server, if it is to log there. Without a key it cannot work."""
+    from miles_async.machine.network import WANDB, service_findings
+    from miles_async.observability.wandb_tracker import login_problem, wandb_mode
+
+    try:
+        if wandb_mode(observability) != "online":
+            return
+    except ConfigurationError as error:
+        yield Finding(check="wandb", verdict="failure", found=str(error), mend="or give --wandb-mode")
+        return
+    if problem := login_problem():
+        yield Finding(check="wandb", verdict="failure", found=problem, mend=LOG_IN)
+        return
+    yield from service_findings(WANDB)
 
 
 def model_problems(arguments: Arguments) -> Iterator[str]:

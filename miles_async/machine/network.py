@@ -45,7 +45,7 @@ HUB = Service(
 WANDB = Service(
     name="wandb",
     variable="WANDB_BASE_URL",
-    url="https://api.wandb.ai",
+    url="https://api.forge.coreweave.com",
     offline="WANDB_DISABLED",
     mend="export WANDB_BASE_URL=<server> or https_proxy=<proxy>; or log with --wandb-mode offline",
 )

@@ -9,7 +9,7 @@ from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
 from miles_async.observability.tracker import CompositeTracker
-from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+from miles_async.observability.wandb_tracker import WandbOptions, open_wandb, wandb_mode
 from miles_async.runtime.hooks import load_object
 
 Settings = Mapping[str, object]
@@ -30,12 +30,12 @@ def _metrics_file(arguments: ObservabilityArguments, _settings: Settings) -> Tra
 
 
 def _wandb(arguments: ObservabilityArguments, settings: Settings) -> Tracker | None:
-    if not arguments.use_wandb:
+    if (mode := wandb_mode(arguments)) == "disabled":
         return None
     return open_wandb(
         WandbOptions(
             directory=arguments.run_dir,
-            mode=arguments.wandb_mode,
+            mode=mode,
             project=arguments.wandb_project,
             group=arguments.wandb_group,
             config=settings,

@@ -1,4 +1,4 @@
-"""Weights & Biases. Offline by default: files in the run directory, no network, no key (`wandb sync` sends).
+"""Weights & Biases. A run whose server cannot be used goes offline: files in the run directory (`wandb sync` sends).
 
 The driver logs for all processes, which is the only way offline. Online, several processes may log to one run
 (``shared``): one primary, and each with a label of its own that keeps its system metrics apart.
@@ -6,20 +6,52 @@ The driver logs for all processes, which is the only way offline. Online, severa
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import stamina
+import structlog
 
-from miles_async.arguments.observability import WandbMode
+from miles_async.arguments.observability import ObservabilityArguments, WandbMode
+from miles_async.errors import ConfigurationError
 from miles_async.observability.background import BackgroundTracker
 from miles_async.types import JsonObject
 
+if TYPE_CHECKING:
+    import wandb
+
+log = structlog.get_logger(__name__)
+
 INIT_TIMEOUT = 300.0  # seconds; wandb's own 90 s are too few when many jobs start at once on a cluster
 INIT_ATTEMPTS = 3
+
+
+def wandb_mode(arguments: ObservabilityArguments, environment: Mapping[str, str] = os.environ) -> WandbMode:
+    """Return the mode of the flags, else of WANDB_MODE, else online. Raises ConfigurationError."""
+    if not arguments.use_wandb:
+        return "disabled"
+    if arguments.wandb_mode is not None:
+        return arguments.wandb_mode
+    named = environment.get("WANDB_MODE") or "online"
+    named = {"run": "online", "shared": "online", "dryrun": "offline"}.get(named, named)  # wandb's other names
+    if named not in get_args(WandbMode):
+        raise ConfigurationError(f"WANDB_MODE={named}: expected one of {', '.join(get_args(WandbMode))}")
+    return cast(WandbMode, named)
+
+
+def login_problem() -> str | None:
+    """Why wandb cannot log in; None if it has a key, which its server may still refuse. Asks nobody."""
+    import wandb
+
+    wandb.setup(wandb.Settings(mode="online"))  # else WANDB_MODE=offline next to --wandb-mode online has no key
+    try:
+        return None if wandb.login(prompt=False, verify=False) else "there is no API key"
+    except wandb.errors.Error as error:
+        return str(error)
 
 
 def new_run_id() -> str:
@@ -47,33 +79,22 @@ class WandbTracker:
     """The Tracker itself, synchronous. Use :func:`open_wandb`, which keeps it off the training's thread."""
 
     def __init__(self, options: WandbOptions) -> None:
-        """Open the run. Communication errors are retried with exponential backoff; others raise."""
+        """Open the run, offline if it cannot be online. Raises wandb's errors if not even that works."""
         import wandb  # takes a second, so only processes that log to it import it
 
-        settings = wandb.Settings(
-            init_timeout=options.init_timeout,
-            x_label=options.label,
-            x_primary=options.primary,
-            x_update_finish_state=options.primary,  # a secondary that ends must not mark the run as finished
-            console="off",  # capturing it would fight with the live display over stdout
-            silent=True,
-        )
         options.directory.mkdir(parents=True, exist_ok=True)
-        retrying = stamina.retry_context(
-            on=wandb.errors.CommError, attempts=INIT_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=10.0
-        )
         mode: WandbMode | Literal["shared"] = "shared" if options.shared and options.mode == "online" else options.mode
-        for attempt in retrying:
-            with attempt:
-                self._run = wandb.init(
-                    dir=options.directory,
-                    mode=mode,
-                    project=options.project,
-                    group=options.group,
-                    id=options.run_id,
-                    config=dict(options.config),
-                    settings=settings,
-                )
+        try:
+            self._run = _open(options, mode)
+        except wandb.errors.Error as error:
+            if mode == "offline":
+                raise
+            log.warning(
+                "wandb cannot be used online; the run writes its files, and `wandb sync` sends them",
+                directory=str(options.directory / "wandb"),
+                error=str(error),
+            )
+            self._run = _open(replace(options, run_id=new_run_id()), "offline")
         # shared mode orders by arrival, so the step is a metric of its own and every chart's x-axis
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -83,6 +104,37 @@ class WandbTracker:
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.Run:
+    """Call ``wandb.init``. Communication errors are retried with exponential backoff; others raise."""
+    import wandb
+
+    settings = wandb.Settings(
+        init_timeout=options.init_timeout,
+        x_label=options.label,
+        x_primary=options.primary,
+        x_update_finish_state=options.primary,  # a secondary that ends must not mark the run as finished
+        console="off",  # capturing it would fight with the live display over stdout
+        silent=True,
+    )
+    retrying = stamina.retry_context(
+        on=wandb.errors.CommError, attempts=INIT_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=10.0
+    )
+    for attempt in retrying:
+        again = attempt.num > 1 and mode != "shared"  # wandb's process holds the id of an attempt that failed
+        with attempt:
+            return wandb.init(
+                dir=options.directory,
+                mode=mode,
+                project=options.project,
+                group=options.group,
+                name=os.environ.get("WANDB_NAME") or options.directory.name,
+                id=new_run_id() if again else options.run_id,
+                config=dict(options.config),
+                settings=settings,
+            )
+    raise AssertionError("stamina returns or raises")
 
 
 def open_wandb(options: WandbOptions) -> BackgroundTracker:

@@ -1,13 +1,18 @@
-"""wandb itself, offline: no network, no key, files in the run directory, nothing raised."""
+"""wandb itself, offline or without what online needs: files in the run directory, or an error at the start."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import stamina
 
+from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.observability.wandb_tracker import INIT_TIMEOUT, WandbOptions, open_wandb
+from tests.integration.real_run import REVERSE, ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -19,7 +24,11 @@ def test_offline_run_writes_its_files_into_the_run_directory(tmp_path: Path) -> 
         tracker.log({"reward/mean": step / 10}, step=step)
     tracker.finish()
     assert (tracker.errors, tracker.dropped) == (0, 0)
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    _require_files(tmp_path)
+
+
+def _require_files(run_dir: Path) -> None:
+    (run,) = (run_dir / "wandb").glob("offline-run-*")
     (record,) = run.glob("run-*.wandb")
     deadline = time.monotonic() + 30  # wandb's own process closes the file shortly after finish has returned
     while b"reward/mean" not in record.read_bytes():
@@ -42,3 +51,33 @@ def test_a_directory_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> N
     tracker = open_wandb(WandbOptions(directory=tmp_path / "file"))
     tracker.log({"reward/mean": 0.1}, step=0)
     tracker.finish()
+
+
+def test_a_run_whose_server_is_out_of_reach_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: M12
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with stamina.set_testing(True, attempts=1):
+        tracker = open_wandb(WandbOptions(directory=tmp_path, mode="online", init_timeout=1.0))
+        tracker.log({"reward/mean": 0.1}, step=0)
+        tracker.finish()
+    _require_files(tmp_path)
+
+
+def test_a_run_without_a_key_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    # covers: M12
+    prepare_quickstart(["--task", "reverse"])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    command = [*REVERSE, "--wandb-mode", "none", "--run-dir", str(tmp_path / "run"), "--save-hf", "none"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**environment, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "wandb: there is no API key; run `wandb login` or set WANDB_API_KEY, or stay offline" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -65,7 +65,7 @@ class TestTypes:
             (["--device", "gpu"], "--device: expected one of auto, cpu, cuda; found 'gpu'"),
             (["--recompute-granularity", "ful"], "one of full, selective, none; found 'ful'; did you mean full?"),
             (["--advantage-estimator", "GRPO"], "module:attr; found 'GRPO'; did you mean grpo?"),
-            (["--wandb-mode", "ofline"], "expected one of offline, online; found 'ofline'; did you mean offline?"),
+            (["--wandb-mode", "ofline"], "offline, disabled, none; found 'ofline'; did you mean offline?"),
             (["--pause-generation-mode", "in-place"], "retract, in_place; found 'in-place'; did you mean in_place?"),
             (["--lr"], "--lr: expected one argument"),
             (["--lr", "-1x"], "--lr: expected a number, found '-1x'"),

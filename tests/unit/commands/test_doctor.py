@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from miles_async.commands import checks, doctor
 from miles_async.commands.checks import check_surroundings, machine_state
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
+from miles_async.observability import wandb_tracker
 from miles_async.runtime.device import count_gpus
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "assets" / "reverse" / "model"
@@ -82,14 +84,28 @@ def test_a_run_makes_the_same_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_surroundings(Arguments()) == ["shared memory: /dev/shm is small; mount -o remount /dev/shm"]
 
 
-def test_a_run_asks_for_wandb_only_if_it_logs_there() -> None:
-    def checked(**flags: object) -> set[str]:
-        arguments = Arguments(cluster=ClusterArguments(device="cpu"), observability=ObservabilityArguments(**flags))
-        return {finding.check for finding in machine_state(arguments)}
+def _verdicts(**flags: Any) -> dict[str, str]:
+    arguments = Arguments(cluster=ClusterArguments(device="cpu"), observability=ObservabilityArguments(**flags))
+    return {finding.check: finding.verdict for finding in machine_state(arguments)}
 
-    assert "network" in checked(use_wandb=True, wandb_mode="online")
-    assert "network" not in checked(use_wandb=True, wandb_mode="offline")
-    assert "network" not in checked(wandb_mode="online")
+
+def test_a_run_asks_for_wandb_only_if_it_logs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb_tracker, "login_problem", lambda: None)
+    assert _verdicts(use_wandb=True)["network"] == "warning"
+    assert "network" not in _verdicts(use_wandb=True, wandb_mode="offline")
+    assert "network" not in _verdicts(wandb_mode="online")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert "network" not in _verdicts(use_wandb=True)
+
+
+def test_a_run_that_cannot_log_to_wandb_as_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_tracker, "login_problem", lambda: "there is no API key")
+    monkeypatch.setenv("WANDB_MODE", "offlin")
+    assert _verdicts(use_wandb=True)["wandb"] == "failure"
+    monkeypatch.delenv("WANDB_MODE")
+    assert _verdicts(use_wandb=True)["wandb"] == "failure"
+    assert "wandb" not in _verdicts(use_wandb=True, wandb_mode="offline")
 
 
 def test_the_machine_of_a_run_on_a_cluster_needs_no_gpu() -> None:

@@ -11,6 +11,7 @@ from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
+import wandb
 
 from miles_async.machine import network
 from miles_async.machine.network import HUB, WANDB, ask, interface_findings, port_findings, service_findings
@@ -78,6 +79,11 @@ def test_a_service_that_is_out_of_reach_is_a_warning_with_the_way_round_it() -> 
     assert finding.verdict == "warning"
     assert "Connection refused" in finding.found
     assert "--wandb-mode offline" in finding.mend
+
+
+def test_the_server_that_is_asked_is_the_one_that_wandb_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    assert wandb.Settings().base_url == WANDB.url
 
 
 def test_a_service_that_is_not_wanted_is_not_asked(service: SimpleNamespace) -> None:
