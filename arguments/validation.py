@@ -250,8 +250,12 @@ def check_trajectories(arguments: Arguments) -> Iterator[str]:
         yield f"{' and '.join(given)} each make trajectories: give one of them"
     if sessions.is_multi_turn and not arguments.data.apply_chat_template:
         yield f"{given[0]} needs the chat template between turns: leave --no-apply-chat-template out"
-    if sessions.agent_command is not None and not shlex.split(sessions.agent_command):
-        yield "--agent-command is empty: expected a command"
+    if sessions.agent_command is not None:
+        try:
+            if not shlex.split(sessions.agent_command):
+                yield "--agent-command is empty: expected a command"
+        except ValueError as error:  # a quotation that does not end
+            yield f"--agent-command {sessions.agent_command}: expected a command as a shell splits it: {error}"
 
 
 def check_evaluation(arguments: Arguments) -> Iterator[str]:

@@ -10,7 +10,7 @@ from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
 from miles_async.observability.tracker import CompositeTracker
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb, wandb_mode
-from miles_async.runtime.hooks import load_object
+from miles_async.runtime.hooks import check_object, load_object
 
 Settings = Mapping[str, object]
 """The run's flags by group, for trackers that keep them."""
@@ -53,6 +53,12 @@ def load_tracker(arguments: ObservabilityArguments) -> Tracker | None:
     """The object of ``--custom-tracker-path``. Raises ConfigurationError."""
     path = arguments.custom_tracker_path
     return None if path is None else load_object(path, Tracker, "--custom-tracker-path")
+
+
+def check_tracker(arguments: ObservabilityArguments) -> None:
+    """Check what ``--custom-tracker-path`` names, and make none of it yet. Raises ConfigurationError."""
+    if arguments.custom_tracker_path is not None:
+        check_object(arguments.custom_tracker_path, Tracker, "--custom-tracker-path")
 
 
 # The user's comes first: if it cannot be used, nothing is open yet.

@@ -33,6 +33,7 @@ def answered(template: ChatTemplate, messages: Sequence[JsonObject], tools: Sequ
 
     Raises DataError if no turn is to be learned, TrajectoryError if the template refuses the conversation.
     """
+    template.check_roles(messages)
     branches: list[_Branch] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_async.errors import ConfigurationError, TrajectoryError
+from miles_async.runtime.texts import shortened
+from miles_async.runtime.time_limit import within
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:  # imported when a tokenizer is loaded
     from transformers import PreTrainedTokenizerBase
 
+RENDER_SECONDS = 10.0  # that a template may take for a short conversation, which is thousands of times what it needs
+
 _PROBE = "a message of the developer"
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of OpenAI's API, which templates follow
 
 
 @lru_cache(maxsize=8)
@@ -56,6 +61,7 @@ class ChatTemplate:
         self._apply_chat_template = apply_chat_template
         # Some templates write the date: a trajectory that lives past midnight keeps that of its beginning.
         self._clock = {"strftime_now": datetime.now().strftime}
+        self._role_problems: dict[tuple[str, ...], str | None] = {}  # roles of a conversation → why it is refused
 
     def encode(self, content: str | Sequence[JsonObject]) -> tuple[int, ...]:
         """Encode a prompt for the engine: the assistant's turn begins after it, <bos> occurs once.
@@ -66,13 +72,60 @@ class ChatTemplate:
             if not isinstance(content, str):
                 raise ConfigurationError("messages need the chat template: leave --no-apply-chat-template out")
             return self._encode_text(content)
+        self.check_roles(_messages(content))
         # The template writes <bos> itself where the model wants one; nothing is added to what it renders.
         return tuple(self.tokenize(self.render(_messages(content), (), {}, generation_prompt=True)))
 
     def check(self, content: str | Sequence[JsonObject]) -> None:
         """Render a prompt without tokenizing it. Raises TrajectoryError when the template refuses it."""
         if self._apply_chat_template:
+            self.check_roles(_messages(content))
             self.render(_messages(content), (), {}, generation_prompt=True)
+
+    def check_roles(self, messages: Sequence[JsonObject]) -> None:
+        """Check, once per sequence of roles, that the template knows them and writes each message.
+
+        Raises TrajectoryError for a role that is not known or whose message is left out, and ConfigurationError for a
+        template that does not end.
+        """
+        roles = tuple("" if message.get("tool_calls") else message["role"] for message in messages)
+        if roles not in self._role_problems:
+            self._role_problems[roles] = self._role_problem(messages)
+        if (problem := self._role_problems[roles]) is not None:
+            raise TrajectoryError(problem)
+
+    def _role_problem(self, messages: Sequence[JsonObject]) -> str | None:
+        source = str(self._tokenizer.chat_template)
+        for role in (message["role"] for message in messages):
+            if role not in _ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+                return (
+                    f"expected messages of the roles {', '.join(sorted(_ROLES))}, or of one that the chat template "
+                    f"{self._file} names, found role {shortened(repr(role))}"
+                )
+        marked = [{**message, "content": f"message number {index}."} for index, message in enumerate(messages)]
+        try:
+            text = within(RENDER_SECONDS, lambda: self.render(marked, (), {}, generation_prompt=True))
+        except TimeoutError:
+            raise ConfigurationError(
+                f"--hf-checkpoint: the chat template {self._file} takes more than {RENDER_SECONDS:g} s for a "
+                f"conversation of {len(messages)} short messages: does a loop in it never end?"
+            ) from None
+        except TrajectoryError:
+            return None  # said with the messages themselves, which it may refuse as well
+        for message, mark in zip(messages, marked, strict=True):
+            if mark["content"] not in text and not message.get("tool_calls"):
+                return (
+                    f"the chat template {self._file} leaves out messages of the role {message['role']!r} in a "
+                    f"conversation of {', '.join(message['role'] for message in messages)}"
+                )
+        return None
+
+    @property
+    def _file(self) -> Path:
+        """File that the template is from."""
+        directory = Path(self._tokenizer.name_or_path)
+        own = directory / "chat_template.jinja"
+        return own if own.is_file() else directory / "tokenizer_config.json"
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         bos = self._tokenizer.bos_token
@@ -113,8 +166,6 @@ class ChatTemplate:
         generation_prompt: bool,
     ) -> str:
         """Render a conversation. Raises TrajectoryError when the template refuses it."""
-        import jinja2
-
         try:
             text: str = self._tokenizer.apply_chat_template(
                 self._in_known_roles(messages),
@@ -123,8 +174,8 @@ class ChatTemplate:
                 tokenize=False,
                 **{**self._clock, **options},
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:  # errors that templates raise
-            raise TrajectoryError(f"the chat template refuses this conversation: {error}") from error
+        except Exception as error:  # supervision point: a template is code of others, and raises what it likes
+            raise TrajectoryError(f"the chat template refuses this conversation: {shortened(str(error))}") from error
         return text
 
     def _in_known_roles(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
@@ -136,12 +187,10 @@ class ChatTemplate:
     @cached_property
     def _writes_developer(self) -> bool:
         """Return whether the template renders the role developer; many silently skip roles that they don't know."""
-        import jinja2
-
         probe = [{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}]
         try:
             text: str = self._tokenizer.apply_chat_template(probe, tokenize=False, **self._clock)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+        except Exception:  # supervision point: as in ``render``
             return False
         return _PROBE in text
 

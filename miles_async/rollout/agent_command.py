@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from miles_async.errors import RequestRejectedError
+from miles_async.errors import ConfigurationError, RequestRejectedError
 from miles_async.rollout import process_tree
 from miles_async.runtime.network.keys import Secret, without_keys
 from miles_async.runtime.network.proxies import without_proxies_for
@@ -37,9 +38,7 @@ class CommandAgent:
 
     def __init__(self, command: str, *, log_path: Path, api_key: Secret) -> None:
         """``api_key``: what its requests need."""
-        words = shlex.split(command)
-        if words[0] in ("python", "python3"):
-            words[0] = sys.executable
+        words = command_words(command)
         self._command = (sys.executable, "-I", "-S", process_tree.__file__, str(os.getpid()), *words)
         self._log_path = log_path
         self._api_key = api_key
@@ -73,6 +72,19 @@ class CommandAgent:
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(lines[-1]) if lines else None
         return None
+
+
+def command_words(command: str) -> list[str]:
+    """Split a command into its program and arguments. Raises ConfigurationError if there is no such program here."""
+    program, *arguments = shlex.split(command)
+    if program in ("python", "python3"):
+        program = sys.executable
+    if shutil.which(program) is None:
+        raise ConfigurationError(
+            f"--agent-command {command}: there is no program {program!r} in PATH or at that path. No shell reads the "
+            "command; where it needs one, give sh -c '...'"
+        )
+    return [program, *arguments]
 
 
 def _environment(base_url: str, api_key: Secret) -> dict[str, str]:

@@ -44,6 +44,22 @@ def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
     return cast(Kind, loaded)
 
 
+def check_object(path: str, protocol: type, flag: str) -> None:
+    """Check what :func:`load_object` would load, and make none of it yet. Raises ConfigurationError."""
+    named = f"{flag} {path}"
+    loaded = _load(path, named)
+    if inspect.isclass(loaded):
+        try:
+            inspect.signature(loaded).bind()
+        except TypeError as error:
+            raise ConfigurationError(f"{named}: cannot make one without arguments: {error}") from error
+        except ValueError:  # no signature: believed
+            pass
+        loaded = object.__new__(loaded)  # its methods are looked at
+    if problems := list(_problems(loaded, protocol)):
+        raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
+
+
 def load_factory(path: str, make: type[Kind], made: type, flag: str) -> Kind:
     """Load the factory that ``flag`` names: a class like ``made``, or a function, which is called as ``make`` says.
 

@@ -14,7 +14,7 @@ from miles_async.arguments.prompt_limit import trajectory_limit
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.rewards.hub import resolve_reward
 from miles_async.rollout.agent import AgentGenerate, RunAgent
-from miles_async.rollout.agent_command import CommandAgent
+from miles_async.rollout.agent_command import CommandAgent, command_words
 from miles_async.rollout.generate import Began, SingleTurnGenerate
 from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
 from miles_async.runtime.hooks import load_factory, load_object
@@ -193,6 +193,8 @@ def check_hooks(arguments: Arguments) -> None:
         _environment_factory(sessions.environment_path)
     if sessions.agent_path is not None:
         _loaded_agent(sessions.agent_path)
+    if sessions.agent_command is not None:
+        command_words(sessions.agent_command)
     named_parser(sessions.tool_call_parser)
     resolve_run_reward(arguments, run_services(arguments))
 

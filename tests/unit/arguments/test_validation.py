@@ -484,6 +484,11 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
             "--agent-path needs the chat template",
         ),
         case("empty agent", {"agent_command": " "}, "--agent-command is empty"),
+        case(
+            "open quotation",
+            {"agent_command": "python 'agent.py"},
+            "--agent-command python 'agent.py: expected a command as a shell splits it: No closing quotation",
+        ),
         case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
         case(
             "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of qwen, llama3, glm"

@@ -260,6 +260,11 @@ def test_exit_code_tells_how_a_run_ended(
             ],
             "--recompute-modules layernorm: needs Transformer Engine",
         ),
+        (
+            ["--custom-tracker-path", "no_such_module:Tracker"],
+            "--custom-tracker-path no_such_module:Tracker: there is no",
+        ),
+        (["--agent-command", "no-such-agent --fast"], "there is no program 'no-such-agent'"),
         (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
         (["--device", "cuda", "--sglang-enable-nccl-nvls"], "export NCCL_NVLS_ENABLE=1"),
     ],
@@ -316,6 +321,31 @@ def test_a_dry_run_refuses_weights_that_are_not_those_of_the_config(
     change_config(flags, vocab_size=65)
     assert main([*flags, "--dry-run"]) == 2
     assert "model.embed_tokens.weight is [64, 128], and by config.json [65, 128]" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_rows_of_roles_that_the_template_does_not_know(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    row = {"prompt": [{"role": "humann", "content": "rev 1"}], "label": "1"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    assert main([*flags, "--dry-run"]) == 2
+    assert "train.jsonl:1: expected messages of the roles assistant, dev" in (told := capsys.readouterr().err)
+    assert "found role 'humann'" in told
+
+
+def test_a_dry_run_refuses_a_template_that_does_not_end(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("miles_async.prompts.templates.RENDER_SECONDS", 0.5)
+    template = change_config(flags) / "chat_template.jinja"
+    loop = "{% for i in range(10**5) %}{% for j in range(3000) %}{% endfor %}{% endfor %}"  # minutes
+    template.write_text(loop + template.read_text())
+    assert main([*flags, "--dry-run"]) == 2
+    assert f"the chat template {template} takes more than 0.5 s" in capsys.readouterr().err
+    template.write_text(template.read_text().replace("10**5", "10**9"))
+    load_tokenizer.cache_clear()
+    assert main([*flags, "--dry-run"]) == 2
+    assert "the chat template refuses this conversation: Range too big" in capsys.readouterr().err
 
 
 def test_a_dry_run_refuses_a_model_without_tokenizer_or_template(flags: list[str], capsys: pytest.CaptureFixture[str]):

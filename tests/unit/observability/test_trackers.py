@@ -15,7 +15,7 @@ from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.tracker import CompositeTracker, age_metrics
-from miles_async.observability.trackers import open_trackers
+from miles_async.observability.trackers import check_tracker, open_trackers
 
 
 class RecordingTracker:
@@ -161,5 +161,22 @@ def test_a_tracker_of_the_users_is_given_what_the_others_get(tmp_path: Path, mon
 
 def test_a_tracker_of_the_users_is_checked_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = user_tracker(tmp_path, monkeypatch, "class Notes:\n    def log(self, metrics): ...\n")
-    with pytest.raises(ConfigurationError, match=r"--custom-tracker-path .* log\(\) must take .*; it has no finish"):
-        open_trackers(arguments, {})
+    for begin in (check_tracker, lambda arguments: open_trackers(arguments, {})):
+        with pytest.raises(
+            ConfigurationError, match=r"--custom-tracker-path .* log\(\) must take .*; it has no finish"
+        ):
+            begin(arguments)
+
+
+def test_checking_a_tracker_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = "\n    def __init__(self):\n        steps.append('made')\n"
+    arguments = user_tracker(tmp_path, monkeypatch, NOTES.replace("class Notes:\n", f"class Notes:{made}\n"))
+    check_tracker(arguments)
+    import noting_trackers
+
+    assert noting_trackers.steps == []
+    arguments = user_tracker(
+        tmp_path, monkeypatch, NOTES.replace("class Notes:\n", "class Notes:\n" + "    def __init__(self, url): ...\n")
+    )
+    with pytest.raises(ConfigurationError, match=r"cannot make one without arguments: .*url"):
+        check_tracker(arguments)

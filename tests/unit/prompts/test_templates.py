@@ -82,6 +82,25 @@ def test_missing_files_are_named(tmp_path: Path, directory: Path):
         ChatTemplate(without_template, apply_chat_template=False).encode([{"role": "user", "content": "rev"}])
 
 
+def test_messages_that_the_template_leaves_out_are_the_prompts_fault(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    users = "{% for m in messages if m['role'] in ['user', 'critic'] %}{{ m['content'] | trim }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", users)
+    template = ChatTemplate(tokenizer, apply_chat_template=True)
+    asked = {"role": "user", "content": " 1"}
+    for refused in (template.check, template.encode, template.check):
+        with pytest.raises(TrajectoryError, match=r"leaves out messages of the role 'system' in a .* of system, user"):
+            refused([{"role": "system", "content": "2"}, asked])
+        with pytest.raises(TrajectoryError, match=r"roles assistant, .* names, found role 'human'"):
+            refused([{"role": "human", "content": "1"}])
+    template.check([{"role": "critic", "content": "1"}, asked])
+
+
+def test_whatever_a_template_raises_is_told(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ 1 // 0 }}")
+    with pytest.raises(TrajectoryError, match=r"the chat template refuses this conversation: .*division"):
+        ChatTemplate(tokenizer, apply_chat_template=True).encode("1")
+
+
 def test_a_prompt_that_the_template_refuses_is_the_prompts_fault(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('users only') }}")
     template = ChatTemplate(tokenizer, apply_chat_template=True)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from miles_async.api import Agent
-from miles_async.errors import RequestRejectedError, ServiceUnavailableError, TransientEngineError
+from miles_async.errors import ConfigurationError, RequestRejectedError, ServiceUnavailableError, TransientEngineError
 from miles_async.rollout import process_tree
 from miles_async.rollout.agent import AgentGenerate
 from miles_async.rollout.agent_command import CommandAgent
@@ -271,10 +271,16 @@ async def test_a_command_that_fails_says_so_with_its_last_words(tmp_path: Path, 
 
 
 async def test_a_command_that_cannot_be_run_says_so(tmp_path: Path) -> None:
-    agent = CommandAgent("no-such-command", log_path=tmp_path / "agents.log", api_key=KEYS.sessions.agents)
+    for program in ("no-such-command", str(tmp_path / "absent.py"), "MODEL=1 python agent.py"):
+        with pytest.raises(ConfigurationError, match=rf"--agent-command {program}: there is no program .* sh -c"):
+            CommandAgent(program, log_path=tmp_path / "agents.log", api_key=KEYS.sessions.agents)
+    script = tmp_path / "agent"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o700)
+    agent = CommandAgent(str(script), log_path=tmp_path / "agents.log", api_key=KEYS.sessions.agents)
     with pytest.raises(RequestRejectedError, match="status 127"):
         await agent("http://x/v1", PROMPT)
-    assert "no-such-command: " in (tmp_path / "agents.log").read_text()
+    assert f"{script}: " in (tmp_path / "agents.log").read_text()
 
 
 async def test_only_the_end_of_what_a_command_prints_is_read(tmp_path: Path) -> None:
