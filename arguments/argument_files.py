@@ -61,10 +61,15 @@ def _read_words(path: Path, word: str, including: tuple[Path, ...]) -> list[str]
     words: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
-            words += shlex.split(without_comment(line).rstrip().removesuffix("\\"))
+            words += split_line(line)
         except ValueError as error:
             raise ConfigurationError(f"{path}:{number}: {error}: {line.strip()!r}") from None
     return words
+
+
+def split_line(line: str) -> list[str]:
+    """Words of a line, as a shell would read them. Raises ValueError."""
+    return shlex.split(without_comment(line).rstrip().removesuffix("\\"))
 
 
 def without_comment(line: str) -> str:

@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from miles_async.arguments import Arguments
@@ -20,8 +21,6 @@ from miles_async.errors import ConfigurationError
 
 def check_model(arguments: Arguments) -> Iterator[str]:
     """Check that the model directories hold complete models."""
-    if arguments.model.hf_checkpoint is None:
-        yield "--hf-checkpoint is required: a Hugging Face directory with the initial weights"
     models = {
         "--hf-checkpoint": arguments.model.hf_checkpoint,
         "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
@@ -69,16 +68,20 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
         )
 
 
-def check_prompt_files(arguments: Arguments) -> Iterator[str]:
-    """Check that prompt files exist; ``miles_async.prompts`` checks their rows."""
-    if arguments.data.prompt_data is None:
-        yield "--prompt-data is required: a .jsonl or .parquet file of prompts"
-    files = [("--prompt-data", arguments.data.prompt_data)]
+def check_data_sets(arguments: Arguments) -> Iterator[str]:
+    """Check the form of --eval-prompt-data."""
     try:
-        held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
-        files += [("--eval-prompt-data", path) for path in held_out.values()]
+        parse_data_sets(arguments.evaluation.eval_prompt_data or ())
     except ConfigurationError as error:
         yield str(error)
+
+
+def check_prompt_files(arguments: Arguments) -> Iterator[str]:
+    """Check that prompt files exist; ``miles_async.prompts`` checks their rows."""
+    files = [("--prompt-data", arguments.data.prompt_data)]
+    with suppress(ConfigurationError):  # check_data_sets reports it
+        held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
+        files += [("--eval-prompt-data", path) for path in held_out.values()]
     for flag, path in files:
         if path is None:
             continue

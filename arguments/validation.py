@@ -33,6 +33,7 @@ from miles_async.arguments.specification import MODULE_ATTR
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.supervised_checks import check_supervised
 from miles_async.arguments.surroundings import (
+    check_data_sets,
     check_model,
     check_model_fits,
     check_outputs,
@@ -50,12 +51,33 @@ def validate(arguments: Arguments, given: Mapping[str, Given] = MappingProxyType
     ``given``: flags of other systems that have to agree with the arguments and the model.
     """
     problems = list(range_problems(arguments))
-    own = SUPERVISED_CHECKS if arguments.algorithm.supervised else SAMPLED_CHECKS
-    checks = (*COMMON_CHECKS, *own, *(() if problems else DIVIDING_CHECKS))
+    checks = _checks(arguments, divide=not problems)
     problems += [problem for check in checks for problem in check(arguments)]
     problems += check_foreign(arguments, given)
     problems += check_needs(arguments, problems)
     refuse(problems)
+
+
+def flag_problems(arguments: Arguments) -> list[str]:
+    """Problems that flags have by themselves, on any machine: files, directories and ports are not looked at."""
+    problems = list(range_problems(arguments))
+    for check in _checks(arguments, divide=not problems):
+        if check not in SURROUNDING_CHECKS:
+            problems += check(arguments)
+    return [*problems, *check_needs(arguments, problems)]
+
+
+def _checks(arguments: Arguments, *, divide: bool) -> tuple[Check, ...]:
+    own = SUPERVISED_CHECKS if arguments.algorithm.supervised else SAMPLED_CHECKS
+    return (*COMMON_CHECKS, *own, *(DIVIDING_CHECKS if divide else ()))
+
+
+def check_required(arguments: Arguments) -> Iterator[str]:
+    """Check that flags without a default are given."""
+    if arguments.model.hf_checkpoint is None:
+        yield "--hf-checkpoint is required: a Hugging Face directory with the initial weights"
+    if arguments.data.prompt_data is None:
+        yield "--prompt-data is required: a .jsonl or .parquet file of prompts"
 
 
 def check_ranks(arguments: Arguments) -> Iterator[str]:
@@ -301,12 +323,14 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
 
 
 COMMON_CHECKS: tuple[Check, ...] = (
+    check_required,
     check_model,
     check_recomputation,
     check_adapters,
     check_shared_prefixes,
     check_ahead_layers,
     check_megatron_fields,
+    check_data_sets,
     check_prompt_files,
     check_bad_steps,
     check_outputs,
@@ -341,3 +365,11 @@ SUPERVISED_CHECKS: tuple[Check, ...] = (check_supervised,)
 
 DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches, check_server_groups, check_ports)
 """They divide by sizes, so they wait until every size is at least 1."""
+
+SURROUNDING_CHECKS: tuple[Check, ...] = (
+    check_model,
+    check_prompt_files,
+    check_outputs,
+    check_router_port,
+)
+"""Checks that look at the machine; the others read at most config.json, and do without where it is missing."""

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
+from miles_async.arguments.foreign.defaults import DEFAULTS
 from miles_async.arguments.foreign.record import ForeignFlag
 from miles_async.arguments.foreign.verl import KEYS
 
@@ -29,14 +30,17 @@ recipes of `examples/migrate/`; not edited by hand.
 A command line of slime or miles is mostly one of ours, and most keys of verl's configuration are flags here. Give your
 paths, your cluster, and how old data may be: `--max-weight-staleness 2 --use-rollout-logprobs`, or `--on-policy` for
 their synchronous loop. `--dry-run` then lists every flag that changes nothing here, and refuses what cannot work with
-the reason.
+the reason. What a command line leaves out has *our* default; a few of theirs differ, and `miles-async migrate` writes
+them out ([list](#defaults)).
 
     miles-async migrate run-qwen3-4B.sh > qwen3-4b.args
 
 This command reads a script of theirs (arrays, variables, arithmetic, sourced files; it is not run) and prints the
-flags that remain here, what became of the others and why, and which variables it could not know. Exit code 1 means
-that something could not be mapped. Scripts of verl, with their `key=value`, are read by this command only. A script in
-Python decides its flags as it runs: `miles-async migrate -` reads the command that it prints.
+flags that remain here, defaults that differ, what became of the other flags and why, and which variables it could not
+know. Exit code 1 means that something could not be mapped or known, or that `train` would refuse the result; the
+reasons are printed. Files are not looked at: `--dry-run` does that. Scripts of verl, with their `key=value`, are read
+by this command only. A script in Python decides its flags as it runs: `miles-async migrate -` reads the command that it
+prints.
 
 Flags of Megatron-LM that are fields of its configs work under their own name, as `--megatron-X` and as `--X`;
 `miles-async train --help-megatron` lists them. Those that have a flag of ours, or that the run decides, are refused
@@ -69,11 +73,30 @@ def lines() -> Iterator[str]:
     for value in FOREIGN_VALUES.values():
         here = f"works, as `{' '.join(value.ours)}`" if value.ours else "refused"
         yield f"| `{value.flag} {value.value}` | {here} | {_as_code(value.note)} |"
+    yield from _defaults()
     yield from _verl()
     yield from ("", "## Recipes side by side")
     for name in RECIPES:
         yield from ("", f"### {name}", "", "```bash", (EXAMPLES / f"{name}.sh").read_text().rstrip(), "```", "")
         yield from ("Here:", "", "```", (EXAMPLES / f"{name}.args").read_text().rstrip(), "```")
+
+
+def _defaults() -> Iterator[str]:
+    yield from (
+        "",
+        "## Defaults",
+        "",
+        "Those of slime and miles that differ from ours and decide what is trained. `miles-async migrate` writes them",
+        "where a script does not give the flag.",
+        "",
+        "| theirs, in our flags | unless there is | only with |",
+        "|---|---|---|",
+    )
+    for row in DEFAULTS:
+        unless = ", ".join(f"`{flag}`" for flag in row.unless)
+        value = f" {row.value}" if isinstance(row.value, str) and row.value else ""
+        shown = f"`{row.flag}{value}`" + (f": {row.about}" if row.about else "")
+        yield f"| {shown} | {unless} | {f'`{row.needs}`' if row.needs else ''} |"
 
 
 def _verl() -> Iterator[str]:

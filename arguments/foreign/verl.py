@@ -277,7 +277,7 @@ KEYS: tuple[VerlKey, ...] = (
     _noted("trainer.resume_mode", "auto is --load with the directory of --save; --max-run-restarts restarts a run"),
     _is("trainer.resume_from_path", "--load", unset="None"),
     _noted("trainer.val_before_train", "the first and the last weights are always evaluated"),
-    _noted("trainer.log_val_generations", "--save-debug-rollout-data writes samples"),
+    _noted("trainer.log_val_generations", "it logs answers of the validation; an evaluation here keeps sums only"),
     _noted("trainer.balance_batch", "tokens always are balanced over data-parallel ranks"),
     _noted("trainer.critic_warmup", _CRITIC),
     _noted("trainer.use_legacy_worker_impl", "it chooses among verl's own parts"),

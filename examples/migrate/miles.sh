@@ -6,6 +6,7 @@ LORA_ARGS=(
 )
 ROLLOUT_ARGS=(
    --prompt-data /root/dapo-math-17k.jsonl
+   --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
    --rm-type math
    --num-rollout 300 --rollout-batch-size 16 --n-samples-per-prompt 8
    --rollout-max-response-len 2048 --rollout-temperature 1

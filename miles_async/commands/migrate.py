@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from miles_async.arguments.argument_files import split_line
+from miles_async.arguments.foreign.defaults import untold_defaults
 from miles_async.arguments.foreign.translate import Translation, mentions, translate
 from miles_async.arguments.megatron_fields import as_megatron_flags
+from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
 from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
+from miles_async.arguments.validation import flag_problems
+from miles_async.commands.checks import passed_on_problems
 from miles_async.commands.parser import CommandParser
 from miles_async.commands.shell_script import ShellCommand, find_command
 from miles_async.commands.verl_overrides import PROGRAMS as VERL_PROGRAMS
 from miles_async.commands.verl_overrides import FromVerl, from_verl
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.cluster.ray_address import with_ray_address
 
 PROGRAMS = ("train.py", "train_async.py", *VERL_PROGRAMS)
 
 DESCRIPTION = """\
-Print the flags of `miles-async train` for a script of slime, miles or verl, one per line; then the flags that are not
-needed here and those that could not be mapped, with the reasons. The script is read, not run. The exit code is 1 if a
-flag could not be mapped."""
+Print the flags of `miles-async train` for a script of slime, miles or verl, one per line, with those of its defaults
+that differ from ours; then the flags that are not needed here, those that could not be mapped, and what `train` would
+refuse, with the reasons. The script is read, not run; files that it names are not looked at. The exit code is 1 if the
+result is not whole, or would be refused."""
 
-# How old data may be is what the other systems have no flag for: their loop decides it.
+# How old data may be is what the other systems have no flag for, mostly: their loop decides it.
 SYNCHRONOUS = """\
 # train.py generates and trains in turns, which is --on-policy. Asynchronously, with ages of at most two versions, it is
 # --max-weight-staleness 2 --use-rollout-logprobs; without --colocate, with GPUs for each side (--rollout-num-gpus).
 --on-policy
+"""
+TAKING_TURNS = """\
+# Engines that share the trainer's GPUs get weights there, and one that fails ends the run.
+--weight-transport ipc
+--engine-max-restarts 0
 """
 ONE_STEP_OFF = """\
 # train_async.py trains on what the version before generated.
@@ -43,8 +55,13 @@ VERL = """\
 --rm-type math
 --max-weight-staleness 2
 """
+CLUSTER = """\
+# Several nodes are a Ray cluster, which the run joins.
+--ray-address auto
+"""
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
+BOUNDS = {"--max-weight-staleness", "--on-policy"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,12 +80,39 @@ def migrate(words: Sequence[str]) -> int:
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script, or - for a command line on stdin")
     script: Path = parser.parse_args(words).script
     command = _command(script)
-    verl = from_verl(command.words) if command.program in VERL_PROGRAMS else FromVerl(words=command.words)
+    is_verl = command.program in VERL_PROGRAMS
+    verl = from_verl(command.words) if is_verl else FromVerl(words=command.words)
     migrated = _sorted_out(translate(verl.words))
     migrated.not_needed += verl.not_needed
     migrated.unmapped += verl.unmapped
-    print("".join(_lines(script, command, migrated)), end="")
-    return 1 if migrated.unmapped or command.missing else 0
+    flags = list(_flags(command, migrated, {} if is_verl else values_by_flag(command.words)))
+    refused = refusals("".join(flags))
+    title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
+    remarks = [*_remarks(command, migrated), *_section("`train` would refuse this", refused)]
+    print("".join([title, *flags, *remarks]), end="")
+    return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0
+
+
+def values_by_flag(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Flag → its values, of its last mention; ``--x=1`` is split."""
+    found: dict[str, tuple[str, ...]] = {}
+    for flag, values in mentions(words):
+        name, equals, value = flag.partition("=")
+        found[name] = (value, *values) if equals else values
+    return found
+
+
+def refusals(text: str) -> list[str]:
+    """Why ``miles-async train @FILE`` refuses ``text``, on a machine that has all files that it names."""
+    try:
+        arguments = parse_arguments([word for line in text.splitlines() for word in split_line(line)]).arguments
+    except ConfigurationError as error:
+        lines = str(error).splitlines()
+        return [line.removeprefix("  - ") for line in lines[1:] or lines]
+    except ValueError as error:  # a value of several lines
+        return [str(error)]
+    arguments = replace(arguments, cluster=with_ray_address(arguments.cluster))
+    return [*flag_problems(arguments), *passed_on_problems(arguments)]
 
 
 def _command(script: Path) -> ShellCommand:
@@ -109,15 +153,34 @@ def _sorted_out(translation: Translation) -> Migrated:
     )
 
 
-def _lines(script: Path, command: ShellCommand, migrated: Migrated) -> Iterator[str]:
-    yield f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
+def _flags(command: ShellCommand, migrated: Migrated, told: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Lines of flags, with comments. ``told``: what the script itself gives, if its defaults are slime's."""
     yield from (f"{shlex.join(words)}\n" for words in migrated.words)
-    given = {words[0] for words in migrated.words}
-    if command.program == "train.py":
+    given = values_by_flag([word for words in migrated.words for word in words])
+    supervised = given.get("--loss-type") == ("sft_loss",)
+    if command.program not in VERL_PROGRAMS:
+        defaults = [f"{shlex.join(words)}\n" for words in untold_defaults({**told, **given}, supervised)]
+        yield from ["# Defaults of slime and miles that differ from ours.\n", *defaults] if defaults else []
+    if given.get("--actor-num-nodes", ("1",)) != ("1",) and "--ray-address" not in given:
+        yield CLUSTER
+    if not supervised:
+        yield from _loop(command.program, set(given))
+
+
+def _loop(program: str, given: set[str]) -> Iterator[str]:
+    """Lines about how old data may be, and what corrects for it."""
+    if program == "train.py" and not given & BOUNDS:
         yield SYNCHRONOUS
-    else:
-        yield VERL if command.program in VERL_PROGRAMS else ONE_STEP_OFF
-        yield "" if given & CORRECTIONS else CORRECTION
+        yield TAKING_TURNS if "--colocate" in given else ""
+        return
+    if program in VERL_PROGRAMS:
+        yield VERL
+    elif not given & BOUNDS:
+        yield ONE_STEP_OFF
+    yield "" if given & CORRECTIONS else CORRECTION
+
+
+def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
     yield from _section("Not needed here", migrated.not_needed)
     if migrated.checked:
         yield from _section("Left out, since config.json of --hf-checkpoint says it", [", ".join(migrated.checked)])

@@ -32,7 +32,8 @@ CKPT_ARGS=(
 ROLLOUT_ARGS=(--prompt-data /root/dapo.jsonl
    --rm-type math   # not the other one
    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
-   --num-rollout ${STEPS:-3000} --rollout-stop '#')
+   --num-rollout ${STEPS:-3000} --rollout-stop '#' --n-samples-per-prompt 8
+   --label-key label --apply-chat-template)
 ROLLOUT_ARGS+=(--balance-data)
 WANDB_ARGS=(
    # --use-wandb
@@ -49,7 +50,7 @@ ray job submit --address="http://127.0.0.1:8265" \
    }' \
    -- python3 PROGRAM \
    --actor-num-nodes 1 --actor-num-gpus-per-node 8 \
-   --tensor-model-parallel-size ${TP} \
+   --tensor-model-parallel-size ${TP} --colocate \
    ${MODEL_ARGS[@]} "${CKPT_ARGS[@]}" ${ROLLOUT_ARGS[@]} \
    ${WANDB_ARGS[@]} $SGLANG
 """
@@ -60,13 +61,14 @@ MODEL = """MODEL_ARGS=(
 )
 """
 WORDS = [
-    *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "2"),
+    *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "2", "--colocate"),
     *("--num-layers", "36", "--swiglu", "--rotary-base", "1000000"),
     *("--hf-checkpoint", "/models/Qwen3-4B/", "--ref-load", "/models/Qwen3-4B_torch_dist"),
     *("--save", "/root/my checkpoints", "--save-interval", "20"),
     *("--prompt-data", "/root/dapo.jsonl", "--rm-type", "math", "--dynamic-sampling-filter-path"),
     *("slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std", "--num-rollout", "3000"),
-    *("--rollout-stop", "#", "--balance-data"),
+    *("--rollout-stop", "#", "--n-samples-per-prompt", "8", "--label-key", "label", "--apply-chat-template"),
+    "--balance-data",
     *("--sglang-mem-fraction-static", "0.7", "--rollout-num-gpus-per-engine", "2"),
 ]
 
@@ -111,6 +113,7 @@ def test_what_is_printed_is_read_by_train(tmp_path: Path, capsys: pytest.Capture
     assert arguments.rewards.group_filter == ("zero_variance",)
     assert arguments.engines.sglang_extra == ("--mem-fraction-static", "0.7")
     assert arguments.staleness.on_policy
+    assert (arguments.cluster.rollout_num_gpus, arguments.engines.engine_max_restarts) == (8, 0)
     assert not parsed.notes
     assert not parsed.checks
     assert "#   --balance-data changes nothing: tokens always are balanced" in text
@@ -124,6 +127,89 @@ def test_train_async_has_a_bound_and_a_correction(tmp_path: Path, capsys: pytest
     assert "--max-weight-staleness 1\n--use-rollout-logprobs\n" in text
     script = written(tmp_path, "train_async.py --use-tis")
     assert "--use-rollout-logprobs" not in migrated(script, capsys)[1]
+
+
+@pytest.mark.parametrize("program", ["train.py", "train_async.py"])
+def test_a_bound_of_the_script_stays(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = migrated(written(tmp_path, f"{program} --max-weight-staleness 2"), capsys)
+    (tmp_path / "run.args").write_text(text)
+    staleness = parse_arguments([f"@{tmp_path}/run.args"]).arguments.staleness
+    assert (staleness.max_weight_staleness, staleness.on_policy) == (2, False)
+    assert "\n--use-rollout-logprobs\n" in text
+
+
+def from_stdin(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"python3 train.py {words}\n"))
+    status = main(["migrate", "-"])
+    return status, capsys.readouterr().out
+
+
+def test_defaults_of_slime_are_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--use-kl-loss --eval-prompt-data aime a.jsonl --rollout-temperature 0.8"
+    _, text = from_stdin(words, monkeypatch, capsys)
+    (tmp_path / "run.args").write_text(text)
+    arguments = parse_arguments([f"@{tmp_path}/run.args"]).arguments
+    data, algorithm, optimizer = arguments.data, arguments.algorithm, arguments.optimizer
+    assert (data.input_key, data.label_key, data.apply_chat_template, data.rollout_shuffle) == (
+        *("input", None, False, False),
+    )
+    assert (arguments.rollout.n_samples_per_prompt, arguments.cluster.actor_num_gpus_per_node) == (1, 8)
+    assert (algorithm.loss_aggregation, algorithm.eps_clip_c, algorithm.kl_loss_type) == ("sequence_mean", None, "k1")
+    assert (optimizer.lr_decay_style, optimizer.weight_decay, optimizer.adam_beta2) == ("linear", 0.01, 0.999)
+    assert arguments.evaluation.eval_temperature == 0.8
+
+
+def test_defaults_stay_out_where_the_script_decides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = from_stdin("--input-key=q --apply-chat-template --calculate-per-token-loss", monkeypatch, capsys)
+    for absent in ("--input-key input", "--no-apply", "--loss-aggregation", "--kl-loss-type", "--eval-temperature"):
+        assert f"\n{absent}" not in text
+    assert "--input-key q\n" in text or "--input-key=q\n" in text
+
+
+def test_a_script_of_supervised_fine_tuning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--hf-checkpoint m --prompt-data p.parquet --input-key messages --apply-chat-template --rollout-batch-size 8 "
+        "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --calculate-per-token-loss"
+    )
+    status, text = from_stdin(words, monkeypatch, capsys)
+    assert status == 0, text
+    assert "--on-policy" not in text
+    assert "--eps-clip-c" not in text
+
+
+def test_what_train_refuses_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--hf-checkpoint m --prompt-data p.jsonl --apply-chat-template --n-samples-per-prompt 8 --rm-type math"
+    fine = f"{words} --label-key label"
+    assert from_stdin(fine, monkeypatch, capsys)[0] == 0
+    refused = {
+        words: "--rm-type math compares with a label: --label-key none leaves it without",
+        f"{fine} --rollout-top-p 0.9": "--rollout-top-p 0.9: SGLang samples from what is left",
+        f"{fine} --lr fast": "--lr: expected a number, found 'fast'",
+        f"{fine} --eval-interval 5": "--eval-interval 5 has no effect without --eval-prompt-data",
+        f"{fine} --sglang-frobnicate 1": "--sglang-frobnicate is passed on",
+        f"{fine} --moe-permute-fusion maybe": "moe-permute-fusion",
+    }
+    for given, reason in refused.items():
+        status, text = from_stdin(given, monkeypatch, capsys)
+        assert status == 1
+        assert reason in text.partition("# `train` would refuse this:\n#   ")[2]
+
+
+def test_sides_that_share_gpus_and_several_nodes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
+    status, text = from_stdin(f"{words} --colocate", monkeypatch, capsys)
+    assert status == 0, text
+    status, text = from_stdin(f"{words} --actor-num-nodes 2", monkeypatch, capsys)
+    assert status == 0, text
+    assert "\n--ray-address auto\n" in text
 
 
 def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +230,7 @@ def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, capsys: pytest.C
 
 def test_a_command_line_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("+ python3 /root/miles/train.py --lr 1e-6 --hf-checkpoint m\n"))
-    assert main(["migrate", "-"]) == 0
+    assert main(["migrate", "-"]) == 1  # neither prompts nor a reward
     assert "--lr 1e-6\n--hf-checkpoint m\n" in capsys.readouterr().out
 
 

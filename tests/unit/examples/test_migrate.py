@@ -39,7 +39,10 @@ def test_what_ours_says_is_printed(name: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_ours_is_in_order(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ours_is_in_order(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
     config, gpus = MODELS[name]
     model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
     build_tokenizer().save_pretrained(model)

@@ -1,0 +1,67 @@
+"""Defaults of slime and miles that differ from ours and decide what is trained; ``miles-async migrate`` writes them.
+
+What differs and does not is left alone (``--sequence-parallel``, ``--async-save``, ``--max-tokens-per-gpu``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+Given = Mapping[str, Sequence[str]]
+"""Flag → its values, of a command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignDefault:
+    """One default, as our words for it."""
+
+    flag: str
+    value: str | Callable[[Given], str]
+    _: KW_ONLY
+    unless: tuple[str, ...] = ()  # flags that decide it besides ``flag`` and its opposite
+    needs: str | None = None  # flag without which it has no effect, and would be refused
+    runs: Literal["all", "sampled"] = "all"  # sampled: refused with --loss-type sft_loss
+    about: str = ""  # the value, where other flags decide it
+
+
+def _temperature(given: Given) -> str:
+    return " ".join(given.get("--rollout-temperature", ("1.0",)))
+
+
+def _shared_gpus(given: Given) -> str:
+    (nodes,), (gpus,) = given.get("--actor-num-nodes", ("1",)), given.get("--actor-num-gpus-per-node", ("8",))
+    return str(int(nodes) * int(gpus)) if nodes.isdigit() and gpus.isdigit() else f"{nodes}*{gpus}"
+
+
+DEFAULTS: tuple[ForeignDefault, ...] = (
+    ForeignDefault("--input-key", "input"),
+    ForeignDefault("--label-key", "none"),
+    ForeignDefault("--no-apply-chat-template", ""),
+    ForeignDefault("--no-rollout-shuffle", ""),
+    ForeignDefault("--n-samples-per-prompt", "1"),
+    ForeignDefault("--actor-num-gpus-per-node", "8"),
+    ForeignDefault("--rollout-num-gpus", _shared_gpus, needs="--colocate", about="those that train"),
+    ForeignDefault("--loss-aggregation", "sequence_mean", unless=("--calculate-per-token-loss",)),
+    ForeignDefault("--eps-clip-c", "none", runs="sampled"),
+    ForeignDefault("--kl-loss-type", "k1", needs="--use-kl-loss", runs="sampled"),
+    ForeignDefault(
+        "--eval-temperature", _temperature, needs="--eval-prompt-data", runs="sampled", about="that of training"
+    ),
+    ForeignDefault("--lr-decay-style", "linear"),
+    ForeignDefault("--weight-decay", "0.01"),
+    ForeignDefault("--adam-beta2", "0.999"),
+)
+"""As of August 2026. Those of the optimizer are Megatron-LM's."""
+
+
+def untold_defaults(given: Given, supervised: bool) -> Iterator[tuple[str, ...]]:
+    """Yield our words for each default that the flags of ``given`` leave untold."""
+    for default in DEFAULTS:
+        opposite = default.flag.replace("--no-", "--", 1)
+        told = any(flag in given for flag in (default.flag, opposite, *default.unless))
+        if told or (default.needs and default.needs not in given) or (supervised and default.runs == "sampled"):
+            continue
+        value = default.value if isinstance(default.value, str) else default.value(given)
+        yield (default.flag, value) if value else (default.flag,)
