@@ -24,20 +24,14 @@ class EnginesArguments:
     engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS")
     engine_max_restarts: int = flag(
         3,
-        "restarts allowed within --engine-restart-window, per engine before it is given up and per client process "
-        "before the run ends; failed first starts of engines count, too",
+        "restarts allowed within --engine-restart-window, per engine before it is given up; failed first "
+        "starts count, too",
     )
     engine_restart_window: float = flag(
         3600.0, "seconds for which a restart counts against --engine-max-restarts", metavar="SECONDS"
     )
     request_timeout: float = flag(600.0, "seconds one generation request may take", metavar="SECONDS")
     request_retries: int = flag(5, "tries on another engine after a transient error, with exponential backoff")
-    rollout_client_processes: int = flag(
-        0,
-        "processes that send generation requests to the training engines; 0: the rollout process sends them, which "
-        "suffices up to about 700 requests per second (each turn of an agent is one). Use 1 beyond that, or if "
-        "`miles-async plan` says so: it relieves the rollout process of a third of its work",
-    )
     sglang_router_policy: str = flag("consistent_hashing", "how smg distributes requests over engines")
     sglang_router_port: int | None = flag(
         None, "port of the router, which then listens at this node's address (default: a free one, on loopback)"

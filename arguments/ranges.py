@@ -38,7 +38,6 @@ AT_LEAST: dict[str, int] = {
     "rm_code_memory": 256,
     "max_turns": 1,
     "session_server_workers": 1,
-    "rollout_client_processes": 0,
     "max_tokens_per_turn": 1,
     "max_sample_failures": 0,
     "max_prompt_attempts": 1,

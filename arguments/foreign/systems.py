@@ -50,7 +50,7 @@ SYSTEMS: tuple[ForeignFlag, ...] = (
         "set the variables where you start the command; --forward-env says which of them reach every process",
     ),
     _switch("--use-fault-tolerance", "noted", "engines always are watched, restarted and brought up to date"),
-    _switch("--use-distributed-post", "noted", "--rollout-client-processes has processes beside ours send requests"),
+    _switch("--use-distributed-post", "noted", "one process sends up to about 700 requests per second"),
     _flag(
         "--sglang-server-concurrency",
         "works",

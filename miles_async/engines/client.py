@@ -16,14 +16,15 @@ import uuid
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
+import aiohttp
 import structlog
 
 from miles_async.arguments.routing import RouterShape
 from miles_async.engines.answer_guard import check_answer
-from miles_async.engines.http import ERROR_TEXT
+from miles_async.engines.http import ERROR_TEXT, Http
 from miles_async.engines.kind import InferenceServer
-from miles_async.engines.posting.http_post import Answer, Post
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.routed_experts import experts_of
 from miles_async.engines.traffic import Traffic
@@ -33,6 +34,9 @@ from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.types import GenerateRequest, Generation, VersionSpan
 
 log = structlog.get_logger(__name__)
+
+ROUTING_KEY = "X-SMG-Routing-Key"  # the only header that consistent hashing looks at
+ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 
 _ABORT_SECONDS = 1.0
 _ABORT_CALLS = 256  # at once
@@ -48,13 +52,23 @@ at dispatch, tokens that the engine may have in flight) → spans. Raises Versio
 """
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """HTTP answer of any status."""
+
+    status: int
+    content_type: str
+    engine_url: str  # of the engine that answered, which the router names
+    body: bytes
+
+
 class RouterClient:
     """Implements ``api.EngineClient``. One per run, on one event loop."""
 
     def __init__(
         self,
         server: InferenceServer,
-        post: Post,
+        http: Http,
         registry: EngineRegistry,
         traffic: Traffic,
         *,
@@ -68,7 +82,7 @@ class RouterClient:
         routers: RouterShape | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        """``post``: to the path ``server.generate_path``.
+        """``http``: its connections, on this event loop.
         ``keep_aborted``: when a publication aborts requests, return what was generated instead of repeating them.
         ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
         ``backoff_seconds``: before the first retry, with jitter; doubles up to 10 s.
@@ -76,7 +90,7 @@ class RouterClient:
         ``vocabulary``: number of token ids of the model; None: not known.
         """
         self._traffic = traffic
-        self._post = post
+        self._http = http
         self._registry = registry
         self._server = server
         self._router_url = router_url
@@ -167,6 +181,22 @@ class RouterClient:
         if answer.status != 200:
             raise http_error(answer.status, answer.body.decode(errors="replace"))
         return answer
+
+    async def _post(self, url: str, routing_key: str, body: bytes) -> Answer:
+        """Has no deadline of its own; cancellation closes the connection."""
+        headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._http.as_client}
+        try:
+            async with self._http.session.post(
+                url + self._server.generate_path, data=body, headers=headers
+            ) as response:
+                return Answer(
+                    status=response.status,
+                    content_type=response.headers.get("Content-Type", ""),
+                    engine_url=response.headers.get(ROUTED_WORKER, url),
+                    body=await response.read(),
+                )
+        except aiohttp.ClientError as error:
+            raise TransientEngineError(f"connection to {url} failed: {error!r}") from error
 
     async def _abort(self, request_id: str) -> None:
         """Abort a request that is no longer awaited, since engines notice closed connections late.

@@ -20,8 +20,6 @@ from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.kind import InferenceServer
 from miles_async.engines.load import Loads
-from miles_async.engines.posting.http_post import posting_over
-from miles_async.engines.posting.processes import ClientProcesses, client_process
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import RouterMetrics
@@ -51,14 +49,13 @@ class EngineStack:
         keys: EngineKeys | None = None,
         routers: RouterShape | None = None,
         vocabulary: int | None = None,
-        client_processes: int = 0,
     ) -> None:
         """Nothing runs and no socket is open before :meth:`start`.
 
         ``calls``: makes the calls that the engines understand. ``name``: name of the router and its log. ``port``: the
         router's, None for a free one. ``keys``: of engines and router, None on loopback only. ``routers``: of the
         model's mixtures, if answers tell the experts that they chose. ``vocabulary``: number of the model's token ids;
-        None: not known. ``client_processes``: that send generation requests; 0 to send them from this process.
+        None: not known.
         """
         self.http = Http(keys, network.tls)
         self.registry = EngineRegistry()
@@ -92,15 +89,9 @@ class EngineStack:
             self.traffic,
             step_timeout=weights.step_timeout,
         )
-        self.client_processes = ClientProcesses(
-            client_processes,
-            client_process(server.generate_path, log_dir, keys, network.tls),
-            max_restarts=arguments.engine_max_restarts,
-            restart_window=arguments.engine_restart_window,
-        )
         self.client = RouterClient(
             server,
-            self.client_processes.post if client_processes else posting_over(self.http, server.generate_path),
+            self.http,
             self.registry,
             self.traffic,
             router_url=lambda: self.router.url,
@@ -117,22 +108,18 @@ class EngineStack:
     async def start(self) -> None:
         """Start all processes; engines are ``joining`` then. Raises EngineStartError, having stopped everything."""
         try:
-            await gathered(self.router.start(), self.client_processes.start(), self.supervisor.start())
+            await gathered(self.router.start(), self.supervisor.start())
         except BaseException:
             await quietly(self.stop())
             raise
 
     async def supervise(self) -> None:
         """Keep all processes alive until cancelled; see ``EngineSupervisor.supervise``."""
-        await gathered(self.supervisor.supervise(), self.client_processes.supervise(), self._router_metrics.run())
+        await gathered(self.supervisor.supervise(), self._router_metrics.run())
 
     async def stop(self) -> None:
         """End all processes. Cancel :meth:`supervise` first, which would restart them."""
-        async with (
-            afterwards(self.http.close),
-            afterwards(self.router.stop),
-            afterwards(self.client_processes.stop),
-        ):
+        async with afterwards(self.http.close), afterwards(self.router.stop):
             await self.supervisor.stop()
 
     def stats(self) -> EngineStats:

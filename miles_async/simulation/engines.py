@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn, cast
 
-from miles_async.engines.client import RouterClient
+from miles_async.engines.client import ROUTING_KEY, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.kind import Arguments, ServerHandle
 from miles_async.engines.load import Loads
-from miles_async.engines.posting.http_post import ROUTING_KEY, posting_over
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
@@ -68,7 +67,7 @@ class SimulatedEngines:
         )
         self.client = RouterClient(
             server,
-            posting_over(http, server.generate_path),
+            http,
             self.registry,
             self.traffic,
             router_url=router_url,

@@ -12,7 +12,7 @@ import random
 from miles_async.api import EngineClient, Generate
 from miles_async.runtime.clock import now
 from miles_async.simulation.engine import PROMPT_TOKEN
-from miles_async.simulation.processes import AnswerCosts
+from miles_async.simulation.rollout_process import RolloutProcess
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.types import Attempt, JsonObject, Prompt, Sample
 
@@ -56,17 +56,17 @@ class SimulatedEpisode:
     all the while.
     """
 
-    def __init__(self, generate: Generate, costs: AnswerCosts, settings: SimulationSettings) -> None:
-        """``generate``: the response. ``costs``: of its answer."""
+    def __init__(self, generate: Generate, process: RolloutProcess, settings: SimulationSettings) -> None:
+        """``generate``: the response. ``process``: takes its answer."""
         self._generate = generate
-        self._costs = costs
+        self._process = process
         self._seconds = settings.environment_seconds
         self._chance = random.Random(f"{settings.seed} environments")
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Raises what the response raises."""
         sample = await self._generate(client, attempt, sample_index)
-        await self._costs.take()
+        await self._process.take()
         if seconds := self._seconds.draw(self._chance):
             await asyncio.sleep(seconds)
         return sample

@@ -20,7 +20,6 @@ from miles_async.simulation.settings import SimulationSettings
 GOOD_ENOUGH = 1.05  # times the best step time; younger data is worth that
 MOST_WASTE = 0.02  # of the tokens generated; what is thrown away is long, so trained responses get shorter
 CPU_SECONDS_PER_SAMPLE = 1.0e-3  # of the rollout process, not simulated; the least measured by the benchmark loop_lag
-HTTP_SECONDS_PER_SAMPLE = 0.3e-3  # of these, what --rollout-client-processes take over (in_flight)
 TOKENS_PER_RESPONSE = 32  # of the median one: how finely time is divided
 DEFAULT_SWEEP = (
     "--on-policy",
@@ -67,16 +66,11 @@ class RolloutProcessUse:
     """CPU time of the rollout process that grows with the number of samples."""
 
     samples_per_second: float
-    client_processes: bool  # --rollout-client-processes
-
-    @property
-    def seconds_per_sample(self) -> float:
-        return CPU_SECONDS_PER_SAMPLE - (HTTP_SECONDS_PER_SAMPLE if self.client_processes else 0.0)
 
     @property
     def cores(self) -> float:
         """Share of a core."""
-        return self.samples_per_second * self.seconds_per_sample
+        return self.samples_per_second * CPU_SECONDS_PER_SAMPLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +86,7 @@ class Row:
     def rollout_process_use(self) -> RolloutProcessUse:
         assert self.flags is not None
         assert self.result is not None
-        return RolloutProcessUse(
-            samples_per_second=self.flags.rollout.samples_per_rollout / self.result.step_seconds,
-            client_processes=self.flags.engines.rollout_client_processes > 0,
-        )
+        return RolloutProcessUse(samples_per_second=self.flags.rollout.samples_per_rollout / self.result.step_seconds)
 
 
 ReadFlags = Callable[[Sequence[str]], Flags]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from miles_async.simulation.plan import GOOD_ENOUGH, MOST_WASTE, RolloutProcessUse, Row
+from miles_async.simulation.plan import CPU_SECONDS_PER_SAMPLE, GOOD_ENOUGH, MOST_WASTE, RolloutProcessUse, Row
 from miles_async.simulation.result import BOUND, SimulationResult
 
 MOST_USE = 0.7  # of a core: beyond that the timers of an event loop are late
@@ -94,16 +93,12 @@ def _recommendation(label: str, result: SimulationResult) -> str:
 def rollout_process_text(use: RolloutProcessUse) -> str:
     """Say which share of a core the rollout process needs, and whether that is too much."""
     found = (
-        f"The rollout process needs {use.cores:.0%} of a core, at {1e3 * use.seconds_per_sample:g} ms per sample, "
+        f"The rollout process needs {use.cores:.0%} of a core, at {1e3 * CPU_SECONDS_PER_SAMPLE:g} ms per sample, "
         "which the simulation leaves out."
     )
     if use.cores < MOST_USE:
         return found
-    found = f"{found} Above {MOST_USE:.0%} it is the bottleneck: steps will take longer than predicted."
-    if use.client_processes:
-        return found
-    relieved = replace(use, client_processes=True)
-    return f"{found} With --rollout-client-processes 1 it needs {relieved.cores:.0%}."
+    return f"{found} Above {MOST_USE:.0%} it is the bottleneck: steps will take longer than predicted."
 
 
 def plot_plan(rows: Sequence[Row], recommended: Row | None, output: Path) -> None:

@@ -31,9 +31,9 @@ from miles_async.runtime.services import Services
 from miles_async.simulation.engines import SimulatedEngines
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.hooks import SimulatedEpisode, SimulatedPrompts, SimulatedReward
-from miles_async.simulation.processes import AnswerCosts
 from miles_async.simulation.recording import PoolRecorder, Recording
 from miles_async.simulation.result import SimulationResult
+from miles_async.simulation.rollout_process import RolloutProcess
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
@@ -82,7 +82,7 @@ class Simulation:
         self.engines = make_engines(settings, self.log)
         self.trainer = SimulatedTrainer(settings, self.log)
         self.source = SimulatedPrompts()
-        self.costs = AnswerCosts(settings)
+        self.rollout_process = RolloutProcess(settings.rollout_cpu_seconds)
         self.services = Services(
             outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures
         )
@@ -100,7 +100,7 @@ class Simulation:
                 hooks=Hooks(
                     generate=SimulatedEpisode(
                         SingleTurnGenerate(sampling_parameters(rollout), lambda ids: "", began=beginnings.note),
-                        self.costs,
+                        self.rollout_process,
                         settings,
                     ),
                     reward=GuardedReward(SimulatedReward(settings), None, self.services.circuit(REWARD_SERVICE)),
@@ -170,8 +170,8 @@ class Simulation:
             slot_seconds=meter.slot_seconds,
             slots=settings.num_engines * settings.slots,
             generated_tokens=meter.generated_tokens,
-            rollout_cpu_seconds=self.costs.rollout.busy_seconds,
-            answer_lags=self.costs.rollout.lags,
+            rollout_cpu_seconds=self.rollout_process.busy_seconds,
+            answer_lags=self.rollout_process.lags,
             drawn_lengths=meter.drawn,
             seconds_per_sample=meter.drawn_seconds / max(1, meter.drawn.total()),
             samples_per_step=settings.rollout.samples_per_rollout,

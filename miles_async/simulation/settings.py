@@ -75,7 +75,6 @@ class SimulationSettings:
     publish_seconds: Distribution = NO_TIME  # sending: engines are paused
     start_seconds: float = 5.0  # of one engine process
     rollout_cpu_seconds: float = 0.0  # of the rollout process, which is one core, per sample
-    client_cpu_seconds: float = 0.0  # of one of --rollout-client-processes, if there are any, per sample
     faults: Faults = field(default_factory=Faults)
     stall_timeout: float = 1800.0
     limit_seconds: float = math.inf  # of virtual time: past it the simulation fails

@@ -145,7 +145,6 @@ class StackMaker:
             keys=self.keys,
             routers=_replayed_routers(arguments) if of_role(groups, "train") else None,
             vocabulary=_vocabulary(arguments) if of_role(groups, "train") else None,
-            client_processes=arguments.engines.rollout_client_processes if of_role(groups, "train") else 0,
         )
 
     def _group(self, group: ServerGroup) -> EngineGroup:

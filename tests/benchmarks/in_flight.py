@@ -1,5 +1,5 @@
-"""How many requests the rollout process carries, by the number of client processes beside it: 1,000 fake engines over
-real HTTP, with as many requests in flight as the limit of open files allows, up to 64 for each engine.
+"""How many requests the rollout process carries: 1,000 fake engines over real HTTP, with as many requests in flight as
+the limit of open files allows, up to 64 for each engine.
 
 The engines are one other process with a port for each: no more than what reads a request and writes the same packed
 answer after a drawn time. The time decides how many requests per second that makes; it is shortened until timers of the
@@ -24,8 +24,6 @@ import psutil
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.posting.http_post import posting_over
-from miles_async.engines.posting.processes import ClientProcesses
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import MEDIA_TYPE, pack
 from miles_async.engines.sglang.api import SGLangServer
@@ -33,14 +31,12 @@ from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest
-from tests.benchmarks.client_processes import client_processes, cpu_seconds
 from tests.benchmarks.loop_lag import GOAL_MS, Turns, lag
 from tests.benchmarks.report import Row
 
 ENGINES = 1000
 PER_ENGINE = 64
 TOKENS = 256  # of an answer, and of a prompt
-CLIENT_PROCESSES = (0, 1, 2)
 OTHER_FILES = 2000  # of either process, listening sockets included
 RATES = (500, 1000, 1500, 2000, 3000)  # requests per second
 SECONDS = 15.0  # per row, after all requests have been answered once
@@ -103,7 +99,7 @@ def most_in_flight() -> int:
     return min(ENGINES * PER_ENGINE, limit - OTHER_FILES)
 
 
-async def measure(urls: Sequence[str], in_flight: int, rate: int, clients: ClientProcesses, turns: Turns) -> Row:
+async def measure(urls: Sequence[str], in_flight: int, rate: int, turns: Turns) -> Row:
     registry, http, traffic = EngineRegistry(), Http(), Traffic()
     server = SGLangServer(http)
     for number, url in enumerate(urls):
@@ -115,7 +111,7 @@ async def measure(urls: Sequence[str], in_flight: int, rate: int, clients: Clien
     registry.notify()
     engine: ContextVar[str] = ContextVar("engine")  # of a task, so that its connection is used again
     client = RouterClient(
-        server, clients.post if clients.processes else posting_over(http, server.generate_path), registry, traffic,
+        server, http, registry, traffic,
         router_url=engine.get, parse_versions=parse_spans, request_timeout=600.0, retries=5, gate_timeout=60.0,
     )  # fmt: skip
     seconds, chance = in_flight / rate, random.Random(0)
@@ -134,18 +130,15 @@ async def measure(urls: Sequence[str], in_flight: int, rate: int, clients: Clien
     async with asyncio.TaskGroup() as scope:
         tasks = [scope.create_task(one_after_another(number)) for number in range(in_flight)]
         await asyncio.sleep(2.0 * seconds)
-        first, answered, cpu, others = len(turns.cpu), done, time.process_time(), cpu_seconds(clients)
+        first, answered, cpu = len(turns.cpu), done, time.process_time()
         started = time.perf_counter()
         delays = await lag(SECONDS)
         wall, cpu, answered = time.perf_counter() - started, time.process_time() - cpu, done - answered
-        others = cpu_seconds(clients) - others
         row = {
-            "client_processes": len(clients.processes),
             "in_flight": client.in_flight,
             "asked_per_second": rate,
             "requests_per_second": round(answered / wall),
             "cpu_us_per_request": round(1e6 * cpu / answered),
-            "with_client_processes": round(1e6 * (cpu + others) / answered),
             "of_a_core": round(cpu / wall, 2),
             "lag_ms_p50": round(1e3 * float(np.percentile(delays, 50)), 1),
             "lag_ms_p99": round(1e3 * float(np.percentile(delays, 99)), 1),
@@ -159,25 +152,18 @@ async def measure(urls: Sequence[str], in_flight: int, rate: int, clients: Clien
 
 
 def rows() -> Iterator[Row]:
-    """One row per rate and number of client processes, up to the first rate that is more than can be done without."""
+    """One row per rate, up to the first that is more than can be done."""
     garbage.settle()
     in_flight = most_in_flight()
     for rate in RATES:
-        without = one(in_flight, rate, 0)
-        yield without
-        for processes in CLIENT_PROCESSES[1:]:
-            row = one(in_flight, rate, processes)
-            yield {**row, "gain": round(without["cpu_us_per_request"] / row["cpu_us_per_request"], 2)}
-        if without["of_a_core"] > 0.9 or without["requests_per_second"] < 0.6 * rate:
+        row = one(in_flight, rate)
+        yield row
+        if row["of_a_core"] > 0.9 or row["requests_per_second"] < 0.6 * rate:
             return
 
 
-def one(in_flight: int, rate: int, processes: int) -> Row:
+def one(in_flight: int, rate: int) -> Row:
     turns = Turns()
-
-    async def with_processes(urls: Sequence[str]) -> Row:
-        async with client_processes(processes) as clients:
-            return await measure(urls, in_flight, rate, clients, turns)
 
     command = [sys.executable, "-m", "tests.benchmarks.in_flight"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engines:
@@ -186,7 +172,7 @@ def one(in_flight: int, rate: int, processes: int) -> Row:
         try:
             urls = msgspec.json.decode(engines.stdout.readline(), type=list[str])
             with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
-                row = runner.run(with_processes(urls))
+                row = runner.run(measure(urls, in_flight, rate, turns))
         finally:
             engines.stdin.close()
     return {**row, "meets_goal": row["turns_ms_p99"] < GOAL_MS}

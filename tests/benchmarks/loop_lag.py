@@ -42,7 +42,6 @@ from miles_async.simulation.engines import SimulatedEngines
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.run import Simulation, quiet_logs
 from miles_async.simulation.settings import SimulationSettings
-from tests.benchmarks.client_processes import client_processes, cpu_seconds
 from tests.benchmarks.report import Row
 from tests.fakes.fake_engine import FakeEngine, FakeRouter
 
@@ -70,15 +69,14 @@ WORKLOADS = {
     "8k tokens": Workload(median_tokens=8192, sigma=0.02, most_tokens=8192, token_seconds=0.001),
     "8k tokens, JSON": Workload(median_tokens=8192, sigma=0.02, most_tokens=8192, token_seconds=0.001, packed=False),
 }
-CASES = (  # workload, --pause-generation-mode, event loop (Ray's actors run on uvloop), --rollout-client-processes
-    ("450 tokens", "retract", "asyncio", 0),
-    ("450 tokens", "abort", "asyncio", 0),
-    ("8k tokens", "retract", "asyncio", 0),
-    ("8k tokens", "abort", "asyncio", 0),
-    ("8k tokens", "retract", "uvloop", 0),
-    ("8k tokens", "retract", "uvloop", 1),
-    ("8k tokens", "abort", "uvloop", 0),
-    ("8k tokens, JSON", "retract", "asyncio", 0),
+CASES = (  # workload, --pause-generation-mode, event loop (Ray's actors run on uvloop)
+    ("450 tokens", "retract", "asyncio"),
+    ("450 tokens", "abort", "asyncio"),
+    ("8k tokens", "retract", "asyncio"),
+    ("8k tokens", "abort", "asyncio"),
+    ("8k tokens", "retract", "uvloop"),
+    ("8k tokens", "abort", "uvloop"),
+    ("8k tokens, JSON", "retract", "asyncio"),
 )
 
 # ------------------------------------------------------------------------------------------------ engines' process
@@ -207,9 +205,7 @@ async def lag(seconds: float) -> list[float]:
     return delays
 
 
-async def measure(
-    workload: Workload, mode: str, seconds: float, urls: Sequence[str], turns: Turns, processes: int
-) -> Row:
+async def measure(workload: Workload, mode: str, seconds: float, urls: Sequence[str], turns: Turns) -> Row:
     settings = SimulationSettings(
         rollout=RolloutArguments(
             num_rollout=10**6,
@@ -228,16 +224,12 @@ async def measure(
     )
     simulation = Simulation(settings, partial(HttpEngines, urls=urls))
     client, generated = simulation.engines.client, simulation.observer.lengths.generated
-    async with client_processes(processes) as clients, asyncio.TaskGroup() as scope:
-        if processes:
-            client._post = clients.post
+    async with asyncio.TaskGroup() as scope:
         run = scope.create_task(simulation.run())
         await asyncio.sleep(WARM_UP_SECONDS)
         started, cpu, before, first = time.perf_counter(), time.process_time(), generated.total(), len(turns.cpu)
-        others = cpu_seconds(clients)
         delays = await lag(seconds)
         wall, cpu, samples = time.perf_counter() - started, time.process_time() - cpu, generated.total() - before
-        others = cpu_seconds(clients) - others
         of_turns: Row = {}
         if len(turns.cpu) > first:
             of_turns["turns_ms_p99"] = round(1e3 * turns.delay(first, wall, 0.01), 1)
@@ -251,7 +243,6 @@ async def measure(
         "samples": samples,
         "samples_per_second": round(samples / wall),
         "cpu_us_per_sample": round(1e6 * cpu / samples),
-        "with_client_processes": round(1e6 * (cpu + others) / samples),
         "lag_ms_p50": round(p50, 1),
         "lag_ms_p99": round(p99, 1),
         "lag_ms_max": round(most, 1),
@@ -263,12 +254,12 @@ async def measure(
 def rows(seconds: float = 30.0) -> Iterator[Row]:
     """One row per case."""
     garbage.settle()  # as the rollout process does
-    for name, mode, loop, processes in CASES:
-        case = {"answers": name, "pause_mode": mode, "loop": loop, "client_processes": processes}
-        yield {**case, **_row(name, mode, loop, processes, seconds)}
+    for name, mode, loop in CASES:
+        case = {"answers": name, "pause_mode": mode, "loop": loop}
+        yield {**case, **_row(name, mode, loop, seconds)}
 
 
-def _row(name: str, mode: str, loop: str, processes: int, seconds: float) -> Row:
+def _row(name: str, mode: str, loop: str, seconds: float) -> Row:
     turns = Turns()
     factories = {"asyncio": partial(asyncio.SelectorEventLoop, turns), "uvloop": uvloop.new_event_loop}
     command = [sys.executable, "-m", "tests.benchmarks.loop_lag", name]
@@ -278,7 +269,7 @@ def _row(name: str, mode: str, loop: str, processes: int, seconds: float) -> Row
         try:
             urls = json.loads(engines.stdout.readline())
             with asyncio.Runner(loop_factory=factories[loop]) as runner:
-                return runner.run(measure(WORKLOADS[name], mode, seconds, urls, turns, processes))
+                return runner.run(measure(WORKLOADS[name], mode, seconds, urls, turns))
         finally:
             engines.stdin.close()
 

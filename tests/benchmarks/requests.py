@@ -24,7 +24,6 @@ from aiohttp import web
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.posting.http_post import posting_over
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
@@ -89,7 +88,7 @@ async def bench(engine_url: str, log_dir: Path, *, with_router: bool = True) -> 
     registry.engines["engine-0"] = record
     registry.notify()
     client = RouterClient(
-        SGLangServer(http), posting_over(http, "/generate"), registry, Traffic(),
+        SGLangServer(http), http, registry, Traffic(),
         router_url=lambda: router.url if with_router else engine_url, parse_versions=parse_spans, request_timeout=60.0,
         retries=0, gate_timeout=60.0,
     )  # fmt: skip

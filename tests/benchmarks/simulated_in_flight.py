@@ -1,8 +1,8 @@
 """1,000 engines with 64 requests each in flight, which no machine here has files and cores for, under virtual time.
 
-The real control loop; the rollout process and its client processes are cores on which answers wait for each other, and
-an answer costs them what was measured over real HTTP (``in_flight``, ``loop_lag``). Weights take no time, so that only
-these cores keep engines from being busy. Measured between 1 and 1.5 mean durations of a response after the start.
+The real control loop; the rollout process is a core on which answers wait for each other, and an answer costs what was
+measured over real HTTP (``loop_lag``). Weights take no time, so that only this core keeps engines from being busy.
+Measured between 1 and 1.5 mean durations of a response after the start.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import numpy as np
 from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments
 from miles_async.simulation.distributions import Fixed, LogNormal
 from miles_async.simulation.engine import SimulatedEngine
-from miles_async.simulation.plan import CPU_SECONDS_PER_SAMPLE, HTTP_SECONDS_PER_SAMPLE
+from miles_async.simulation.plan import CPU_SECONDS_PER_SAMPLE
 from miles_async.simulation.run import Simulation, quiet_logs, seeded
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from tests.benchmarks.in_flight import ENGINES, PER_ENGINE
 from tests.benchmarks.report import Row
 
-CLIENT_SECONDS_PER_SAMPLE = 0.46e-3  # of two client processes (in_flight)
 MEAN_SECONDS = (80.0, 53.0)  # of a response: 800 and 1,200 samples per second
 TOKENS, SIMULATED_TOKENS = 8192, 32  # of the median response
 SIGMA = 0.5
@@ -34,7 +33,7 @@ LOOKS = 50  # at how many slots are taken
 SAMPLES, GROUPS = 8, 8000  # per prompt; prompts per step
 
 
-def settings(mean: float, clients: int, engines: int, groups: int) -> SimulationSettings:
+def settings(mean: float, engines: int, groups: int) -> SimulationSettings:
     median, chance = mean / math.exp(SIGMA**2 / 2), random.Random(0)
     return SimulationSettings(
         rollout=RolloutArguments(
@@ -45,24 +44,21 @@ def settings(mean: float, clients: int, engines: int, groups: int) -> Simulation
             rollout_concurrency_per_engine=PER_ENGINE,
         ),
         staleness=StalenessArguments(max_weight_staleness=None, max_rollout_lead=3),
-        engines=EnginesArguments(
-            sglang_router_policy="power_of_two", request_timeout=10**6, rollout_client_processes=clients
-        ),
+        engines=EnginesArguments(sglang_router_policy="power_of_two", request_timeout=10**6),
         num_engines=engines,
         response_seconds=LogNormal(median, SIGMA),
         token_seconds=median / SIMULATED_TOKENS,
         slowness={engine: 1.0 + chance.uniform(-SPREAD, SPREAD) for engine in range(engines)},
         train_seconds=Fixed(1.0),
-        rollout_cpu_seconds=CPU_SECONDS_PER_SAMPLE - (HTTP_SECONDS_PER_SAMPLE if clients else 0.0),
-        client_cpu_seconds=CLIENT_SECONDS_PER_SAMPLE,
+        rollout_cpu_seconds=CPU_SECONDS_PER_SAMPLE,
         trace=False,
     )
 
 
-async def measure(mean: float, clients: int, engines: int, groups: int) -> Row:
-    chosen = settings(mean, clients, engines, groups)
+async def measure(mean: float, engines: int, groups: int) -> Row:
+    chosen = settings(mean, engines, groups)
     simulation = Simulation(chosen)
-    process = simulation.costs.rollout
+    process = simulation.rollout_process
     cpu, seconds = time.process_time(), 0.5 * mean
     running = asyncio.ensure_future(simulation.run())
     await asyncio.sleep(chosen.start_seconds + mean)
@@ -79,7 +75,6 @@ async def measure(mean: float, clients: int, engines: int, groups: int) -> Row:
         "engines": engines,
         "in_flight": in_flight,
         "response_seconds": mean,
-        "client_processes": clients,
         "ms_per_sample": round(1e3 * chosen.rollout_cpu_seconds, 2),
         "samples_per_second": round(len(lags) / seconds),
         "tokens_per_second": f"{len(lags) / seconds * TOKENS * math.exp(SIGMA**2 / 2):.3g}",
@@ -97,7 +92,7 @@ def servers(simulation: Simulation) -> Iterator[SimulatedEngine]:
 
 
 def rows(engines: int = ENGINES, groups: int = GROUPS) -> Iterator[Row]:
-    """One process at both rates, then with client processes at the higher one."""
-    for mean, clients in ((MEAN_SECONDS[0], 0), (MEAN_SECONDS[1], 0), (MEAN_SECONDS[1], 2)):
+    """One row per rate."""
+    for mean in MEAN_SECONDS:
         with quiet_logs(), seeded(0):
-            yield run_in_virtual_time(measure(mean, clients, engines, groups))
+            yield run_in_virtual_time(measure(mean, engines, groups))

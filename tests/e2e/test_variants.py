@@ -29,7 +29,6 @@ VARIANTS = {
     "VCPO": ("@preset:vcpo", "--no-use-rollout-logprobs"),
     "unbounded": ("--max-weight-staleness", "none", "--max-rollout-lead", "none"),
     "rolling": ("--publish-order", "rolling"),
-    "client processes": ("--rollout-client-processes", "2"),
     "object store": ("--weight-transport", "object_store"),
     "disk, xor": ("--weight-transport", "disk", "--weight-delta", "xor", "--verify-weights", "full"),
     "extra samples": ("--extra-samples-per-prompt", "2"),

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
+from miles_async.engines.client import ROUTED_WORKER, ROUTING_KEY
 from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.posting.http_post import ROUTED_WORKER, ROUTING_KEY
 from miles_async.engines.registry import EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer

@@ -60,7 +60,7 @@ class Running:
     stack: EngineStack
     models: tuple[Path, Path]  # two sets of weights
     supervision: asyncio.Task[None]
-    pids: set[int] = field(default_factory=set)  # every server, router or client process there ever was
+    pids: set[int] = field(default_factory=set)  # every server or router there ever was
 
     @property
     def url(self) -> str:
@@ -69,7 +69,6 @@ class Running:
         return url
 
     async def note_processes(self) -> None:
-        self.pids |= {process.child.pid for process in self.stack.client_processes.processes}
         for process in psutil.process_iter(["cmdline"]):
             command = " ".join(process.info["cmdline"] or ())
             if str(self.models[0]) in command or self.stack.router.url.rpartition(":")[2] in command:
@@ -98,7 +97,6 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         network=LOCAL,
         calls=SGLangServer,
         parse_versions=parse_spans,
-        client_processes=2,
     )
     await stack.start()
     result = Running(stack, models, asyncio.ensure_future(stack.supervise()))

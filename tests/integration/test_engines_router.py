@@ -15,7 +15,6 @@ import pytest
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.posting.http_post import posting_over
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import router_metrics
@@ -65,7 +64,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
 
         client = RouterClient(
             SGLangServer(http),
-            posting_over(http, "/generate"),
+            http,
             registry,
             Traffic(),
             router_url=lambda: router.url,

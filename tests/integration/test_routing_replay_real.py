@@ -18,7 +18,6 @@ from miles_async.arguments.routing import RouterShape
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.posting.http_post import posting_over
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
@@ -67,7 +66,7 @@ async def generate(spec: ServerSpec) -> list[Sample]:
         record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
         client = RouterClient(
             api := SGLangServer(http),
-            posting_over(http, "/generate"),
+            http,
             EngineRegistry(engines={"engine-0": record}, version=0, router_up=True),
             Traffic(),
             router_url=lambda: url,

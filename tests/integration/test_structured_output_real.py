@@ -18,7 +18,6 @@ import pytest_asyncio
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.posting.http_post import posting_over
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
@@ -78,7 +77,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path)
     registry.notify()
     client = RouterClient(
         SGLangServer(http),
-        posting_over(http, "/generate"), registry, Traffic(), router_url=lambda: url, parse_versions=parse_spans,
+        http, registry, Traffic(), router_url=lambda: url, parse_versions=parse_spans,
         request_timeout=120.0, retries=0, gate_timeout=20.0,
     )  # fmt: skip
     try:

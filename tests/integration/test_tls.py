@@ -10,7 +10,6 @@ import pytest
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.posting.http_post import posting_over
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
@@ -34,7 +33,7 @@ async def test_requests_go_through_the_router_to_engines_over_tls(tmp_path: Path
     registry, http = EngineRegistry(), Http(KEYS.engines, tls)
     router = Router(registry, http, log_dir=tmp_path, keys=KEYS.engines, network=Network(tls=tls))
     client = RouterClient(
-        SGLangServer(http), posting_over(http, "/generate"), registry, Traffic(), router_url=lambda: router.url,
+        SGLangServer(http), http, registry, Traffic(), router_url=lambda: router.url,
         parse_versions=parse_spans, request_timeout=30.0, retries=0, gate_timeout=30.0,
     )  # fmt: skip
     try:

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments
+from miles_async.arguments import RolloutArguments, StalenessArguments
 from miles_async.cli import main
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.plan import DEFAULT_SWEEP, Flags, Row, candidates, recommend, scaled
@@ -81,25 +81,16 @@ def test_a_recommendation_that_throws_tokens_away_says_so(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "processes", "said"),
-    [
-        (80.0, 0, "needs 10% of a core, at 1 ms per sample"),
-        (10.0, 0, "needs 82% of a core.*it is the bottleneck.*With --rollout-client-processes 1 it needs 57%"),
-        (10.0, 2, "needs 57% of a core, at 0.7 ms per sample"),
-        (5.0, 1, "needs 115% of a core.*it is the bottleneck"),
-    ],
+    ("step_seconds", "said"),
+    [(80.0, "needs 10% of a core, at 1 ms per sample"), (10.0, "needs 82% of a core.*it is the bottleneck")],
 )
-def test_a_rollout_process_that_could_not_keep_up_is_told(step_seconds: float, processes: int, said: str) -> None:
-    flags = SimpleNamespace(
-        rollout=RolloutArguments(rollout_batch_size=1024, n_samples_per_prompt=8, num_rollout=1),
-        engines=EnginesArguments(rollout_client_processes=processes),
-    )
+def test_a_rollout_process_that_could_not_keep_up_is_told(step_seconds: float, said: str) -> None:
+    flags = SimpleNamespace(rollout=RolloutArguments(rollout_batch_size=1024, n_samples_per_prompt=8, num_rollout=1))
     result = SimpleNamespace(step_seconds=step_seconds)
     candidate = Row(label="", flags=cast(Flags, flags), result=cast(SimulationResult, result))
     told = rollout_process_text(candidate.rollout_process_use)
     assert re.search(said, told)
     assert ("bottleneck" in told) is ("bottleneck" in said)
-    assert ("--rollout-client-processes" in told) is ("--rollout-client-processes" in said)
 
 
 def test_seconds_outside_of_engines_are_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from miles_async.engines.client import RouterClient
+from miles_async.engines.client import ROUTED_WORKER, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.kind import InferenceServer, ServerSpec
-from miles_async.engines.posting.http_post import ROUTED_WORKER, posting_over
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
@@ -199,7 +198,7 @@ async def test_weights_reach_another_kind_of_server_and_it_generates_with_them()
     supervisor = EngineSupervisor(registry, router, server, [group])
     fleet = Fleet(registry, supervisor, server, traffic)
     client = RouterClient(
-        server, posting_over(http, server.generate_path), registry, traffic, router_url=lambda: ROUTER_URL,
+        server, http, registry, traffic, router_url=lambda: ROUTER_URL,
         parse_versions=parse_spans, request_timeout=5.0, retries=0, gate_timeout=5.0,
     )  # fmt: skip
     await router.start()

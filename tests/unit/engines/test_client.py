@@ -13,9 +13,8 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from miles_async.arguments.routing import RouterShape
-from miles_async.engines.client import RouterClient, http_error
+from miles_async.engines.client import ROUTING_KEY, Answer, RouterClient, http_error
 from miles_async.engines.http import Http
-from miles_async.engines.posting.http_post import ROUTING_KEY, Answer, posting_over
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import PACK
 from miles_async.engines.sglang.api import SGLangServer
@@ -74,7 +73,7 @@ async def setup(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
         traffic, http = Traffic(), Http()
         client = RouterClient(
             SGLangServer(http),
-            posting_over(http, "/generate"),
+            http,
             registry,
             traffic,
             router_url=lambda: engine.url,
