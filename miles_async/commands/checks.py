@@ -243,7 +243,7 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     takes seconds.
     """
     from miles_async.prompts.source import FilePromptSource
-    from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+    from miles_async.wiring.generation import run_template
     from miles_async.wiring.prompt_lengths import length_notes
 
     if arguments.algorithm.supervised:
@@ -251,8 +251,7 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
 
         example_source(arguments).take(1)
         return []
-    assert arguments.model.hf_checkpoint is not None
-    template = ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
+    template = run_template(arguments)
     notes: list[str] = []
     for data in _prompt_files(arguments):
         held_out = data.prompt_data != arguments.data.prompt_data

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +19,9 @@ import numpy as np
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
 from miles_async.types import Int64, JsonObject
+
+if TYPE_CHECKING:
+    import pyarrow
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -53,7 +56,7 @@ def open_row_file(path: Path, arguments: DataArguments) -> RowFile:
             case ".jsonl":
                 rows: RowFile = JsonlFile(path)
             case ".parquet":
-                rows = ParquetFile(path, _columns(arguments))
+                rows = ParquetFile(path, arguments)
             case other:
                 raise DataError(f"{path}: prompt data must be .jsonl or .parquet, found {other or 'no suffix'!r}")
     except OSError as error:
@@ -134,14 +137,20 @@ def _index_lines(file: BinaryIO) -> tuple[Int64, Int64, Int64, str]:
 
 
 class ParquetFile:
-    """The needed columns of a Parquet file, read row group by row group into Arrow memory."""
+    """The needed columns of a Parquet file, read row group by row group into Arrow memory.
 
-    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+    An object in it has the fields of all objects of its column, null where the row had none. In what a chat template
+    renders, messages and tools, null fields are left out.
+    """
+
+    def __init__(self, path: Path, arguments: DataArguments) -> None:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
         self.path = path
         self.digest = file_digest(path)
+        self._input, self._metadata = arguments.input_key, arguments.metadata_key
+        columns = _columns(arguments)
         try:
             with parquet.ParquetFile(path) as file:
                 found = file.schema_arrow.names
@@ -151,6 +160,8 @@ class ParquetFile:
                 groups = [file.read_row_group(i, columns=list(columns)) for i in range(file.num_row_groups)]
         except arrow.ArrowException as error:
             raise DataError(f"{path}: not a readable Parquet file: {error}") from None
+        if arguments.label_key is not None:
+            groups = [_with_short_floats(group, arguments.label_key) for group in groups]
         self._batches = [batch for group in groups for batch in group.to_batches()]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
@@ -166,10 +177,32 @@ class ParquetFile:
     def read(self, index: int) -> JsonObject:
         batch = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[batch]) - self._batches[batch].num_rows
-        row: JsonObject = self._batches[batch].slice(index - first, 1).to_pylist()[0]
-        return row
+        return self._row(self._batches[batch].slice(index - first, 1).to_pylist()[0])
 
     def __iter__(self) -> Iterator[JsonObject]:
         for batch in self._batches:
             for start in range(0, batch.num_rows, 1024):
-                yield from batch.slice(start, 1024).to_pylist()
+                yield from map(self._row, batch.slice(start, 1024).to_pylist())
+
+    def _row(self, row: dict[str, Any]) -> JsonObject:
+        row[self._input] = _without_nulls(row[self._input])
+        if self._metadata is not None and isinstance(metadata := row[self._metadata], dict) and "tools" in metadata:
+            metadata["tools"] = _without_nulls(metadata["tools"])
+        return row
+
+
+def _without_nulls(value: object) -> object:
+    """Drop null fields of objects, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _with_short_floats(table: pyarrow.Table, column: str) -> pyarrow.Table:
+    """Turn float32 to the float64 with the same shortest text: 0.1, not 0.10000000149011612."""
+    import pyarrow as arrow
+
+    index = table.schema.get_field_index(column)
+    if table.schema.field(index).type != arrow.float32():
+        return table
+    return table.set_column(index, column, table.column(index).cast(arrow.string()).cast(arrow.float64()))

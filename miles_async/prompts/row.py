@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 
 import msgspec
 
 from miles_async.arguments.data import DataArguments
-from miles_async.errors import DataError
+from miles_async.errors import DataError, TrajectoryError
+from miles_async.trajectory.messages import Message, from_data
 from miles_async.types import JsonObject
 
-Message = JsonObject
 Content = str | list[Message]
 """A text, or messages ``[{"role": "user", "content": "rev 12"}]``."""
+
+
+_EXACT = 2**53  # float64 has all whole numbers below
 
 
 class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,23 +68,27 @@ def _content(row: JsonObject, arguments: DataArguments, location: str) -> Conten
         if not value:
             raise DataError(f"{named} is an empty text")
         return value
-    if not isinstance(value, Sequence) or not value or not all(_is_message(item) for item in value):
-        expected = "a text or a list of messages, objects with the texts 'role' and 'content'"
-        raise DataError(f"{named} must be {expected}; found {_shown(value)}")
+    if not isinstance(value, Sequence) or not value:
+        raise DataError(f"{named} must be a text or a list of messages; found {_shown(value)}")
+    messages: list[Message] = []
+    for number, message in enumerate(value, start=1):
+        try:
+            messages.append(from_data(message))
+        except TrajectoryError as error:
+            raise DataError(f"{named} must be a text or a list of messages; message {number}: {error}") from None
     if not arguments.apply_chat_template:
         raise DataError(f"{named} holds messages, which need the chat template: leave --no-apply-chat-template out")
-    return list(value)
-
-
-def _is_message(item: object) -> bool:
-    return isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+    return messages
 
 
 def _label(row: JsonObject, arguments: DataArguments, location: str) -> str | None:
     if arguments.label_key is None:
         return None
     value = _value(row, arguments.label_key, "--label-key; none: no labels", location)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        value = int(value)  # tables keep whole numbers as floats where a column has gaps
+    is_label = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
+    if not is_label or (isinstance(value, float) and not math.isfinite(value)):
         named = f"{location}: {arguments.label_key!r} (--label-key)"
         raise DataError(f"{named} must be a text or a number; found {_shown(value)}. Use --metadata-key for the rest")
     return str(value)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from miles_async.arguments.data import DataArguments
@@ -161,7 +162,7 @@ class FilePromptSource:
         added = self._length(self._row(0).content, 0)
         for index in range(len(self._rows)):
             row = self._row(index)
-            if len(row.text.encode()) + added * len(row.messages) > tokens:
+            if len(msgspec.json.encode(row.content)) + added * len(row.messages) > tokens:
                 found.append(self._length(row.content, index))
         return [length for length in found if length > tokens]
 

@@ -51,7 +51,12 @@ class ChatTemplate:
     (1, 4, 55, 42, 59, 37, 13, 14, 5)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool, *, continues_answers: bool = True
+    ) -> None:
+        """``continues_answers``: a prompt may end with the beginning of the assistant's answer. Raises
+        ConfigurationError.
+        """
         if apply_chat_template and not tokenizer.chat_template:
             raise ConfigurationError(
                 f"--apply-chat-template: the tokenizer in {tokenizer.name_or_path} has no chat template; "
@@ -59,12 +64,14 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._apply_chat_template = apply_chat_template
+        self._continues_answers = continues_answers
         # Some templates write the date: a trajectory that lives past midnight keeps that of its beginning.
         self._clock = {"strftime_now": datetime.now().strftime}
         self._role_problems: dict[tuple[str, ...], str | None] = {}  # roles of a conversation → why it is refused
 
     def encode(self, content: str | Sequence[JsonObject]) -> tuple[int, ...]:
-        """Encode a prompt for the engine: the assistant's turn begins after it, <bos> occurs once.
+        """Encode a prompt for the engine, <bos> occurs once. The assistant's turn begins after it; a last message of
+        the assistant is the beginning of that turn, which the model continues.
 
         Raises TrajectoryError when the template refuses the prompt.
         """
@@ -72,15 +79,24 @@ class ChatTemplate:
             if not isinstance(content, str):
                 raise ConfigurationError("messages need the chat template: leave --no-apply-chat-template out")
             return self._encode_text(content)
-        self.check_roles(_messages(content))
         # The template writes <bos> itself where the model wants one; nothing is added to what it renders.
-        return tuple(self.tokenize(self.render(_messages(content), (), {}, generation_prompt=True)))
+        return tuple(self.tokenize(self._render_prompt(content)))
 
     def check(self, content: str | Sequence[JsonObject]) -> None:
         """Render a prompt without tokenizing it. Raises TrajectoryError when the template refuses it."""
         if self._apply_chat_template:
-            self.check_roles(_messages(content))
-            self.render(_messages(content), (), {}, generation_prompt=True)
+            self._render_prompt(content)
+
+    def _render_prompt(self, content: str | Sequence[JsonObject]) -> str:
+        messages = _messages(content)
+        self.check_roles(messages)
+        if messages[-1]["role"] != "assistant":
+            return self.render(messages, (), {}, generation_prompt=True)
+        if not self._continues_answers:
+            raise TrajectoryError("the last message is the assistant's, whose turn comes next: leave that message out")
+        if messages[-1].get("tool_calls"):
+            raise TrajectoryError("the last message is the assistant's and has tool calls, which nothing continues")
+        return self.render(messages, (), {"continue_final_message": True}, generation_prompt=False)
 
     def check_roles(self, messages: Sequence[JsonObject]) -> None:
         """Check, once per sequence of roles, that the template knows them and writes each message.

@@ -1,4 +1,4 @@
-"""The canonical form of messages, in which they are compared and rendered."""
+"""The canonical form of messages of prompt files and agents, in which they are compared and rendered."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ def canonical(message: object) -> Message:
     """
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise TrajectoryError(f"expected a message with a role ({', '.join(_ROLES)}), found {_shown(message)}")
+    return _known_fields(message)
+
+
+def _known_fields(message: JsonObject) -> Message:
     result: dict[str, object] = {"role": message["role"], "content": _text(message)}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
@@ -34,6 +38,29 @@ def canonical(message: object) -> Message:
         result["tool_calls"] = [_tool_call(call) for call in calls]
     result.update({key: message[key] for key in ("tool_call_id", "name") if message.get(key) is not None})
     return result
+
+
+def from_data(message: object) -> Message:
+    """Return the canonical form of a message of a prompt file, plus other fields that are not null: some templates
+    render them. Any role is left to the template.
+
+    Stricter than with agents, whose model may have written anything: content is null only next to reasoning or tool
+    calls, and arguments are objects. Raises TrajectoryError.
+
+    >>> from_data({"role": "user", "content": "rev 12", "tool_calls": None})
+    {'role': 'user', 'content': 'rev 12'}
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TrajectoryError(f"expected a message, an object with the texts role and content; found {_shown(message)}")
+    known = _known_fields(message)
+    calls = known.get("tool_calls", ())
+    if message.get("content") is None and not calls and "reasoning_content" not in known:
+        raise TrajectoryError(f"expected content, or tool calls of the assistant; found {_shown(message)}")
+    for call in calls:
+        if not isinstance(call["function"]["arguments"], Mapping):
+            raise TrajectoryError(f"expected the arguments of a tool call to be an object; found {_shown(call)}")
+    others = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    return {**others, **known}
 
 
 def is_echo(sent: Message, reply: Message) -> bool:
@@ -61,7 +88,7 @@ def _text(message: JsonObject) -> str:
 
 
 def _tool_call(call: object) -> Message:
-    function = call.get("function") if isinstance(call, Mapping) else None
+    function = call.get("function") or call if isinstance(call, Mapping) else None  # some leave the wrapping out
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TrajectoryError(f"expected a tool call with a function and its name, found {_shown(call)}")
     arguments = function.get("arguments")
@@ -72,7 +99,8 @@ def _tool_call(call: object) -> Message:
             pass  # what a model wrote need not be JSON
     if arguments is None:  # "null" is what some clients send for a function without parameters
         arguments = {}
-    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    named = {} if call.get("id") is None else {"id": call["id"]}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from miles_async.api import Agent, EngineClient, Environment, Generate, MakeEnvironment
 from miles_async.arguments import Arguments
 from miles_async.arguments.prompt_limit import trajectory_limit
-from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.rewards.hub import resolve_reward
 from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent, command_words
@@ -170,6 +170,16 @@ def _circuit(arguments: Arguments, services: Services) -> Circuit:
     }
     users = [f"the service of {flag} {origin}" for flag, origin in origins.items() if origin is not None]
     return services.circuit(users[0] if users else "generation")
+
+
+def run_template(arguments: Arguments) -> ChatTemplate:
+    """The tokenizer and chat template of this run's prompts. Raises ConfigurationError."""
+    assert arguments.model.hf_checkpoint is not None
+    return ChatTemplate(
+        load_tokenizer(arguments.model.hf_checkpoint),
+        arguments.data.apply_chat_template,
+        continues_answers=arguments.sessions.environment_path is None,
+    )
 
 
 def run_services(arguments: Arguments) -> Services:

@@ -24,7 +24,7 @@ from miles_async.ledger.schedule_writer import ScheduleWriter
 from miles_async.ledger.writer import LedgerWriter
 from miles_async.observability.logs import configure_logging
 from miles_async.prompts.source import FilePromptSource
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
 from miles_async.rollout.actor import RolloutParts
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
@@ -45,7 +45,7 @@ from miles_async.train_data.work import quadratic_work
 from miles_async.wiring.canary import run_canary
 from miles_async.wiring.decisions import make_batches, make_pool
 from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker
-from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services
+from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services, run_template
 from miles_async.wiring.hook_keys import hook_keys
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.prompt_lengths import length_notes
@@ -77,7 +77,7 @@ async def build_rollout(
     if network.tls is not None:
         network.tls.check(network.entrance())
         os.environ.update(network.tls.trusted(run_dir))  # for agents and hooks, which are clients of the run, too
-    template = _template(arguments)
+    template = run_template(arguments)
     limit = prompt_limit(arguments)
     source = FilePromptSource(arguments.data, template.encode, limit)
     source.require_rendered(template.check)
@@ -150,11 +150,6 @@ def canary_length(arguments: Arguments) -> int:
     """``--canary-length``, if the trainer's micro-batches and the context that flags leave engines take as many."""
     contexts = [length // 2 for length in context_lengths(arguments)]
     return min([arguments.weights.canary_length, arguments.micro_batch_tokens, *contexts])
-
-
-def _template(arguments: Arguments) -> ChatTemplate:
-    assert arguments.model.hf_checkpoint is not None
-    return ChatTemplate(load_tokenizer(arguments.model.hf_checkpoint), arguments.data.apply_chat_template)
 
 
 def _beginnings(arguments: Arguments, engines: EngineStack) -> Beginnings:

@@ -103,6 +103,18 @@ def test_dry_run_tells_of_prompts_that_are_too_long(flags: list[str], tmp_path: 
     assert "their samples may exceed --max-tokens-per-gpu 64" in capsys.readouterr().out
 
 
+def test_dry_run_refuses_prompts_that_end_with_the_answers_beginning_where_an_environment_begins_with_a_turn(
+    flags: list[str], tmp_path: Path, capsys: Any
+):
+    prompts = tmp_path / "train.jsonl"
+    messages = [{"role": "user", "content": "rev 12"}, {"role": "assistant", "content": "2"}]
+    prompts.write_text(json.dumps({"prompt": messages, "label": "21"}) + "\n")
+    assert main([*flags, "--dry-run"]) == 0
+    environment = ["--environment-path", "examples.search_agent.environment:SearchEnvironment"]
+    assert main([*flags, "--dry-run", *environment]) == 2
+    assert f"{prompts}:1: the last message is the assistant's, whose turn comes next" in capsys.readouterr().err
+
+
 def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
     assert main([*flags, "--dry-run", "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]) == 0
     assert "4 ranks on cpu: DP 2, TP 2\n" in capsys.readouterr().out
