@@ -9,7 +9,7 @@ from typing import Literal
 from miles_async.arguments.flag import flag
 
 STEP_FIELD = "{rollout_id}"
-"""Stands for the step, from 0, in names of files."""
+"""Stands for the step, from 1, in names of files."""
 
 Sides = Literal["both", "rollout", "trainer"]
 
@@ -28,7 +28,7 @@ class DebugArguments:
     )
     save_debug_rollout_data: Path | None = flag(
         None,
-        "write each batch, as it was cut, to this Parquet file; {rollout_id} in it stands for the step, from 0",
+        "write each batch, as it was cut, to this Parquet file; {rollout_id} in it stands for the step, from 1",
         metavar="FILE",
     )
     load_debug_rollout_data: Path | None = flag(

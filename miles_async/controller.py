@@ -115,7 +115,10 @@ NO_TURNS = NoTurns()
 
 
 class Recorder(Protocol):
-    """Receives metrics, publications and evaluations: progress, files, trackers."""
+    """Receives metrics, publications and evaluations: progress, files, trackers.
+
+    ``step``: rollout steps that are trained, with the one that is recorded.
+    """
 
     def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None: ...
 
@@ -200,15 +203,15 @@ class Controller:
         first = self.position.step
         self._start_evaluation(scope, first)
         if first < self._num_steps:
-            batch = self._start_cut(scope, first, self.position.version)
-        for step in range(first, self._num_steps):
+            batch = self._start_cut(scope, first + 1, self.position.version)
+        for step in range(first + 1, self._num_steps + 1):
             watch, version = Stopwatch(), self.position.version
             with watch.timed("step"):
                 with watch.timed("wait"):
                     prepared = await batch
                 self._check_age(prepared, version)
                 publishes = await self._publishes_after(step, watch)
-                if step + 1 < self._num_steps:
+                if step < self._num_steps:
                     batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
                 with watch.timed("wait"):
                     await self._gpus.for_training(self._evaluating)
@@ -217,7 +220,7 @@ class Controller:
                 self._bad_steps.judge(prepared, train_metrics)
                 await self._rollout.trained(prepared.batch_id)
                 await self._published(watch)
-                await self._advance(step + 1, publishes=publishes)
+                await self._advance(step, publishes=publishes)
             metrics = {
                 **prepared.metrics,
                 **{f"train/{name}": value for name, value in train_metrics.items()},
@@ -225,10 +228,10 @@ class Controller:
                 "weight_version/trainer": version,
             }
             rest = self._publish(scope, step, prepared.ages, metrics, delivers=publishes)
-            self._publishing = scope.create_task(rest, name=f"publication of step {step + 1}")
-            if self._checkpoint_at(step + 1):
+            self._publishing = scope.create_task(rest, name=f"publication of step {step}")
+            if self._checkpoint_at(step):
                 await self._checkpoints.save(self.position)
-                scope.create_task(self._complete_checkpoint(step + 1), name=f"checkpoint of step {step + 1}")
+                scope.create_task(self._complete_checkpoint(step), name=f"checkpoint of step {step}")
             self._gpus.training_is_over()
         await self._published(Stopwatch())
         if self._evaluating is not None:
@@ -258,7 +261,7 @@ class Controller:
         if delivers:
             metrics |= _publication_metrics(await self._deliver(self.position.version))
         self._recorder.step(step, metrics, ages)
-        self._start_evaluation(scope, step + 1)
+        self._start_evaluation(scope, step)
 
     async def _deliver(self, version: int) -> Publication:
         """Stage and deliver the weights that were copied and make the version visible."""
@@ -294,8 +297,8 @@ class Controller:
         trained since the last publication keep their slots meanwhile, so the trainer gets no more than its lead ahead
         of the engines, and then waits for those attempts.
         """
-        if step + 1 == self._num_steps:
-            return self._evaluate_at(step + 1)
+        if step == self._num_steps:
+            return self._evaluate_at(step)
         if self.position.unpublished + 1 < self._interval:
             return False
         if not self._waits:

@@ -32,7 +32,7 @@ async def rollouts_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: Rec
         running = scope.create_task(rollout.run(), name="rollout")
         admission = scope.create_task(_admit_engines(rollout, fleet), name="admission")
         await rollout.commit_version(CHECKPOINT_VERSION)
-        for step in range(steps):
+        for step in range(1, steps + 1):
             watch = Stopwatch()
             with watch.timed("step"), watch.timed("wait"):
                 batch = await rollout.next_batch(CHECKPOINT_VERSION)
@@ -56,7 +56,7 @@ async def _admit_engines(rollout: RolloutSide, fleet: EngineFleet) -> None:
 
 
 Batches = Callable[[int], Awaitable[PreparedBatch]]
-"""The batch of a step."""
+"""The batch of a step, which counts from 1."""
 
 Save = Callable[[int], Awaitable[None]]
 """Saves a checkpoint after so many steps, if one is due."""
@@ -72,8 +72,8 @@ async def training_alone(
     steps: int,
     save: Save | None = None,
 ) -> None:
-    """Train on the batches of steps ``first`` to ``steps`` - 1. Raises the first error of the trainer."""
-    for step in range(first, steps):
+    """Train on the batches of the steps after ``first``, up to ``steps``. Raises the first error of the trainer."""
+    for step in range(first + 1, steps + 1):
         watch = Stopwatch()
         with watch.timed("step"):
             with watch.timed("wait"):
@@ -84,7 +84,7 @@ async def training_alone(
         trained = {f"train/{name}": value for name, value in metrics.items()}
         recorder.step(step, {**batch.metrics, **trained, **_times(watch)}, batch.ages)
         if save is not None:
-            await save(step + 1)
+            await save(step)
 
 
 def _times(watch: Stopwatch) -> Mapping[str, float]:

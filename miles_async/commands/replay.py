@@ -28,7 +28,7 @@ def replay(words: Sequence[str]) -> Iterator[str]:
         "the order of groups and the bits of batches.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write each step's batch to DIR/step-000000.npz")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write each step's batch to DIR/step-000001.npz")
     parsed = parser.parse_args(words)
     check_directory(parsed.directory)
     run = Replay.of_run(parsed.directory)

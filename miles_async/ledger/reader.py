@@ -15,6 +15,9 @@ from miles_async.ledger.store import SCHEMA_VERSION, Carried, read_balance, read
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.ledger import Balance, Outcome, Stage
 
+STEPS_FROM_ZERO = 2
+"""Format of ledgers that count steps from 0, and are otherwise alike."""
+
 MAX_CANDIDATES = 10_000  # prompts searched for an id similar to the one asked for
 
 
@@ -57,8 +60,10 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 class LedgerReader:
     """Queries on the ledger of one run."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, version: int = SCHEMA_VERSION) -> None:
+        """``version``: of the ledger's format."""
         self._connection = connection
+        self._step = "step + 1" if version == STEPS_FROM_ZERO else "step"
 
     def balance(self) -> Balance:
         """Balance as of the last flush; in a resumed run, with the attempts of earlier processes."""
@@ -136,7 +141,8 @@ class LedgerReader:
 
     def _records(self, condition: str, *values: object) -> Iterator[AttemptRecord]:
         names = AttemptRecord.__struct_fields__
-        for row in self._connection.execute(f"SELECT {', '.join(names)} FROM attempts {condition}", values):
+        columns_read = ", ".join(self._step if name == "step" else name for name in names)
+        for row in self._connection.execute(f"SELECT {columns_read} FROM attempts {condition}", values):
             columns = dict(zip(names, row, strict=True))
             for name in ("history", "engines", "response_lengths"):
                 if columns[name] is not None:
@@ -155,9 +161,10 @@ def open_ledger(path: Path) -> Iterator[LedgerReader]:
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-        if row is None or int(row[0]) != SCHEMA_VERSION:
-            raise LedgerError(f"{path}: expected a ledger of format {SCHEMA_VERSION}, found {row and row[0]}")
-        yield LedgerReader(connection)
+        version = int(row[0]) if row else None
+        if version not in (STEPS_FROM_ZERO, SCHEMA_VERSION):
+            raise LedgerError(f"{path}: expected a ledger of format {SCHEMA_VERSION}, found {version}")
+        yield LedgerReader(connection, version)
     except sqlite3.Error as error:
         raise LedgerError(f"{path}: cannot read this ledger: {error}") from error
     finally:

@@ -85,7 +85,6 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     attempt_id: int
     outcome: Outcome
     reason: str = ""
-    step: int | None = None
 
 
 class Trimmed(msgspec.Struct, frozen=True):
@@ -253,7 +252,7 @@ class DecisionObserver(PoolObserver):
         target_version: int | None = None,
         step: int | None = None,
     ) -> None:
-        self.taken.ended.append(Ended(attempt_id, outcome, reason, step))
+        self.taken.ended.append(Ended(attempt_id, outcome, reason))
         self._next.ended(attempt_id, outcome, reason, target_version=target_version, step=step)
 
     def checked(self, issued: int, live: Mapping[int, Stage]) -> None:

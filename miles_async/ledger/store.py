@@ -25,7 +25,7 @@ from miles_async.staleness.ledger import ENDS_FROM, STALE, Balance, Outcome, Sta
 from miles_async.staleness.versions import is_mixed
 from miles_async.types import Attempt, Group, JsonObject
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE attempts (
@@ -44,7 +44,7 @@ CREATE TABLE attempts (
     reward_mean REAL,
     left_out INTEGER NOT NULL DEFAULT 0,  -- samples that were too old; the others went on (C7)
     target_version INTEGER,           -- of the cut that took it, or that it was too old for
-    step INTEGER,                     -- rollout step that trained it, from 0
+    step INTEGER,                     -- rollout step that trained it, from 1
     outcome TEXT,                     -- NULL: has not ended
     reason TEXT,
     issued_at REAL NOT NULL,          -- seconds since 1970, as all times

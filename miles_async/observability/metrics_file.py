@@ -1,8 +1,8 @@
 """``metrics.jsonl``: every metric of every step in the run directory, always, with or without other trackers.
 
-One JSON object per line: ``{"step": 3, "time": 1766000000.0, "reward/mean": 0.5, ...}``. A step may have more
-than one line (its evaluation comes later), and a resumed run repeats the steps after its checkpoint, so
-:func:`read_metrics` merges by step and the last line wins.
+One JSON object per line: ``{"kind": "step", "step": 3, "time": 1766000000.0, "reward/mean": 0.5, ...}``. A step may
+have a line of each kind (its evaluation and checkpoint come later), and a resumed run repeats the steps after its
+checkpoint, so :func:`read_metrics` merges by step and the last line wins.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -20,6 +21,11 @@ from miles_async.types import JsonObject
 log = structlog.get_logger(__name__)
 
 FILE_NAME = "metrics.jsonl"
+
+Kind = Literal["step", "evaluation", "checkpoint"]
+"""What a line is about."""
+
+_KINDS: Mapping[str, Kind] = {"eval": "evaluation", "checkpoint": "checkpoint"}  # by how their metrics begin
 
 
 class MetricsFile:
@@ -34,7 +40,8 @@ class MetricsFile:
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one line and flush it, so that a killed run keeps its metrics."""
-        row = {"step": step, "time": self._clock(), **{name: _json_number(v) for name, v in metrics.items()}}
+        numbers = {name: _json_number(value) for name, value in metrics.items()}
+        row = {"kind": kind_of(metrics), "step": step, "time": self._clock(), **numbers}
         try:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -48,6 +55,15 @@ class MetricsFile:
         self._file.close()
 
 
+def kind_of(metrics: Mapping[str, object]) -> Kind:
+    """What these metrics are about.
+
+    >>> kind_of({"eval/reward": 0.5})
+    'evaluation'
+    """
+    return next((kind for name in metrics if (kind := _KINDS.get(name.split("/")[0]))), "step")
+
+
 def _json_number(value: float) -> float | int | None:
     """Replace NaN and infinity, which JSON lacks, by null: "not measured"."""
     number = value if isinstance(value, int) and not isinstance(value, bool) else float(value)
@@ -55,12 +71,17 @@ def _json_number(value: float) -> float | int | None:
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
-    """Read the metrics of each step, in order, with lines of one step merged. A torn last line is skipped."""
+    """Read the metrics of each step, in order, with lines of one step merged and without ``kind``.
+
+    A torn last line is skipped. Lines without a kind are of an earlier version, which counted trained steps from 0.
+    """
     steps: dict[int, dict[str, object]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:  # a run that was killed while it wrote
             continue
+        if row.pop("kind", None) is None and kind_of(row) == "step":
+            row["step"] += 1
         steps.setdefault(row["step"], {}).update(row)
     return [steps[step] for step in sorted(steps)]

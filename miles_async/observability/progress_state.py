@@ -18,7 +18,7 @@ MISSING = "–"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepView:
-    """One step as texts, ready to be laid out. ``step`` counts from 1 here: people count finished steps."""
+    """One step as texts, ready to be laid out."""
 
     step: int
     total: int
@@ -82,7 +82,7 @@ class ProgressState:
             self.view = dataclasses.replace(self.view, evaluation=self._evaluation)
 
     def add_step(self, step: int, metrics: Mapping[str, float]) -> StepView:
-        """Add a step, counted from 0 as in metrics. Absent metrics show as a dash."""
+        """Add a step, which counts from 1. Absent metrics show as a dash."""
         if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
             self._rewards.append(reward)
         seconds = metrics.get("time/step_seconds", math.nan)
@@ -94,7 +94,7 @@ class ProgressState:
         filtered = metrics.get("groups/filtered", 0.0)
         recent = list(self._rewards)[-AVERAGE_WINDOW:]
         self.view = StepView(
-            step=step + 1,
+            step=step,
             total=self.total_steps,
             reward=_number(metrics, "reward/mean", "{:.3f}"),
             reward_average=f"{sum(recent) / len(recent):.3f}" if recent else MISSING,
@@ -107,7 +107,7 @@ class ProgressState:
             filtered=f"{filtered:.0f}" if filtered > 0 else "",
             trainer_idle=f"{self._waited / self._elapsed:.0%}" if self._elapsed else MISSING,
             step_seconds=_number(metrics, "time/step_seconds", "{:.2f} s"),
-            eta=self._eta(step + 1),
+            eta=self._eta(step),
             evaluation=self._evaluation,
         )
         return self.view

@@ -12,7 +12,7 @@ from miles_async.types import Publication
 
 
 class RunRecorder:
-    """The controller's Recorder."""
+    """The controller's Recorder. A step counts from 1, so that it is the number of steps behind its weights."""
 
     def __init__(self, tracker: Tracker, progress: Progress, summary: RunSummary) -> None:
         self._tracker = tracker

@@ -42,7 +42,7 @@ TEACHER, REWARDS = "teacher_logprobs", "token_rewards"
 class RolloutDump(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout data of one step."""
 
-    rollout_id: int  # the step, from 0
+    rollout_id: int  # the step, from 1
     target_version: int  # the optimizer steps from it (C1)
     groups: tuple[Group, ...]
 

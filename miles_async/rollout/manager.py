@@ -102,7 +102,7 @@ class RolloutManager:
         self._over = asyncio.Event()
         self._over.set()
         self._evaluating: asyncio.Task[Metrics] | None = None  # the last one
-        self._batch_ids = itertools.count()  # the steps that batches are for
+        self._batch_ids = itertools.count(1)  # the steps that batches are for
         # Batches that the trainer has and has not stepped with yet, with the version they were cut for.
         self._cut: dict[int, tuple[tuple[Group, ...], int]] = {}
         self._counted = Ledger().balance()  # as of the last batch
@@ -274,7 +274,7 @@ class RolloutManager:
         await asyncio.to_thread(self._source.restore, snapshot.source)
         self._dispatcher.restore(snapshot.pool, step=step, version=version, readmissions=readmissions)
         self._counted = self._dispatcher.pool.balance()
-        self._batch_ids = itertools.count(step)
+        self._batch_ids = itertools.count(step + 1)
 
     async def close(self) -> None:
         """End what is in flight as cancelled; :meth:`run` returns. Time after this is not counted as idle."""

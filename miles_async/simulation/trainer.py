@@ -37,15 +37,16 @@ class SimulatedTrainer:
     async def start(self) -> None: ...
 
     async def train(self, shards: Sequence[object]) -> Mapping[str, float]:
-        if self._settings.faults.trainer_fails_at_step == self._steps:
-            raise ProcessLostError(f"rank 0 died in step {self._steps} (simulated)")
+        step = self._steps + 1
+        if self._settings.faults.trainer_fails_at_step == step:
+            raise ProcessLostError(f"rank 0 died in step {step} (simulated)")
         shard = shards[0]
         assert isinstance(shard, TrainShard)  # itself: there is no object store
-        self._log.add("train", step=self._steps, version=shard.target_version)
+        self._log.add("train", step=step, version=shard.target_version)
         seconds = self._settings.train_seconds.draw(self._train_times)
         await asyncio.sleep(seconds)
         self.busy_seconds += seconds
-        self._steps += 1
+        self._steps = step
         return {"loss": 0.0}
 
     async def copy_weights(self, version: int) -> None:

@@ -176,11 +176,11 @@ class Pool:
 
     def trained(self, groups: tuple[Group, ...], target_version: int) -> None:
         """End groups as trained from ``target_version``; their slots are freed at the next commit."""
+        self._steps += 1
         for group in groups:
             self._ledger.end(group.attempt.attempt_id, Outcome.TRAINED)
             del self._live[group.attempt.attempt_id], self._cut[group.attempt.attempt_id]
             self._observer.ended(group.attempt.attempt_id, Outcome.TRAINED, step=self._steps)
-        self._steps += 1
         self._admission.trained(len(groups), leads_to=target_version + 1)
 
     def commit(self, version: int) -> None:

@@ -69,7 +69,7 @@ class Replay:
     def __init__(self, path: Path, make_pool: Callable[[Record], Pool], batches: BatchMaker) -> None:
         """``make_pool``, ``batches``: what the run had. The pool tells ``Record`` what it decides."""
         self.frames = 0  # read until now
-        self.step = 0  # whose batch is being collected
+        self.step = 1  # whose batch is being collected
         self.finished_groups = 0
         self.unrecorded: set[str] = set()  # arrays of the batches that the run recorded no digest of: it is older
         self.complete = False  # the run came to an end of its own, if only by an error or Ctrl-C
@@ -154,7 +154,7 @@ class Replay:
             case Committed():
                 pool.commit(call.version)
             case Restored():
-                self.step = call.snapshot.state.steps
+                self.step = call.snapshot.state.steps + 1
                 pool.restore(
                     call.snapshot,
                     version=call.version,

@@ -58,7 +58,7 @@ def assert_each_trained_once(run: RealRun, steps: int) -> None:
     assert run.summary["ending"] == "finished"
     assert run.summary["balanced"]
     assert run.summary["age_max"] <= MAX_AGE
-    assert [step["step"] for step in run.steps] == list(range(steps))
+    assert [step["step"] for step in run.steps] == list(range(1, steps + 1))
     prompts = [row.prompt_id for row in trained(run.run_dir)]
     assert len(prompts) == len(set(prompts)) == steps * BATCH_SIZE
 

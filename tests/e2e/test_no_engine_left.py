@@ -39,13 +39,13 @@ def test_a_run_without_engines_stops_and_is_resumed(tmp_path: Path) -> None:
     assert run.summary["balanced"]
     saved = position(find_checkpoint(checkpoints).directory)
     assert 2 <= saved < STEPS
-    first = [row.prompt_id for row in trained(run.run_dir) if row.step is not None and row.step < saved]
+    first = [row.prompt_id for row in trained(run.run_dir) if row.step is not None and row.step <= saved]
 
     weights.write_bytes(content)
     with real_run(tmp_path / "second", *flags, "--load", str(checkpoints)) as run:
         assert run.wait(SECONDS) == 0, run.output
         run.assert_nothing_left()
-    assert [step["step"] for step in run.steps] == list(range(saved, STEPS))
+    assert [step["step"] for step in run.steps] == list(range(saved + 1, STEPS + 1))
     second = [row.prompt_id for row in trained(run.run_dir)]
     assert sorted(first + second) == sorted(source_order(STEPS * BATCH_SIZE))
     assert run.summary["logprob_diff"]["max"] < 1e-4

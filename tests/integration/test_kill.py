@@ -82,9 +82,9 @@ def test_a_killed_driver_engine_and_rank_cost_nothing_but_time(
     assert (lost["ending"], lost["balanced"]) == ("lost", True)
     assert lost["logprob_diff"]["max"] < 1e-4  # also of what the first life left: the weights came back
     # Exactly once: what the first life's checkpoint has, what the second added to it, and what came after.
-    assert [step["step"] for step in run.steps] == list(range(position(kept), num_steps))
+    assert [step["step"] for step in run.steps] == list(range(position(kept) + 1, num_steps + 1))
     already = settled(read_snapshot(kept))
-    in_checkpoint = [row for row in trained(before) if row.step is not None and row.step < position(kept)]
+    in_checkpoint = [row for row in trained(before) if row.step is not None and row.step <= position(kept)]
     assert {row.prompt_id for row in in_checkpoint} == set(already) - set(first.prompts)
     rest = [row.prompt_id for row in trained(run.run_dir)]
     assert sorted(already + rest) == sorted(source_order(num_steps * BATCH_SIZE))
@@ -128,7 +128,7 @@ def test_who_is_killed_is_named_and_four_lives_train_each_prompt_once(tmp_path: 
     assert _fenced(run.run_dir) == {"engine-0", "engine-1"}
     assert run.summary["balanced"]
     assert run.summary["weight_version"] >= num_steps - 1
-    assert [step["step"] for step in run.steps] == list(range(third.steps, num_steps))
+    assert [step["step"] for step in run.steps] == list(range(third.steps + 1, num_steps + 1))
     _check_restored(third, run.run_dir)
     # Exactly once: neither trained twice nor lost, over all that the four lives kept.
     rest = [row.prompt_id for row in trained(run.run_dir)]
@@ -177,7 +177,7 @@ def _check_checkpoint(checkpoints: Path, run: RealRun, before: Kept | None) -> K
         _check_restored(before, run.run_dir)
         already = set(before.prompts)
     assert already <= set(kept.prompts)
-    own = [row.prompt_id for row in trained(run.run_dir) if row.step is not None and row.step < kept.steps]
+    own = [row.prompt_id for row in trained(run.run_dir) if row.step is not None and row.step <= kept.steps]
     assert len(own) == len(set(own))
     assert set(own) <= set(kept.prompts) - already
     assert len(own) >= len(kept.prompts) - len(already) - BATCH_SIZE

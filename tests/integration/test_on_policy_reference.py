@@ -60,7 +60,7 @@ def reference_loop() -> Iterator[Trained]:
     """On-policy training without any of our code but the order of the prompts."""
     prompts = iter(source_order(NUM_STEPS * BATCH_SIZE))
     attempt_id = version = 0
-    for step in range(NUM_STEPS):
+    for step in range(1, NUM_STEPS + 1):
         for _ in range(BATCH_SIZE):
             yield Trained(step, attempt_id, next(prompts), version, (version, version), version, GROUP_SIZE)
             attempt_id += 1
@@ -92,7 +92,7 @@ def test_on_policy_is_the_plain_loop(tmp_path: Path, imported_reverse: tuple[str
 
     assert [as_trained(row) for row in rows] == list(reference_loop())  # nothing else was ever issued, nor twice
     # Strictly in turn by the clock, too: nothing of a step is admitted before all of the step before has been trained.
-    for step in range(1, NUM_STEPS):
+    for step in range(2, NUM_STEPS + 1):
         last_trained = max(row.ended_at or 0.0 for row in rows if row.step == step - 1)
         assert min(row.issued_at for row in rows if row.step == step) >= last_trained
     # What was reported is what was trained.

@@ -44,11 +44,11 @@ def dumps(tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[str,
         summary = run.summary
     assert not {"trainer-0.log", "rank_imports.log"} & logs(run)
     assert (summary["ending"], summary["balanced"], summary["publish"]["count"]) == ("finished", True, 0)
-    for step in range(STEPS):
+    for step in range(1, STEPS + 1):
         dump = read_dump(root / f"{step}.parquet")
         assert (dump.rollout_id, dump.target_version, len(dump.groups)) == (step, 0, 16)
         samples = [sample for group in dump.groups for sample in group.samples]
-        assert np.mean([sample.reward for sample in samples]) == pytest.approx(generated[step]["reward/mean"])
+        assert np.mean([sample.reward for sample in samples]) == pytest.approx(generated[step - 1]["reward/mean"])
         assert all((sample.weight_versions[sample.loss_mask == 1] == 0).all() for sample in samples)
     return dumps
 
@@ -94,13 +94,13 @@ def test_a_step_of_a_whole_run_is_repeated_on_one_rank(tmp_path: Path, imported_
     with real_run(tmp_path / "whole", *flags, command=imported_reverse) as run:
         assert run.wait(360) == 0, run.output
         whole = run.steps
-    assert [step["step"] for step in whole] == list(range(10))
+    assert [step["step"] for step in whole] == list(range(1, 11))
 
     loading = ("--load", str(tmp_path / f"checkpoints/iter_{REPEATED:07}"), "--load-debug-rollout-data", dumps)
     alone = (*loading, "--num-rollout", str(REPEATED + 1), "--actor-num-gpus-per-node", "1")
     with real_run(tmp_path / "repeated", *alone, command=imported_reverse) as run:
         assert run.wait(200) == 0, run.output
         [repeated] = run.steps
-    assert repeated["step"] == REPEATED
+    assert repeated["step"] == REPEATED + 1
     for name in ("reward/mean", "train/loss", "train/grad_norm", "train/lr", "train/logprob_diff_mean"):
         assert repeated[name] == pytest.approx(whole[REPEATED][name], rel=1e-4, abs=1e-6), name

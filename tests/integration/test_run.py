@@ -101,7 +101,7 @@ def test_a_resumed_run_may_be_on_policy(learned: RealRun, tmp_path: Path) -> Non
     with real_run(tmp_path / "resumed", *flags, "--record") as run:
         assert run.wait(RUN_SECONDS) == 0, run.output
         run.assert_nothing_left()
-    assert [step["step"] for step in run.steps] == [12, 13]
+    assert [step["step"] for step in run.steps] == [13, 14]
     assert run.summary["weight_version"] == 14
     assert run.summary["age_histogram"] == {"0": 2 * 16 * 8}  # strictly in turn
     assert run.summary["reward_first"] > 0.3  # the weights came back: the warm start alone has 0.14

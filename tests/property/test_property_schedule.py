@@ -80,7 +80,7 @@ def test_a_resumed_run_is_replayed_from_its_own_schedule(seed: int) -> None:
             run.die()
             replayed = list(Replay.of_run(run.run_dir))
             assert_same(replayed, run.made)
-            assert [batch.step for batch in replayed] == list(range(step, step + len(replayed)))
+            assert [batch.step for batch in replayed] == list(range(step + 1, step + 1 + len(replayed)))
             if number:  # what the checkpoint brought along is a decision, too
                 restored = run.frames()[0].decisions.restored
                 assert restored.ended["trained"] == step * run.arguments.rollout.rollout_batch_size

@@ -72,12 +72,12 @@ def test_runs_that_were_killed_and_resumed_are_replayed_each(action: str, tmp_pa
     assert life.restored > 0
     before, after = list(replay_of(first)), list(replay_of(last))
     steps = [batch.step for batch in after]
-    assert steps == list(range(steps[0], 12))
-    assert 0 < steps[0] <= len(before)
+    assert steps == list(range(steps[0], 13))
+    assert 1 < steps[0] <= len(before) + 1
 
 
 def test_a_run_that_failed_is_replayed_to_its_end(tmp_path: Path) -> None:
-    chosen = replace(settings(faults=Faults(trainer_fails_at_step=7)), schedule=tmp_path / "schedule")
+    chosen = replace(settings(faults=Faults(trainer_fails_at_step=8)), schedule=tmp_path / "schedule")
     with pytest.raises(ProcessLostError):
         simulate(chosen)
     replay = replay_of(chosen)

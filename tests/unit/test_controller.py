@@ -160,7 +160,7 @@ async def test_cuts_under_way_are_named_by_their_step() -> None:
 
     b.rollout.next_batch = noted
     await b.controller.run()
-    assert names == ["cut for step 0", "cut for step 1", "cut for step 2"]
+    assert names == ["cut for step 1", "cut for step 2", "cut for step 3"]
 
 
 @pytest.mark.parametrize("bound", [None, 3])
@@ -212,7 +212,7 @@ async def test_training_goes_on_while_weights_are_staged_and_sent_but_not_two_ve
     assert only(b.events, "copy", "commit")[3:] == [
         "commit 1", "copy 2", "commit 2", "copy 3", "commit 3", "copy 4", "commit 4", "commit 4",
     ]  # fmt: skip
-    assert [step for step, _, _ in b.records.steps] == [0, 1, 2, 3, 4]
+    assert [step for step, _, _ in b.records.steps] == [1, 2, 3, 4, 5]
     assert b.records.steps[1][1]["weight_version/trainer"] == 1
 
 
@@ -402,7 +402,7 @@ async def test_log_probs_are_compared_only_where_the_trainer_has_published_its_w
     b.trainer.train = train
     await b.controller.run()
     compared = [step for step, metrics, _ in b.records.steps if "train/logprob_diff_max" in metrics]
-    assert compared == [0, 2]  # steps 1 and 3 start from weights that no engine has
+    assert compared == [1, 3]  # steps 2 and 4 start from weights that no engine has
 
 
 async def test_rollout_failure_stops_the_trainer_and_is_the_error_that_surfaces() -> None:
@@ -447,7 +447,7 @@ async def test_resume_goes_on_with_step_and_version_and_publishes_before_generat
     assert only(b.events, "copy", "cut", "save") == [
         "copy 7", "cut for 7", "cut for 8", "copy 8", "save 4/8", "save 5/8",
     ]  # fmt: skip
-    assert [step for step, _, _ in b.records.steps] == [3, 4]
+    assert [step for step, _, _ in b.records.steps] == [4, 5]
 
 
 async def test_a_bad_step_ends_the_run_and_names_its_prompts() -> None:

@@ -52,7 +52,7 @@ async def test_rollouts_are_cut_and_make_room_and_no_version_changes() -> None:
     assert [event for event in events if not event.startswith("admit")] == [
         "commit 0", *["cut for 0", "trained", "commit 0"] * STEPS
     ]  # fmt: skip
-    assert [step for step, _ in recorded.steps] == [0, 1, 2]
+    assert [step for step, _ in recorded.steps] == [1, 2, 3]
     assert all(metrics["time/wait_seconds"] >= 0.01 for _, metrics in recorded.steps)
     assert rollout.closed.is_set()
 
@@ -105,7 +105,7 @@ async def test_training_takes_the_batch_of_each_step(first: int) -> None:
     recorded = Recorded()
     await training_alone(FakeTrainer(events), batch, recorded, STOPS, first=first, steps=STEPS)
     assert events == ["train"] * (STEPS - first)
-    assert [step for step, _ in recorded.steps] == list(range(first, STEPS))
+    assert [step for step, _ in recorded.steps] == list(range(first + 1, STEPS + 1))
     assert all({"reward/mean", "train/loss", "time/train_seconds"} <= metrics.keys() for _, metrics in recorded.steps)
 
 

@@ -89,7 +89,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
         ),
         case("one side each", {"debug_rollout_only": True, "debug_train_only": True}, "--debug-train-only leave each"),
         case("nothing to train on", {"debug_train_only": True}, "without --load-debug-rollout-data"),
-        case("no dump", {"load_debug_rollout_data": Path("a/{rollout_id}.parquet")}, "there is no file a/0.parquet"),
+        case("no dump", {"load_debug_rollout_data": Path("a/{rollout_id}.parquet")}, "there is no file a/1.parquet"),
         case("dumps of torch", {"save_debug_rollout_data": Path("{rollout_id}.pt")}, "ends with .parquet"),
         case(
             "one dump for all steps",
@@ -672,6 +672,18 @@ def test_log_probs_are_not_compared_with_engines_of_another_run(valid: dict[str,
     (tmp_path / "0.parquet").touch()
     found = refusal(valid | {"max_logprob_diff": 0.1, "load_debug_rollout_data": tmp_path / "0.parquet"})
     assert "--max-logprob-diff 0.1 compares the trainer with the engines that served its weights" in found
+
+
+def test_rollout_data_of_a_version_that_counted_from_0_is_not_taken_for_the_next_step(
+    valid: dict[str, Any], tmp_path: Path
+):
+    for step in (0, 1):
+        (tmp_path / f"{step}.parquet").touch()
+    found = refusal(valid | {"load_debug_rollout_data": tmp_path / "{rollout_id}.parquet"})
+    assert f"there is a file {tmp_path / '0.parquet'}, and steps count from 1" in found
+    (tmp_path / "0.parquet").unlink()
+    found = refusal(valid | {"max_logprob_diff": 0.1, "load_debug_rollout_data": tmp_path / "{rollout_id}.parquet"})
+    assert "there is a file" not in found
 
 
 def test_all_problems_are_reported_together(valid: dict[str, Any]):

@@ -50,8 +50,8 @@ def test_runs_that_learned_pass(suite: ModuleType, name: str) -> None:
 def test_a_run_that_did_not_learn_fails_where_it_should_have(suite: ModuleType) -> None:
     """Recorded with a learning rate of 1e-9 and without evaluation."""
     assert failed(suite, recorded("bad_no_learning")) == [
-        "reward/mean, mean of steps 15-19",
-        "reward/mean, mean of steps 35-39",
+        "reward/mean, mean of steps 16-20",
+        "reward/mean, mean of steps 36-40",
         "eval/reward, step 40",
     ]
 
@@ -65,10 +65,10 @@ def changed(rows: Rows, change: Callable[[dict[str, Any]], None], step: int) -> 
 @pytest.mark.parametrize(
     ("metric", "value", "gate"),
     [
-        ("age/max", 3, "age/max, max of steps 0-39"),
-        ("train/logprob_diff_max", 2e-4, "train/logprob_diff_max, max of steps 0-39"),
-        ("train/logprob_diff_max", math.nan, "train/logprob_diff_max, max of steps 0-39"),
-        ("train/logprob_diff_max", None, "train/logprob_diff_max, max of steps 0-39"),
+        ("age/max", 3, "age/max, max of steps 1-40"),
+        ("train/logprob_diff_max", 2e-4, "train/logprob_diff_max, max of steps 1-40"),
+        ("train/logprob_diff_max", math.nan, "train/logprob_diff_max, max of steps 1-40"),
+        ("train/logprob_diff_max", None, "train/logprob_diff_max, max of steps 1-40"),
     ],
 )
 def test_one_step_out_of_its_band_is_enough(suite: ModuleType, metric: str, value: float | None, gate: str) -> None:
@@ -82,12 +82,12 @@ def test_a_run_that_is_too_good_leaves_its_band_too(suite: ModuleType) -> None:
     for row in rows[:7]:
         if "reward/mean" in row:
             row["reward/mean"] = 0.9
-    assert "reward/mean, mean of steps 0-4" in failed(suite, rows)
+    assert "reward/mean, mean of steps 1-5" in failed(suite, rows)
 
 
 def test_a_run_that_ended_early_or_badly_fails(suite: ModuleType) -> None:
     rows = [row for row in recorded("good_one") if row["step"] < 30]
-    assert "reward/mean, mean of steps 35-39" in failed(suite, rows)
+    assert "reward/mean, mean of steps 36-40" in failed(suite, rows)
     assert failed(suite, recorded("good_one"), {"ending": "stalled", "balanced": False}) == ["ending", "balanced"]
 
 

@@ -89,13 +89,13 @@ async def test_explain_tells_a_prompts_story_attempt_by_attempt(run_dir: Path, c
         "  recycled: age 3 at the cut for version 6\n"
         "  the prompt came again as attempt 1\n"
         "\n"
-        "attempt 1 of prompt train.jsonl:5 (epoch 0): trained in step 0\n"
+        "attempt 1 of prompt train.jsonl:5 (epoch 0): trained in step 1\n"
         "  issued 3.0 s into the run under version 5, after 1 earlier attempt\n"
         "    earlier: stale: age 3\n"
         "  generated in 1.0 s: 2 samples of 1 token with version 5\n"
         "  reward 1 (mean)\n"
         "  waited 1.0 s, cut for version 6 (age 1)\n"
-        "  trained in step 0, 4.0 s after it was issued\n"
+        "  trained in step 1, 4.0 s after it was issued\n"
     )
 
 

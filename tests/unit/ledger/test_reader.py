@@ -14,7 +14,7 @@ import pytest
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import LedgerReader, Lengths, open_ledger
-from miles_async.ledger.store import EndedEvent, FinishedEvent, IssuedEvent, LedgerStore
+from miles_async.ledger.store import CutEvent, EndedEvent, FinishedEvent, IssuedEvent, LedgerStore
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.ledger import Outcome
 from tests.property.builders import make_attempt, make_group
@@ -101,6 +101,19 @@ def test_nothing_is_held_open_after_the_block(store: LedgerStore, tmp_path: Path
         pass
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         reader.started_at()
+
+
+def test_a_ledger_of_the_format_before_counts_its_steps_from_0(store: LedgerStore, tmp_path: Path) -> None:
+    attempt = make_attempt(1)
+    store.write([IssuedEvent(at=1.0, attempt=attempt), FinishedEvent(at=2.0, group=make_group(attempt))])
+    store.write([CutEvent(at=3.0, attempt_ids=(1,), target_version=0)])
+    store.write([EndedEvent(at=4.0, attempt_id=1, outcome=Outcome.TRAINED, step=4)])
+    steps = []
+    for version in ("2", "3"):
+        store._connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
+        with open_ledger(tmp_path / "ledger.sqlite") as reader:
+            steps += [record.step for record in reader.find("1")]
+    assert steps == [5, 4]
 
 
 def test_a_ledger_of_another_format_is_refused(store: LedgerStore, tmp_path: Path) -> None:

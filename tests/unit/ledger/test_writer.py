@@ -181,7 +181,7 @@ async def test_after_a_run_the_disk_has_what_the_pool_counted(tmp_path: Path) ->
     assert {outcome for outcome, count in balance.ended.items() if count} >= {
         Outcome.TRAINED, Outcome.FILTERED, Outcome.STALE_RECYCLED, Outcome.FAILED, Outcome.QUARANTINED
     }  # fmt: skip
-    assert [sum(record.step == step for record in trained) for step in range(12)] == [BATCH] * 12
+    assert [sum(record.step == step for record in trained) for step in range(1, 13)] == [BATCH] * 12
     assert all(record.engines and record.target_version - record.oldest_version <= 1 for record in trained)
     assert any(record.chunks > 2 for record in trained)
     assert (letter.prompt_id, len(letter.reasons)) == ("p3", 2)
@@ -209,7 +209,7 @@ async def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     with open_ledger(tmp_path / "second.sqlite") as reader:
         assert reader.balance() == second.pool.balance()
         assert reader.carried().balance == first.pool.balance()
-        assert {r.step for r in reader._records("WHERE step IS NOT NULL")} == {3, 4, 5}
+        assert {r.step for r in reader._records("WHERE step IS NOT NULL")} == {4, 5, 6}
 
 
 async def test_the_end_of_a_failed_run_is_on_disk_too(tmp_path: Path) -> None:

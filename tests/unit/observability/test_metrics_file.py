@@ -20,7 +20,7 @@ def test_one_object_per_step_flushed_at_once(path: Path) -> None:
     file = MetricsFile(path, clock=lambda: 12.5)
     file.log({"reward/mean": 0.25, "age/max": np.float32(1)}, step=3)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [  # before finish: a kill loses nothing
-        {"step": 3, "time": 12.5, "reward/mean": 0.25, "age/max": 1.0}
+        {"kind": "step", "step": 3, "time": 12.5, "reward/mean": 0.25, "age/max": 1.0}
     ]
     file.finish()
 
@@ -45,6 +45,31 @@ def test_lines_of_one_step_are_merged_and_a_resumed_run_overrides(path: Path) ->
     rows = read_metrics(path)
     assert [row["reward/mean"] for row in rows] == [0.1, 0.2]
     assert rows[1]["eval/reward"] == 0.5
+
+
+def test_each_line_says_what_it_is_about(path: Path) -> None:
+    file = MetricsFile(path)
+    file.log({"reward/mean": 0.1, "time/step_seconds": 2.0}, step=1)
+    file.log({"sft/epoch": 0.0}, step=2)
+    file.log({"eval/addition/reward/mean": 0.5, "eval/reward": 0.5}, step=2)
+    file.log({"checkpoint/write_seconds": 3.0}, step=2)
+    file.finish()
+    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+    assert kinds == ["step", "step", "evaluation", "checkpoint"]
+    assert all("kind" not in row for row in read_metrics(path)), "a merged row has several"
+
+
+def test_steps_of_an_earlier_version_count_from_0(path: Path) -> None:
+    path.parent.mkdir()
+    lines = [{"step": 0, "eval/reward": 0.2}, {"step": 0, "reward/mean": 0.1}, {"step": 1, "reward/mean": 0.3}]
+    lines += [{"step": 2, "checkpoint/write_seconds": 3.0}, {"step": 2, "eval/reward": 0.4}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = read_metrics(path)
+    assert [(row["step"], row.get("reward/mean"), row.get("eval/reward")) for row in rows] == [
+        (0, None, 0.2),
+        (1, 0.1, None),
+        (2, 0.3, 0.4),
+    ]
 
 
 def test_a_torn_last_line_is_left_out(path: Path) -> None:

@@ -31,9 +31,9 @@ def record_run(directory: Path) -> RunSummary:
     recorder = RunRecorder(file, PlainProgress(ProgressState(3), lines.append), summary)
     recorder.evaluation(0, {"eval/reward": 0.0})
     recorder.evaluation(0, {})
-    for step in range(3):
-        recorder.step(step, {"reward/mean": 0.0 if step == 0 else 0.5}, {0: 4, 1: step})
-        recorder.publication(FakePublication(step + 1))
+    for step in (1, 2, 3):
+        recorder.step(step, {"reward/mean": 0.0 if step == 1 else 0.5}, {0: 4, 1: step})
+        recorder.publication(FakePublication(step))
     recorder.evaluation(3, {"eval/reward": 1.0})
     file.finish()
     return summary

@@ -39,7 +39,7 @@ def test_plain_progress_is_one_line_per_phase_and_step_with_lead_and_age() -> No
         clock.now += 4
         progress.phase("engines")
         clock.now += 25.5
-        progress.step(0, METRICS)
+        progress.step(1, METRICS)
         progress.evaluation(1, {"eval/reward": 0.25})
     assert lines == [
         "starting Ray ...",
@@ -53,14 +53,15 @@ def test_plain_progress_is_one_line_per_phase_and_step_with_lead_and_age() -> No
 
 
 def test_metrics_that_are_absent_or_not_a_number_show_as_a_dash() -> None:
-    view = ProgressState(10).add_step(0, {"reward/mean": float("nan")})
+    view = ProgressState(10).add_step(1, {"reward/mean": float("nan")})
     assert (view.reward, view.reward_average, view.lead, view.eta) == (MISSING,) * 4
 
 
 def test_reward_average_is_over_the_last_five_steps_and_idle_over_the_run() -> None:
     state = ProgressState(10)
-    for step in range(7):
-        view = state.add_step(step, {**METRICS, "reward/mean": step / 10, "time/wait_seconds": 4.0 * (step < 1)})
+    for step in range(1, 8):
+        reward, waited = (step - 1) / 10, 4.0 * (step == 1)
+        view = state.add_step(step, {**METRICS, "reward/mean": reward, "time/wait_seconds": waited})
     assert view.reward_average == "0.400"
     assert view.trainer_idle == "14%"
 
@@ -71,7 +72,7 @@ def test_live_display_draws_and_leaves_the_terminal_as_it_was_after_an_interrupt
     progress = LiveProgress(ProgressState(40), console)
     with pytest.raises(KeyboardInterrupt), progress:  # noqa: PT012 (the block is what is interrupted)
         progress.phase("engines")
-        progress.step(0, METRICS)
+        progress.step(1, METRICS)
         progress.evaluation(0, {"eval/reward": 0.25})
         raise KeyboardInterrupt
     progress.close()  # twice is once
@@ -102,8 +103,8 @@ def test_duration(seconds: float, text: str) -> None:
 def test_a_step_says_how_many_groups_were_filtered_since_the_last_one() -> None:
     lines: list[str] = []
     progress = PlainProgress(ProgressState(2), lines.append)
-    progress.step(0, {**METRICS, "groups/filtered": 12.0})
-    progress.step(1, {**METRICS, "groups/filtered": 0.0})
+    progress.step(1, {**METRICS, "groups/filtered": 12.0})
+    progress.step(2, {**METRICS, "groups/filtered": 0.0})
     assert "buffered 16  filtered 12  trainer idle" in lines[0]
     assert "filtered" not in lines[1]
 
@@ -114,7 +115,7 @@ def test_a_heartbeat_says_how_long_there_has_been_no_step() -> None:
     progress.phase("engines")
     clock.now += 60
     progress.heartbeat("")
-    progress.step(0, METRICS)
+    progress.step(1, METRICS)
     clock.now += 61
     assert progress.quiet_seconds == 61
     progress.heartbeat("3 groups in flight")
@@ -131,6 +132,6 @@ def test_a_heartbeat_says_how_long_there_has_been_no_step() -> None:
 def test_a_heartbeat_scrolls_above_the_live_display() -> None:
     output = io.StringIO()
     with LiveProgress(ProgressState(40), Console(file=output, force_terminal=True, width=120)) as progress:
-        progress.step(0, METRICS)
+        progress.step(1, METRICS)
         progress.heartbeat("3 groups in flight")
     assert "no step for 0:00: 3 groups in flight" in output.getvalue()

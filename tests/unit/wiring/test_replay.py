@@ -54,19 +54,19 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -
 def test_replay_says_step_by_step_that_all_is_identical(run: RecordedRun, capsys: Any) -> None:
     lines = printed(capsys, "replay", run.run_dir).splitlines()
     assert len(lines) == STEPS + 1
-    for step, (batch, line) in enumerate(zip(Replay.of_run(run.run_dir), lines, strict=False)):
+    for step, (batch, line) in enumerate(zip(Replay.of_run(run.run_dir), lines, strict=False), start=1):
         assert line == (
             f"step {step}: 2 groups, {batch.batch.num_branches} samples, {len(batch.batch.tokens)} tokens for version "
             f"{batch.target_version}: identical"
         )
     finished = sum(isinstance(f, PoolFrame) and isinstance(f.call, Finished) for f in run.frames())
-    assert lines[-1] == f"steps 0 to 3, {finished} finished groups, {len(run.frames())} frames: all identical"
+    assert lines[-1] == f"steps 1 to 4, {finished} finished groups, {len(run.frames())} frames: all identical"
 
 
 def test_batches_are_written_for_a_look_at_them(run: RecordedRun, tmp_path: Path, capsys: Any) -> None:
     printed(capsys, "replay", run.run_dir, "--output", tmp_path / "batches")
     paths = sorted((tmp_path / "batches").iterdir())
-    assert [path.name for path in paths] == [f"step-{step:06}.npz" for step in range(STEPS)]
+    assert [path.name for path in paths] == [f"step-{step:06}.npz" for step in range(1, STEPS + 1)]
     for path, shards in zip(paths, run.made, strict=True):
         with np.load(path) as arrays:
             assert set(arrays) == {*TrainBatch.__struct_fields__, "attempt_ids", "target_version"}
@@ -89,15 +89,17 @@ def test_a_killed_run_is_replayed_up_to_where_it_ends(run: RecordedRun, capsys: 
     run.overwrite(frames[: last_batch + 1])
     path.write_bytes(path.read_bytes()[:-1])
     lines = printed(capsys, "replay", run.run_dir).splitlines()
-    assert lines[-1] == (f"the schedule ends with frame {last_batch}, in step {STEPS}: the run was killed, or goes on")
-    assert lines[-2].startswith("steps 0 to 2, ")
+    assert lines[-1] == (
+        f"the schedule ends with frame {last_batch}, in step {STEPS + 1}: the run was killed, or goes on"
+    )
+    assert lines[-2].startswith("steps 1 to 3, ")
 
 
 def test_an_empty_schedule_is_no_error(run: RecordedRun, capsys: Any) -> None:
     (run.run_dir / SCHEDULE_FILE).write_bytes(b"")
     out = printed(capsys, "replay", run.run_dir)
     assert out.startswith(
-        "no step, 0 finished groups, 0 frames: all identical\nthe schedule ends with frame 0, in step 0"
+        "no step, 0 finished groups, 0 frames: all identical\nthe schedule ends with frame 0, in step 1"
     )
 
 
@@ -123,7 +125,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
 
 def test_a_run_of_an_earlier_version_is_replayed_as_far_as_it_recorded(capsys: Any) -> None:
     lines = printed(capsys, "replay", RECORDED).splitlines()
-    assert lines[-2] == "steps 3 to 5, 9 finished groups, 63 frames: all identical"
+    assert lines[-2] == "steps 4 to 6, 9 finished groups, 63 frames: all identical"
     assert lines[-1] == "not compared: group_ids, which the run, of an earlier version, did not record"
 
 
@@ -143,7 +145,7 @@ def test_another_order_in_a_batch_is_shown(run: RecordedRun, capsys: Any) -> Non
     frames[number] = msgspec.structs.replace(frame, decisions=other)
     run.overwrite(frames)
     assert printed(capsys, "replay", run.run_dir, code=1) == (
-        f"error: step 0, frame {number + 1}: after cut(target_version={frame.call.target_version}) "
+        f"error: step 1, frame {number + 1}: after cut(target_version={frame.call.target_version}) "
         f"expected batch {found[::-1]}, found {found}\n"
     )
 
@@ -160,7 +162,7 @@ def test_another_token_is_shown_by_its_array(run: RecordedRun, capsys: Any) -> N
                 group = msgspec.structs.replace(group, samples=(changed, *group.samples[1:]))
                 frames[i] = msgspec.structs.replace(frame, call=Finished(group=group))
     run.overwrite(frames)
-    assert f"error: step 0, frame {number + 1}: expected a batch with {{'tokens': '" in printed(
+    assert f"error: step 1, frame {number + 1}: expected a batch with {{'tokens': '" in printed(
         capsys, "replay", run.run_dir, code=1
     )
 
