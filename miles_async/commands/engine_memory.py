@@ -9,7 +9,7 @@ from itertools import pairwise
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.server_groups import ServerGroup, server_groups
-from miles_async.engines.sglang.cpu_memory import cache_bytes_per_token
+from miles_async.engines.cache_bytes import cache_bytes_per_token
 from miles_async.train_data.work import model_work
 
 GIB = 1 << 30

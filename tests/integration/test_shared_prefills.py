@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from miles_async.engines.sglang.shared_prefills import divide, _plan
+from miles_async.engines.sglang.cpu.prefills import divide, _plan
 
 def now(waiting, cached=(), version="1", **cache):
     tree = RadixCache.create_simulated(**cache)

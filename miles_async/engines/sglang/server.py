@@ -12,8 +12,7 @@ import aiohttp
 
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.sglang import host_buffers
-from miles_async.engines.sglang.cpu_memory import memory_flags
+from miles_async.engines.sglang.cpu.memory import memory_flags
 from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 
 _KEEP_ALIVE_SECONDS = "86400"  # closing a connection of the router's just as a request comes fails the request
@@ -29,7 +28,7 @@ _CPU_FLAGS = (
     "--disable-cuda-graph",
     "--disable-overlap-schedule",
     # The samples of a group have one prompt and come together, also after a pause that took them out of the engine.
-    # This policy puts requests first whose prompt is cached; shared_prefills.py has one of them compute it. Prefills
+    # This policy puts requests first whose prompt is cached; cpu/prefills.py has one of them compute it. Prefills
     # are small: an engine never computes long without listening.
     "--schedule-policy=lpm",
     "--chunked-prefill-size=512",
@@ -68,7 +67,7 @@ def server_command(
         # A draft model for speculative decoding gets no publications: it keeps what its checkpoint has.
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]
     if spec.routed_experts:
-        command.append(host_buffers.FLAG)
+        command.append("--enable-return-routed-experts")
     if spec.weight_version is not None:
         command.append(f"--weight-version={spec.weight_version}")
     if spec.gpus:

@@ -32,7 +32,7 @@ def test_engines_tell_experts_where_they_are_replayed() -> None:  # covers: M19
 
 
 def test_sglang_still_registers_the_memory_of_experts_with_cuda_on_a_cpu() -> None:
-    """``host_buffers.py`` can go when it does not."""
+    """``cpu/expert_buffers.py`` can go when it does not."""
     package = importlib.util.find_spec("sglang")
     assert package is not None
     assert package.origin is not None
@@ -107,7 +107,7 @@ def test_a_routers_metrics_stay_on_loopback_wherever_it_listens() -> None:  # co
 
 def test_absent_packages_can_be_mentioned_and_not_used() -> None:
     code = textwrap.dedent("""
-        from miles_async.engines.sglang.absent_modules import allow_mentioning, is_absent
+        from miles_async.engines.sglang.cpu.stand_ins import allow_mentioning, is_absent
         assert is_absent("no_such_package") and not is_absent("json")
         allow_mentioning("no_such_package", {"__version__": "1", "deep.value": 7})
         import no_such_package as p, no_such_package.language as language

@@ -18,6 +18,16 @@ from typing import Any
 _DECORATOR_FACTORIES = ("triton.jit", "triton.autotune", "triton.heuristics")
 
 
+def install() -> None:
+    """Stand in for what is not installed. Before anything of SGLang is imported."""
+    if is_absent("torchvision"):
+        _allow_torchvision()
+    if is_absent("triton"):
+        _allow_triton()
+    if is_absent("sgl_kernel"):
+        allow_mentioning("sgl_kernel", {"__version__": "0.0.0"})
+
+
 class _MentionedType(type):
     """A class that has every attribute: enough for ``T.X``, ``class A(T.B)`` and ``isinstance(x, T.C)``."""
 
@@ -81,3 +91,42 @@ def is_absent(root: str) -> bool:
 def allow_mentioning(root: str, values: Mapping[str, Any]) -> None:
     """Install the finder for ``root``, after all real ones."""
     sys.meta_path.append(AbsentPackage(root, values))
+
+
+def _allow_torchvision() -> None:
+    from transformers.utils import import_utils
+
+    # Answered now, "no", and cached: afterwards the name would seem to be installed.
+    import_utils.is_torchvision_available()
+    import_utils.is_torchvision_v2_available()
+    allow_mentioning("torchvision", {"__version__": "0"})
+
+
+def _allow_triton() -> None:
+    import torch._inductor.runtime.triton_compat  # noqa: F401  (torch must keep knowing that there is no triton)
+    from torch.utils import _triton
+
+    _triton.has_triton_package()
+    _triton.has_triton()
+
+    class Config:
+        """Autotuning configurations are built at import and never read."""
+
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    class Constexpr:
+        """Module-level constants of kernels that never run."""
+
+        def __init__(self, value: object = None) -> None:
+            self.value = value
+
+    allow_mentioning(
+        "triton",
+        {
+            "__version__": "3.0.0",
+            "cdiv": lambda a, b: -(a // -b),
+            "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
+            "Config": Config,
+            "language.constexpr": Constexpr,
+        },
+    )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_async.engines.sglang import cpu_attention
-from miles_async.engines.sglang.cpu_attention import attend
+from miles_async.engines.sglang.cpu import attention
+from miles_async.engines.sglang.cpu.attention import attend
 
 KV_HEADS, SIZE = 3, 8
 
@@ -79,14 +79,14 @@ def test_half_precision_is_mixed_in_single_precision() -> None:
 @pytest.mark.parametrize("at_once", [1, 3000, 1 << 19])
 def test_as_many_are_computed_together_as_may_be(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    together = cpu_attention._together
+    together = attention._together
 
     def counted(query: Tensor, *others: Tensor) -> Tensor:
         sizes.append(len(query))
         return together(query, *others)
 
-    monkeypatch.setattr(cpu_attention, "_AT_ONCE", at_once)
-    monkeypatch.setattr(cpu_attention, "_together", counted)
+    monkeypatch.setattr(attention, "_AT_ONCE", at_once)
+    monkeypatch.setattr(attention, "_together", counted)
     # 6 heads × (12 common tokens + 4) = 96 scores of a request and 4 × 6 × 8 = 192 elements of its own keys.
     assert error([16] * 40, [1] * 40, common=12) < 1e-6
     assert sizes == {1: [], 3000: [15, 15, 10], 1 << 19: [40]}[at_once]
@@ -94,12 +94,12 @@ def test_as_many_are_computed_together_as_may_be(at_once: int, monkeypatch: pyte
 
 def test_a_long_request_is_not_computed_with_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    heads_first = cpu_attention._heads_first
+    heads_first = attention._heads_first
 
     def counted(held: Tensor, places: Tensor) -> Tensor:
         sizes.append(tuple(places.shape))
         return heads_first(held, places)
 
-    monkeypatch.setattr(cpu_attention, "_heads_first", counted)
+    monkeypatch.setattr(attention, "_heads_first", counted)
     assert error([100, 9, 10, 11, 12], [1] * 5, common=4) < 1e-6
     assert sizes[2:] == [(4, 1), (4, 8), (4, 8), (1, 1), (1, 100), (1, 100)]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.engines.sglang import cpu_memory
-from miles_async.engines.sglang.cpu_memory import cache_bytes_per_token, memory_flags
+from miles_async.engines.cache_bytes import cache_bytes_per_token
+from miles_async.engines.sglang.cpu import memory
+from miles_async.engines.sglang.cpu.memory import memory_flags
 
 SMOLLM2 = {  # 135 M parameters
     "num_hidden_layers": 30,
@@ -22,7 +23,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(cpu_memory, "free_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(memory, "free_memory", lambda: 16 * GIB)
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     return str(tmp_path)
 
@@ -53,7 +54,7 @@ def test_memory_is_shared_with_the_other_engines(model: str) -> None:
 
 
 def test_one_sample_always_fits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_memory, "free_memory", lambda: 0)
+    monkeypatch.setattr(memory, "free_memory", lambda: 0)
     assert tokens(memory_flags(model, "float32", longest=4096, running=256, engines=1)) == 4096
 
 

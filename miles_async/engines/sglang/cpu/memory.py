@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from miles_async.engines.cache_bytes import cache_bytes_per_token
 from miles_async.runtime.memory import free_memory
 from miles_async.types import JsonObject
 
@@ -17,9 +18,6 @@ RUNNING_REQUESTS = 64  # at once; a CPU gains nothing from larger batches
 LEAST_TOKENS = 16384  # kept wherever there is room: prefixes of many prompts
 CACHE_SHARE = 0.25  # of the memory that is free, for the caches of all engines of a run on a machine
 _STATIC_FRACTION = 0.9
-_ITEM_BYTES = {
-    "float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1, "mxfp8": 1,
-}  # by SGLang's names, those of --kv-cache-dtype included  # fmt: skip
 
 
 def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, engines: int) -> tuple[str, ...]:
@@ -39,21 +37,6 @@ def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, eng
         f"--max-total-tokens={max(min(wanted, affordable), longest)}",
         f"--max-running-requests={RUNNING_REQUESTS}",
     )
-
-
-def cache_bytes_per_token(config: JsonObject, dtype: str) -> int | None:
-    """Bytes of keys and values of a token, in all layers; None if ``config`` or ``dtype`` does not tell."""
-    layers = config.get("num_hidden_layers")
-    item_bytes = _ITEM_BYTES.get(dtype)
-    if not isinstance(layers, int) or item_bytes is None:
-        return None
-    if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector instead
-        return layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * item_bytes
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(hidden, int):
-        return None
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    return layers * 2 * kv_heads * int(config.get("head_dim") or hidden // heads) * item_bytes
 
 
 def _config(model_path: str) -> JsonObject:

@@ -1,0 +1,48 @@
+"""What an SGLang server on a CPU needs besides; on GPUs nothing of this is used.
+
+``stand_ins`` for packages that only GPUs have, ``memory`` for machines that engines share, ``prefills`` and
+``attention`` for speed, ``expert_buffers`` for routing replay.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+
+from miles_async.engines.sglang.cpu import stand_ins
+
+
+def is_asked_for(arguments: Sequence[str]) -> bool:
+    """True if SGLang's ``--device`` is cpu. The last one counts, as in argparse."""
+    device = ""
+    for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if name == "--device":
+            device = value
+        elif name.startswith("--device="):
+            device = name.partition("=")[2]
+    return device == "cpu"
+
+
+def prepare(arguments: Sequence[str]) -> None:
+    """Before anything of SGLang is imported: stand-ins for what is not installed; on a CPU, fork instead of spawn.
+
+    SGLang spawns, which only CUDA needs: what it imports takes a process 10 s, which is most of its start.
+    """
+    if is_asked_for(arguments):
+        multiprocessing.set_start_method("fork", force=True)
+        multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment]
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    stand_ins.install()
+
+
+def install(arguments: Sequence[str]) -> None:
+    """Patch a server on a CPU; nothing on GPUs."""
+    if not is_asked_for(arguments):
+        return
+    from miles_async.engines.sglang.cpu import attention, expert_buffers, prefills
+
+    prefills.register()
+    attention.register()
+    if expert_buffers.FLAG in arguments:
+        expert_buffers.register()
