@@ -18,6 +18,7 @@ class RunRecorder:
         self._tracker = tracker
         self._progress = progress
         self._summary = summary
+        self._published = False
 
     def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
         """Record a trained step. ``ages``: age → samples trained at that age."""
@@ -26,7 +27,10 @@ class RunRecorder:
         self._summary.record_step(step, metrics, ages)
 
     def publication(self, record: Publication) -> None:
-        """Record weights that became visible to rollouts."""
+        """Record weights that became visible to rollouts. After the first ones a run waits for its first step."""
+        if not self._published:
+            self._progress.phase("the first step")
+            self._published = True
         self._summary.record_publication(record.pause_seconds, record.prepare_seconds, record.version)
 
     def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 from miles_async.ledger.store import EndedEvent, IssuedEvent, LedgerStore
 from miles_async.observability.heartbeat import heartbeat
 from miles_async.observability.progress import PlainProgress
 from miles_async.observability.progress_state import ProgressState
+from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.standing import LONGEST_REASON, commonest_reason, read_balance, standing_line
+from miles_async.observability.summary import RunSummary
+from miles_async.observability.tracker import CompositeTracker
 from miles_async.staleness.ledger import Outcome
 from tests.property.builders import make_attempt
 
@@ -44,6 +48,25 @@ def test_a_run_that_filters_everything_is_not_silent(tmp_path: Path) -> None:
         "no step for 0:00: 1 groups in flight, 0 buffered, 3 of 3 finished ones filtered (mostly: zero_std); "
         "the trainer waits for groups in flight"
     )
+
+
+def test_weights_that_are_published_are_not_what_a_quiet_run_waits_for(tmp_path: Path) -> None:
+    lines: list[str] = []
+    progress = PlainProgress(ProgressState(2), lines.append)
+    recorder = RunRecorder(CompositeTracker([]), progress, RunSummary())
+    progress.phase("the first publication")
+    for version in (0, 1):
+        recorder.publication(SimpleNamespace(version=version, pause_seconds=0.1, prepare_seconds=0.2))
+        progress.heartbeat("")
+        recorder.step(version + 1, {"reward/mean": 0.5}, {0: 1})
+    assert [line for line in lines if not line.startswith("step")] == [
+        "starting the first publication ...",
+        "the first publication ready after 0.0 s",
+        "starting the first step ...",
+        "still starting the first step after 0:00",
+        "the first step ready after 0.0 s",
+        "no step for 0:00",
+    ]
 
 
 def test_a_run_without_a_ledger_yet_beats_too(tmp_path: Path) -> None:
