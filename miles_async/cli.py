@@ -21,6 +21,8 @@ Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, nei
 
 Commands:
   train          train a model; `miles-async train --help` lists its flags
+  status         show where a run stands: step, ages, what it waits for; `miles-async status --help`
+  compare        show which flags of runs differ, and their curves; `miles-async compare --help`
   ledger         show how attempts ended, and quarantined prompts; `miles-async ledger --help`
   explain        show what happened to one prompt or attempt of a run; `miles-async explain --help`
   stop           end a run and clean up what is left of it; `miles-async stop --help`
@@ -83,6 +85,20 @@ def _train(words: Sequence[str]) -> int:
     return train(words, _show)
 
 
+def _status(words: Sequence[str]) -> int:
+    from miles_async.commands.status import status
+
+    _show(status(words))
+    return 0
+
+
+def _compare(words: Sequence[str]) -> int:
+    from miles_async.commands.compare import compare
+
+    _show(compare(words))
+    return 0
+
+
 def _ledger(words: Sequence[str]) -> int:
     from miles_async.commands.ledger import ledger
 
@@ -139,6 +155,8 @@ def _doctor(words: Sequence[str]) -> int:
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
+    "status": _status,
+    "compare": _compare,
     "ledger": _ledger,
     "explain": _explain,
     "stop": _stop,

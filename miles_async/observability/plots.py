@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_async.observability.metrics_file import FILE_NAME, read_metrics
+from miles_async.observability.metrics_file import FILE_NAME, kind_of, read_metrics
 from miles_async.observability.tracker import AGE_COUNT
 from miles_async.types import JsonObject
 
@@ -50,13 +50,39 @@ def plot_run(run_dir: Path, output: Path | None = None) -> Path:
     return output
 
 
+def plot_curves(runs: Mapping[str, Rows], metrics: Sequence[str], output: Path) -> None:
+    """Draw each metric of all runs over the steps, with moving averages, one below the other. Raises OSError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 1 + 2.5 * len(metrics)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, metric in zip(figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0], metrics, strict=True):
+        for number, (name, rows) in enumerate(runs.items()):
+            steps, values = series(rows, metric)
+            color = f"C{number}"
+            if is_of_steps(metric):
+                axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+                axes.plot(steps, moving_average(values), color=color, linewidth=2, label=name)
+            else:
+                axes.plot(steps, values, "o-", color=color, markersize=4, label=name)
+        axes.set_ylabel(metric)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.axes[0].legend(frameon=False, fontsize="small")
+    figure.savefig(output, dpi=150)
+
+
 def draw_reward(axes: Axes, rows: Rows) -> None:
     """Draw the reward per step, its moving average, and the evaluations."""
-    steps, rewards = _series(rows, "reward/mean")
+    steps, rewards = series(rows, "reward/mean")
     axes.plot(steps, rewards, color=REWARD_COLOR, alpha=0.3, linewidth=1, label="reward, per step")
     label = f"reward, mean of {AVERAGE_WINDOW} steps"
     axes.plot(steps, moving_average(rewards), color=REWARD_COLOR, linewidth=2, label=label)
-    evaluated, eval_rewards = _series(rows, "eval/reward")
+    evaluated, eval_rewards = series(rows, "eval/reward")
     if evaluated:
         axes.plot(evaluated, eval_rewards, "o", color=EVAL_COLOR, markersize=5, label="mean held-out reward")
     axes.set_ylim(min(0.0, *rewards) - 0.02, max(1.0, *rewards) + 0.03)
@@ -71,7 +97,7 @@ def draw_ages(axes: Axes, rows: Rows) -> None:
     ages = sorted(int(name.removeprefix(AGE_COUNT)) for name in names)
     if not ages:
         for name, style in (("age/mean", "-"), ("age/max", "--")):
-            axes.plot(*_series(rows, name), style, color="#555555", label=name.removeprefix("age/"))
+            axes.plot(*series(rows, name), style, color="#555555", label=name.removeprefix("age/"))
         axes.set_ylabel("age (versions)")
     else:
         import matplotlib
@@ -89,13 +115,19 @@ def draw_ages(axes: Axes, rows: Rows) -> None:
         axes.legend(frameon=False, fontsize="small", ncols=6, loc="lower right", bbox_to_anchor=(1.0, 0.98))
 
 
+def is_of_steps(metric: str) -> bool:
+    """True for metrics of steps, which swing; evaluations and checkpoints are few, and a mean would hide the last."""
+    return kind_of({metric: None}) == "step"
+
+
 def moving_average(values: Sequence[float], window: int = AVERAGE_WINDOW) -> list[float]:
     """Mean of each value and up to ``window - 1`` before it."""
     windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(part) / len(part) for part in windows]
 
 
-def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of a metric, where it was measured."""
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 

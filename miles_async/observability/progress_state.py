@@ -118,12 +118,12 @@ class ProgressState:
         return duration((self.total_steps - done) * sum(self._step_seconds) / len(self._step_seconds))
 
 
-def sparkline(values: Sequence[float] | deque[float]) -> str:
-    """The values as a row of bars. The scale is at least [0, 1], so that a reward of 0.2 looks low."""
+def sparkline(values: Sequence[float] | deque[float], low: float = 0.0, high: float = 1.0) -> str:
+    """The values as a row of bars. The scale is at least ``low`` to ``high``, so that a reward of 0.2 looks low."""
     if not values:
         return ""
-    low, high = min(0.0, *values), max(1.0, *values)
-    levels = (int((value - low) / (high - low) * len(SPARKS)) for value in values)
+    low, high = min(low, *values), max(high, *values)
+    levels = (int((value - low) / ((high - low) or 1.0) * len(SPARKS)) for value in values)
     return "".join(SPARKS[min(level, len(SPARKS) - 1)] for level in levels)
 
 

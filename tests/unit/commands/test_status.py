@@ -1,0 +1,98 @@
+"""``miles-async status``: what the files of a run directory say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.cli import main
+from miles_async.ledger.store import EndedEvent, IssuedEvent, LedgerStore
+from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.staleness.ledger import Outcome
+from tests.property.builders import make_attempt
+from tests.unit.commands.run_directories import write_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Two of 40 steps are trained, an evaluation and a checkpoint were made, and two groups filtered."""
+    run_dir = write_run(tmp_path / "run", arguments=Arguments(rollout=RolloutArguments(num_rollout=40)))
+    file = MetricsFile(run_dir / FILE_NAME)
+    file.log({"eval/reward": 0.25}, step=2)
+    file.log({"checkpoint/write_seconds": 1.5}, step=2)
+    file.finish()
+    store = LedgerStore(run_dir / "ledger.sqlite")
+    store.write([IssuedEvent(at=1.0, attempt=make_attempt(number)) for number in (1, 2, 3)])
+    ends = [EndedEvent(at=2.0, attempt_id=n, outcome=Outcome.FILTERED, reason="zero_std") for n in (1, 2)]
+    store.write(ends)
+    store.close()
+    warnings = [
+        {"level": "warning", "timestamp": "2026-11-25T14:00:02Z", "event": "engine is restarted", "engine": "engine-1"},
+        {"level": "info", "timestamp": "2026-11-25T14:00:03Z", "event": "engines repaired"},
+    ]
+    (run_dir / "logs" / "driver.log").write_text("".join(json.dumps(each) + "\n" for each in warnings) + '{"lev')
+    (run_dir / "logs" / "rollout.log").write_text(
+        json.dumps({"level": "warning", "timestamp": "2026-11-25T14:00:01Z", "event": "attempt failed"}) + "\n"
+    )
+    return run_dir
+
+
+def test_a_run_that_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run_dir)]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == f"{run_dir}: running"
+    assert "step 2/40  reward 0.500 (avg 0.300)  age 0.50 (max 1)" in lines[2]
+    assert lines[3].startswith("last metrics 0:0")
+    assert lines[4:] == [
+        "evaluation after 2 steps: mean reward 0.250",
+        "last checkpoint: step 2",
+        "1 groups in flight, 0 buffered, 2 of 2 finished ones filtered (mostly: zero_std); "
+        "the trainer waits for groups in flight",
+        "warning at 2026-11-25T14:00:01Z: attempt failed",
+        "warning at 2026-11-25T14:00:02Z: engine is restarted engine=engine-1",
+    ]
+
+
+def test_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--json", str(run_dir)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["steps"], found["metrics"]["step"], found["checkpoint"]) == ("running", 40, 2, 2)
+    assert found["groups"]["filtered"] == 2
+    assert [entry["side"] for entry in found["warnings"]] == ["rollout", "driver"]
+
+
+def test_a_run_that_is_over_and_one_on_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["status", str(write_run(tmp_path / "killed", alive=False))])
+    main(["status", str(write_run(tmp_path / "far", host="elsewhere"))])
+    finished = write_run(tmp_path / "finished", host="elsewhere")
+    (finished / "summary.json").write_text(json.dumps({"ending": "failed", "error": "rank 0 died"}))
+    main(["status", str(finished)])
+    shown = capsys.readouterr().out
+    assert f"{tmp_path / 'killed'}: over, killed, or lost with its machine\n" in shown
+    assert f"{tmp_path / 'far'}: cannot be told from here: ask on elsewhere\n" in shown
+    assert f"{finished}: over, failed\n" in shown
+    assert "error: rank 0 died\n" in shown
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run", rewards=())
+    (run_dir / FILE_NAME).unlink()
+    assert main(["status", str(run_dir)]) == 0
+    assert "\n  no step yet\n" in capsys.readouterr().out
+
+
+def test_what_is_no_run_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "quickstart")
+    (tmp_path / "other").mkdir()
+    for words, message in [
+        ([str(tmp_path / "quickstat")], f"did you mean {tmp_path / 'quickstart'}?"),
+        ([str(tmp_path / "other")], f"expected a run directory with a run.json, found none in {tmp_path / 'other'}"),
+        ([], "the following arguments are required: RUN_DIR"),
+    ]:
+        assert main(["status", *words]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert message in line
