@@ -26,11 +26,15 @@ from miles_async.runtime.hooks import load_factory, load_object
 Part = TypeVar("Part")
 
 HERE = "miles_async.algorithms"
+WHOLE = f"{HERE}.whole_batch"
+
+Switched = tuple[tuple[str, Callable[[AlgorithmArguments], bool], str], ...]
+"""Parts of which any number may be there: flag, whether the flags ask for it, row."""
 
 ADVANTAGE_ESTIMATORS = {
     "grpo": f"{HERE}.advantages.grpo:Grpo",
     "rloo": f"{HERE}.advantages.rloo:Rloo",
-    "opob": f"{HERE}.advantages.grpo:Grpo",  # from which the trainer takes another mean: whole_batch.optimal_baseline
+    "opob": f"{HERE}.advantages.grpo:Grpo",  # from which the trainer takes another mean: SAMPLE_TRANSFORMS
     "reinforce": f"{HERE}.advantages.reinforce:Reinforce",
     "token_rewards": f"{HERE}.advantages.token_rewards:RewardPerToken",
     "on_policy_distillation": f"{HERE}.advantages.on_policy_distillation:OnPolicyDistillation",
@@ -58,12 +62,25 @@ CORRECTIONS = {
     "truncate": f"{HERE}.corrections.importance:Truncate",
     "mask": f"{HERE}.corrections.importance:Mask",
 }
-SWITCHED: tuple[tuple[str, Callable[[AlgorithmArguments], bool], str], ...] = (
+SWITCHED: Switched = (
     ("--use-rs", lambda arguments: arguments.use_rs, f"{HERE}.corrections.reject:Reject"),
     ("--use-opsm", lambda arguments: arguments.use_opsm, f"{HERE}.corrections.opsm:Opsm"),
     ("--max-token-age", lambda arguments: arguments.weighs_ages, f"{HERE}.corrections.age:TokenAge"),
 )
-"""Corrections beside that of ``--tis-mode``: flag, whether the flags ask for it, row."""
+"""Corrections beside that of ``--tis-mode``."""
+SAMPLE_TRANSFORMS: Switched = (
+    (
+        "--advantage-estimator",
+        lambda given: given.advantage_estimator == "opob",
+        f"{WHOLE}.optimal_baseline:OptimalBaseline",
+    ),
+)
+"""What looks at a whole rollout batch and changes the advantages of samples: before ``--token-advantages``."""
+TOKEN_TRANSFORMS: Switched = (
+    ("--normalize-advantages", lambda given: given.normalize_advantages, f"{WHOLE}.whiten:Whiten"),
+    ("--m2-threshold", lambda given: given.m2_threshold is not None, f"{WHOLE}.second_moment:WithinSecondMoment"),
+)
+"""The same for advantages of tokens: after ``--token-advantages``, in this order."""
 KL_ESTIMATORS = {
     "k1": f"{HERE}.kl:k1",
     "k2": f"{HERE}.kl:k2",
@@ -128,7 +145,7 @@ def corrections(arguments: AlgorithmArguments) -> tuple[Correction, ...]:
         _check_needs(made, f"{flag} {arguments.tis_mode}", arguments)
         _check_critic(made, f"{flag} {arguments.tis_mode}", arguments)
         found.append(made)
-    return (*found, *(_made(path, Correction, flag, arguments) for flag, on, path in SWITCHED if on(arguments)))
+    return (*found, *switched(SWITCHED, Correction, arguments))
 
 
 def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:
@@ -164,6 +181,11 @@ def check_own(arguments: AlgorithmArguments) -> None:
     for name, make in makers:
         if name is not None and ":" in name:
             make(arguments)
+
+
+def switched(rows: Switched, kind: type[Part], arguments: AlgorithmArguments) -> tuple[Part, ...]:
+    """Make the parts that the flags ask for, in the order of the rows."""
+    return tuple(_made(path, kind, flag, arguments) for flag, on, path in rows if on(arguments))
 
 
 def _made(path: str, kind: type[Part], flag: str, arguments: AlgorithmArguments) -> Part:

@@ -147,10 +147,10 @@ def _passes(arguments: Arguments) -> Passes:
     needs, epochs = objective.needs, arguments.optimizer.ppo_epochs
     has_critic = "values" in needs
     training = epochs + (epochs * arguments.critic.critic_updates_per_step if has_critic else 0)
-    training += 1 if objective.optimal_baseline else 0  # a pass of its own for each trajectory
+    training += 1 if objective.weighs_trajectories else 0  # a pass of its own for each trajectory
     scoring = float(len(needs & {"ref_logprobs", "trainer_logprobs", "values"}))
     if "old_logprobs" in needs and objective.old_policy in ("trainer", "kept"):
-        early = "old_logprobs" in objective.needs_for_advantages
+        early = "old_logprobs" in objective.needs_of_transforms
         # The first optimizer step finds them in its own forward pass, unless it comes again.
         found = objective.old_policy == "trainer" and epochs == 1 and not early
         scoring += 1 - 1 / arguments.optimizer_steps_per_rollout if found else 1

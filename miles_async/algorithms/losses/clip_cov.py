@@ -30,7 +30,7 @@ class ClipCov:
         self._low, self._high = arguments.clip_cov_lb, arguments.clip_cov_ub
 
     def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """1 at the chosen tokens, else 0; see ``objective.Surveys``."""
+        """1 at the chosen tokens, else 0; see ``whole_batch.transform.Surveys``."""
         return drawn_between(batches, self._ratio, self._low, self._high, gather)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:

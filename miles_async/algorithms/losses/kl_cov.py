@@ -31,7 +31,7 @@ class KlCov:
         self._ratio, self._coefficient = arguments.kl_cov_ratio, arguments.ppo_kl_coef
 
     def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """1 at the chosen tokens, else 0; see ``objective.Surveys``."""
+        """1 at the chosen tokens, else 0; see ``whole_batch.transform.Surveys``."""
         return largest(batches, self._ratio, gather)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:

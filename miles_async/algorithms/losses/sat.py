@@ -42,7 +42,7 @@ class Sat:
         self._cap, self._quantile = arguments.eps_clip_c, arguments.sat_quantile
 
     def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """q, at every token; see ``objective.Surveys``."""
+        """q, at every token; see ``whole_batch.transform.Surveys``."""
         staleness = [self._log_ratio(batch.trainer_logprobs, batch).abs() for batch in batches]
         carrying = [of_batch[batch.loss_mask != 0] for of_batch, batch in zip(staleness, batches, strict=True)]
         scale = lower_quantile(gather(torch.cat(carrying)), self._quantile)

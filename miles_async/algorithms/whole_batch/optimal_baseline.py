@@ -18,24 +18,28 @@ weights; here the formula is the paper's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from miles_async.algorithms.sequences import per_token
 from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.algorithms.whole_batch.transform import Trajectories, WholeBatch, with_advantages
 from miles_async.api import TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trajectories:
-    """n trajectories of a rollout batch; each is on one data-parallel rank, with all of its branches."""
+class OptimalBaseline:
+    """``--advantage-estimator opob``: takes b* from the advantages of samples."""
 
-    group_ids: Tensor  # int64 [n]
-    advantages: Tensor  # float64 [n], the reward but for a shift and a factor of its group
-    log_weights: Tensor  # float64 [n], log w
-    squared_norms: Tensor  # float64 [n], ‖∇ log π(τ)‖²
+    needs = ()
+    weighs_trajectories = True
+
+    def __init__(self, arguments: AlgorithmArguments) -> None: ...
+
+    def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
+        assert whole.trajectories is not None, "the optimal baseline weighs trajectories"
+        return with_advantages(batches, minus_optimal_baseline(batches, whole.trajectories, whole.gather))
 
 
 def minus_optimal_baseline(batches: Sequence[TokenBatch], of_rank: Trajectories, gather: Gather) -> list[Tensor]:

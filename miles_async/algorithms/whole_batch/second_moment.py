@@ -20,7 +20,23 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.whole_batch.gather import Gather
-from miles_async.api import TokenBatch
+from miles_async.algorithms.whole_batch.transform import WholeBatch, with_advantages
+from miles_async.api import Need, TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments
+
+
+class WithinSecondMoment:
+    """``--m2-threshold``: no gradient for the tokens that are left out."""
+
+    needs: tuple[Need, ...] = ("old_logprobs",)
+    weighs_trajectories = False
+
+    def __init__(self, arguments: AlgorithmArguments) -> None:
+        assert arguments.m2_threshold is not None
+        self._threshold = arguments.m2_threshold
+
+    def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
+        return with_advantages(batches, within_second_moment(batches, self._threshold, whole.gather))
 
 
 def within_second_moment(batches: Sequence[TokenBatch], threshold: float, gather: Gather) -> list[Tensor]:

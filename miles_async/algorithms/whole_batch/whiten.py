@@ -16,9 +16,23 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.algorithms.whole_batch.transform import WholeBatch, with_advantages
 from miles_async.api import TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments
 
 EPSILON = 1e-8
+
+
+class Whiten:
+    """``--normalize-advantages``."""
+
+    needs = ()
+    weighs_trajectories = False
+
+    def __init__(self, arguments: AlgorithmArguments) -> None: ...
+
+    def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
+        return with_advantages(batches, whiten(batches, whole.gather))
 
 
 def whiten(batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:

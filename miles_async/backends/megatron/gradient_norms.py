@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from miles_async.algorithms.objective import LossSums
-from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories
+from miles_async.algorithms.whole_batch.transform import Trajectories
 from miles_async.backends.megatron.distributed import gather_from_replicas
 from miles_async.backends.megatron.model.forward import Pipeline
 from miles_async.backends.megatron.model.output import ModelOutput

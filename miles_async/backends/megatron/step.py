@@ -28,7 +28,7 @@ from miles_async.algorithms.objective import LossSums, Objective
 from miles_async.algorithms.spread import spread_sums
 from miles_async.algorithms.step_scale import LOG_SUMS as STEP_SUMS
 from miles_async.algorithms.step_scale import StepScale, scaled_rates
-from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories
+from miles_async.algorithms.whole_batch.transform import Trajectories, WholeBatch
 from miles_async.api import Need
 from miles_async.backends.megatron.critic import Critic
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
@@ -147,7 +147,7 @@ class StepRunner:
             steps = self._with_scores(steps, "ref_logprobs", self.reference, self.scorer.logprobs)
         if "trainer_logprobs" in objective.needs:
             steps = self._with_scores(steps, "trainer_logprobs", self.policy.model, self.scorer.logprobs)
-        early = "old_logprobs" in objective.needs_for_advantages
+        early = "old_logprobs" in objective.needs_of_transforms
         if "old_logprobs" not in objective.needs or (objective.old_policy == "interpolated" and not early):
             return steps
         if objective.old_policy == "rollout":
@@ -209,18 +209,19 @@ class StepRunner:
         return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
 
     def _trajectories(self, shard: TrainShard) -> Trajectories | None:
-        """Weights and gradient norms of the shard's samples, if the objective's baseline needs them."""
-        if not self.objective.optimal_baseline:
+        """Weights and gradient norms of the shard's samples, if the objective weighs them."""
+        if not self.objective.weighs_trajectories:
             return None
         norms = GradientNorms(policy=self.policy.model, scorer=self.scorer, layout=self.layout, device=self.device)
         return norms.of(shard)
 
     def _prepared(self, steps: list[Packs], trajectories: Trajectories | None) -> list[Packs]:
         """What the objective makes of whole batches, where the losses are: on the last pipeline stage."""
-        if not self.objective.prepares_batches or not parallel_state.is_pipeline_last_stage():
+        if not self.objective.transforms or not parallel_state.is_pipeline_last_stage():
             return steps
         batches = [packed.batch for packs in steps for packed in packs]
-        found = iter(self.objective.prepared(batches, gather_from_replicas, trajectories))
+        whole = WholeBatch(gather=gather_from_replicas, trajectories=trajectories)
+        found = iter(self.objective.prepared(batches, whole))
         return [[dataclasses.replace(packed, batch=next(found)) for packed in packs] for packs in steps]
 
     def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from miles_async.algorithms.objective import LossSums, Objective, make_objective
 from miles_async.algorithms.value_loss import ValueLoss
 from miles_async.algorithms.whole_batch.gather import alone
+from miles_async.algorithms.whole_batch.transform import WholeBatch
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.unit.algorithms.references import Flags, covariances, loss_of_step, value_loss_of_step
@@ -246,7 +247,7 @@ def ours(step: Step, objective: Objective, parts: Sequence[Sequence[int]] | None
     """(loss, gradient of each sequence's log-probs) of the step, divided into micro-batches of these sequences."""
     parts = parts if parts is not None else [range(len(step))]
     micro_batches = [micro_batch([step[index] for index in part]) for part in parts]
-    prepared = objective.prepared([batch for _, batch in micro_batches], alone)
+    prepared = objective.prepared([batch for _, batch in micro_batches], WholeBatch(gather=alone))
     batches = [
         (part, logprobs, batch) for part, (logprobs, _), batch in zip(parts, micro_batches, prepared, strict=True)
     ]

@@ -18,7 +18,8 @@ from torch import Tensor
 from miles_async.algorithms.objective import make_objective
 from miles_async.algorithms.whole_batch import optimal_baseline
 from miles_async.algorithms.whole_batch.gather import Gather, alone
-from miles_async.algorithms.whole_batch.optimal_baseline import Trajectories, optimal_baselines
+from miles_async.algorithms.whole_batch.optimal_baseline import optimal_baselines
+from miles_async.algorithms.whole_batch.transform import Trajectories, WholeBatch
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch
@@ -155,7 +156,7 @@ def disagreement(seed: int, *, normalize: bool) -> float:
     every = sampled(seed)
     batch = micro_batch(every, all_branches(every), normalize=normalize)
     mine = trajectories(every, range(len(every)), normalize=normalize)
-    (found,) = OPOB.prepared([batch], alone, mine)
+    (found,) = OPOB.prepared([batch], WholeBatch(gather=alone, trajectories=mine))
     expected = reference(every, normalize=normalize)
     wanted = torch.cat([expected[i] * every[i].branches[number][1].double() for i, number in all_branches(every)])
     return float((found.advantages - wanted).abs().max())
@@ -199,7 +200,7 @@ def test_neither_ranks_nor_packing_change_advantages(parts: list[list[list[int]]
     def run(rank: int, gather: Gather) -> list[tuple[int, float]]:
         with_branches = [[(index, 0) for index in part] for part in parts[rank]]
         batches = [micro_batch(every, part, normalize=True) for part in with_branches]
-        prepared = OPOB.prepared(batches, gather, trajectories(every, measured[rank]))
+        prepared = OPOB.prepared(batches, WholeBatch(gather=gather, trajectories=trajectories(every, measured[rank])))
         return [
             (index, float(batch.advantages[batch.offsets[place] + 1]))
             for batch, part in zip(prepared, with_branches, strict=True)
@@ -247,4 +248,4 @@ def test_an_error_of_a_thousandth_is_noticed() -> None:
 
 
 def test_other_estimators_need_no_norms() -> None:
-    assert not make_objective(AlgorithmArguments(use_rollout_logprobs=True)).optimal_baseline
+    assert not make_objective(AlgorithmArguments(use_rollout_logprobs=True)).weighs_trajectories

@@ -10,6 +10,7 @@ import torch
 
 from miles_async.algorithms import registry
 from miles_async.algorithms.whole_batch.gather import alone
+from miles_async.algorithms.whole_batch.transform import WholeBatch
 from tests.unit.algorithms.cases import (
     CASES,
     SEEDS,
@@ -62,7 +63,7 @@ def test_float32_is_finite_and_close(case: Case) -> None:
     """The precision of a run."""
     step, objective = case.step(1), objective_of(case)
     logprobs, batch = micro_batch(step, torch.float32)
-    (batch,) = objective.prepared([batch], alone)
+    (batch,) = objective.prepared([batch], WholeBatch(gather=alone))
     sums = objective(logprobs, batch)
     sums.loss.backward()
     assert logprobs.grad is not None

@@ -86,9 +86,9 @@ def test_gae_of_a_long_sequence_is_the_recursion_s() -> None:
 
 
 def test_gae_needs_a_critic_and_with_a_kl_both_models() -> None:
-    assert make_objective(GAE).needs_for_advantages == {"values"}
+    assert make_objective(GAE).needs_of_transforms == {"values"}
     with_kl = dataclasses.replace(GAE, kl_coef=0.1)
-    assert make_objective(with_kl).needs_for_advantages == {"values", "old_logprobs", "ref_logprobs"}
+    assert make_objective(with_kl).needs_of_transforms == {"values", "old_logprobs", "ref_logprobs"}
 
 
 def test_without_token_advantages_each_token_has_its_sample_s() -> None:

@@ -1,0 +1,105 @@
+"""What a rollout batch gets before its first optimizer step, by looking at all of it: the seam of such methods.
+
+A method is a class of this kind, made from the flags, and a row of ``registry.SAMPLE_TRANSFORMS`` or
+``registry.TOKEN_TRANSFORMS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.api import Need, TokenAdvantages, TokenBatch
+from miles_async.errors import ContractViolation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectories:
+    """n trajectories of a rollout batch; each is on one data-parallel rank, with all of its branches."""
+
+    group_ids: Tensor  # int64 [n]
+    advantages: Tensor  # float64 [n], the reward but for a shift and a factor of its group
+    log_weights: Tensor  # float64 [n], log of the product of π / π_rollout over the tokens that carry loss
+    squared_norms: Tensor  # float64 [n], ‖∇ log π(τ)‖²
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeBatch:
+    """What there is of a rollout batch besides the micro-batches of this rank."""
+
+    gather: Gather
+    trajectories: Trajectories | None = None  # some of the batch, if a transform weighs them: a pass for each
+
+
+class BatchTransform(Protocol):
+    """Changes all micro-batches of a rollout batch, once."""
+
+    @property
+    def needs(self) -> Collection[Need]: ...
+
+    @property
+    def weighs_trajectories(self) -> bool: ...
+
+    def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
+        """Return the micro-batches of this rank with other arrays. Collective."""
+        ...
+
+
+@runtime_checkable
+class Surveys(Protocol):
+    """A policy loss that looks at the whole rollout batch before the first optimizer step."""
+
+    def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
+        """Return what the loss then reads as ``TokenBatch.surveyed``, [N] per micro-batch. All ranks call it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What a policy loss finds in the whole batch."""
+
+    loss: Surveys
+    needs: tuple[Need, ...] = ("old_logprobs",)
+    weighs_trajectories: bool = False
+
+    def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
+        found = self.loss.survey(batches, whole.gather)
+        return [batch.with_computed("surveyed", of_batch) for batch, of_batch in zip(batches, found, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """Advantages of tokens, from those of their samples (``--token-advantages``)."""
+
+    estimator: TokenAdvantages
+    weighs_trajectories: bool = False
+
+    @property
+    def needs(self) -> Collection[Need]:
+        return self.estimator.needs
+
+    def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
+        return with_advantages(batches, map(self.advantages, batches))
+
+    def advantages(self, batch: TokenBatch) -> Tensor:
+        """float32 [N], 0 where no loss is carried."""
+        found = per_token_of(self.estimator(batch), batch, "--token-advantages")
+        return found.to(batch.advantages.dtype).masked_fill(batch.loss_mask == 0, 0.0)
+
+
+def with_advantages(batches: Sequence[TokenBatch], advantages: Iterable[Tensor]) -> list[TokenBatch]:
+    """The micro-batches with these advantages, [N] each."""
+    return [replace(batch, advantages=one) for batch, one in zip(batches, advantages, strict=True)]
+
+
+def per_token_of(values: Tensor, batch: TokenBatch, flag: str) -> Tensor:
+    """Check that there is one number per token: a sum or mean would broadcast, and train something else."""
+    if values.shape != batch.loss_mask.shape:
+        raise ContractViolation(
+            f"{flag}: expected one number per token, shape {list(batch.loss_mask.shape)}, found {list(values.shape)}"
+        )
+    return values
