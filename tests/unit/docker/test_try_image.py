@@ -172,7 +172,7 @@ def test_settings_of_pip_come_along_with_the_folders_that_they_name(script: Modu
     assert settings.folders == [index.parent, wheels]
     assert script.build_arguments(settings)["PIP_EXTRA_INDEX_URL"] == settings.variables["PIP_EXTRA_INDEX_URL"]
     without = script.build_arguments(script.pip_settings([]))
-    assert without["PIP_EXTRA_INDEX_URL"] == "https://download.pytorch.org/whl/cpu"
+    assert without["PIP_EXTRA_INDEX_URL"] == ""
     assert without["DEBIAN_RELEASE"] == "bookworm"
 
 
