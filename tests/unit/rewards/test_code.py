@@ -9,6 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,12 @@ async def test_a_program_too_slow_for_all_its_tests_is_wrong_and_leaves_no_proce
 
 def confined() -> list[psutil.Process]:
     """Programs that descendants of ours run."""
-    ours = psutil.Process().children(recursive=True)
-    return [process for process in ours if any("miles_async.rewards.sandbox" in word for word in process.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            if any("miles_async.rewards.sandbox" in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_the_sandbox_of_this_machine_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch):
