@@ -21,6 +21,7 @@ from miles_async.arguments.argument_files import expand_argument_files
 from miles_async.arguments.config_file import read_config_file
 from miles_async.arguments.flag import FlagValue
 from miles_async.arguments.foreign.translate import Given, translate
+from miles_async.arguments.help_pages import Help, HelpAll
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.megatron_settings import fields_table, megatron_settings
 from miles_async.arguments.pass_through import PassThrough, flatten, split_pass_through
@@ -116,6 +117,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
     parser._negative_number_matcher = NEGATIVE_NUMBER
     general = parser.add_argument_group("This command")
@@ -126,6 +128,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     general.add_argument("--print-config", action="store_true", help="print all flags as such a TOML file and exit")
     general.add_argument("--dry-run", action="store_true", help="check flags, model and data, and exit")
+    general.add_argument(
+        "-h", "--help", action=Help, nargs="*", default=argparse.SUPPRESS, metavar="GROUP | WORD",
+        help="list the most needed flags, explain those of a group, or find those whose name or text has these words",
+    )  # fmt: skip
+    general.add_argument(
+        "--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help="explain every flag and exit"
+    )
     general.add_argument(
         "--help-megatron",
         action=_HelpMegatron,

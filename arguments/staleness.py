@@ -1,4 +1,4 @@
-"""Staleness: the age bound (C1) and the lead of rollouts (C4)."""
+"""Staleness: the age bound and the lead of rollouts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def explain_unknown(name: str, valid: Sequence[str]) -> str:
     meant = [*nearest[:1], *_most_similar(words, valid, _are_among)] or _most_similar(words, valid, _hold_all)
     meant = list(dict.fromkeys(meant))[:_SUGGESTIONS]
     if not meant:
-        return f"unknown flag {name}; `miles-async train --help` lists the flags"
+        return f"unknown flag {name}; `miles-async train --help-all` lists the flags"
     return f"unknown flag {name}; did you mean {' or '.join(meant)}?"
 
 

@@ -1,4 +1,4 @@
-"""Publication of weights to the engines (C8)."""
+"""Publication of weights to the engines."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from miles_async import __version__
-from miles_async.errors import ConfigurationError, DataError, MilesAsyncError
+from miles_async.errors import ConfigurationError, ContractViolation, DataError, MilesAsyncError
 
 HELP = f"""\
 Usage: miles-async COMMAND ...
@@ -20,7 +20,7 @@ Usage: miles-async COMMAND ...
 Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, neither waits for the other.
 
 Commands:
-  train          train a model; `miles-async train --help` lists its flags
+  train          train a model; `miles-async train --help` has the most needed flags
   status         show where a run stands: step, ages, what it waits for; `miles-async status --help`
   compare        show which flags of runs differ, and their curves; `miles-async compare --help`
   ledger         show how attempts ended, and quarantined prompts; `miles-async ledger --help`
@@ -31,6 +31,7 @@ Commands:
   plan           predict step time, idle time and ages of settings; `miles-async plan --help`
   migrate        translate a slime, miles or verl recipe into flags; `miles-async migrate --help`
   doctor         check this machine, or a cluster, and say how to fix it; `miles-async doctor --help`
+  completion     complete commands and flags in a shell; `miles-async completion --help`
   --version      print the version ({__version__})
 
 Examples:
@@ -153,6 +154,13 @@ def _doctor(words: Sequence[str]) -> int:
     return doctor(words, _show)
 
 
+def _completion(words: Sequence[str]) -> int:
+    from miles_async.commands.completion import completion
+
+    _show(completion(words, COMMANDS))
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "status": _status,
@@ -165,6 +173,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "plan": _plan,
     "migrate": _migrate,
     "doctor": _doctor,
+    "completion": _completion,
 }
 
 
@@ -176,5 +185,6 @@ def _show(text: str) -> None:
 
 
 def _report(error: Exception, exit_code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    bug = "\nThis is a bug of miles_async: please report it with logs/ of the run directory."
+    print(f"error: {error}{bug if isinstance(error, ContractViolation) else ''}", file=sys.stderr)
     return exit_code

@@ -40,7 +40,7 @@ def ledger(words: Sequence[str]) -> str:
     """
     parser = CommandParser(
         prog="miles-async ledger",
-        description="Show how the attempts of a run ended, by outcome and reason, and check that none is missing (C2).",
+        description="Show how the attempts of a run ended, by outcome and reason, and check that none is missing.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="a run directory, or a directory of checkpoints")
     which = parser.add_mutually_exclusive_group()
@@ -133,7 +133,7 @@ def _show_balance(balance: Balance, carried: int = 0) -> str:
     lines += [f"{count:>{width}}  {name.replace('_', ' ')}" for name, count in summary.items() if count]
     total = sum(summary.values())
     if total != issued:
-        raise LedgerError(f"C2: {issued} attempts were issued and {total} are accounted for: {balance}")
+        raise LedgerError(f"{issued} attempts were issued and {total} are accounted for: {balance}")
     lines.append(f"balanced: issued = {' + '.join(str(count) for count in summary.values() if count) or 0}")
     return "\n".join([*lines, *_show_reasons(balance, width)]) + "\n"
 

@@ -138,7 +138,7 @@ class LedgerStore:
         """Compare the balance on disk with ``expected``. Raises ContractViolation naming the difference (C2)."""
         found = read_balance(self._connection)
         if found != expected:
-            raise ContractViolation(f"C2: the ledger on disk has {found}, the pool {expected}")
+            raise ContractViolation(f"the ledger on disk has {found}, the pool {expected}")
 
     def close(self) -> None:
         """Close the file; it is then one file, without WAL beside it."""
@@ -210,13 +210,13 @@ class LedgerStore:
         found = {attempt_id: Stage(stage) for attempt_id, stage in rows}
         if wrong := found.keys() ^ event.live.keys() | {i for i in found if found[i] is not event.live.get(i)}:
             raise ContractViolation(
-                "C2: the ledger on disk and the pool disagree about (attempt: on disk, in the pool) "
+                "the ledger on disk and the pool disagree about (attempt: on disk, in the pool) "
                 + ", ".join(f"{i}: {found.get(i)}, {event.live.get(i)}" for i in sorted(wrong))
             )
         (rows_on_disk,) = self._connection.execute("SELECT count(*) FROM attempts").fetchone()
         if self._carried_issued + rows_on_disk != event.issued:
             raise ContractViolation(
-                f"C2: {event.issued} attempts were issued, and the ledger on disk knows {rows_on_disk} "
+                f"{event.issued} attempts were issued, and the ledger on disk knows {rows_on_disk} "
                 f"and {self._carried_issued} of earlier processes"
             )
 
@@ -234,7 +234,7 @@ class LedgerStore:
             if moved.rowcount != 1:
                 row = self._connection.execute("SELECT * FROM attempts WHERE attempt_id = ?", (attempt_id,)).fetchone()
                 raise ContractViolation(
-                    f"C2: expected attempt {attempt_id} in the ledger, live and {' or '.join(stages)}, to set "
+                    f"expected attempt {attempt_id} in the ledger, live and {' or '.join(stages)}, to set "
                     f"{values}; found {row}"
                 )
 

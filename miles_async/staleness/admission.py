@@ -61,7 +61,7 @@ class Admission:
             ContractViolation: no slot is free.
         """
         if self.room() == 0:
-            raise ContractViolation(f"C4: {self.occupied} attempts are admitted of at most {self._capacity}")
+            raise ContractViolation(f"{self.occupied} attempts are admitted of at most {self._capacity}")
         self._untrained += 1
 
     def resume(self, count: int) -> None:
@@ -88,7 +88,7 @@ class Admission:
             ContractViolation: versions went backwards.
         """
         if version < self._visible_version:
-            raise ContractViolation(f"C1: version {version} became visible after version {self._visible_version}")
+            raise ContractViolation(f"version {version} became visible after version {self._visible_version}")
         self._visible_version = version
         self._trained = {made: count for made, count in self._trained.items() if made > version}
 
@@ -103,5 +103,5 @@ class Admission:
 
     def _take_untrained(self, count: int) -> None:
         if not 0 <= count <= self._untrained:
-            raise ContractViolation(f"C2: {count} attempts leave, but {self._untrained} are admitted and untrained")
+            raise ContractViolation(f"{count} attempts leave, but {self._untrained} are admitted and untrained")
         self._untrained -= count

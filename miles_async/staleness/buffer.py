@@ -73,9 +73,9 @@ class StalenessBuffer:
         """
         attempt_id, version = group.attempt.attempt_id, group.oldest_version
         if not group.samples:
-            raise ContractViolation(f"C7: the group of attempt {attempt_id} is empty")
+            raise ContractViolation(f"the group of attempt {attempt_id} is empty")
         if attempt_id in self._groups:
-            raise ContractViolation(f"C2: attempt {attempt_id} is in the buffer already")
+            raise ContractViolation(f"attempt {attempt_id} is in the buffer already")
         if version < 0:
             raise VersionUnknownError(f"attempt {attempt_id}: expected a version from 0 up, found {version}")
         self._groups[attempt_id] = group

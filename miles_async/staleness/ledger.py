@@ -133,7 +133,7 @@ class Ledger:
         """
         if attempt.attempt_id <= self._last_id:
             raise ContractViolation(
-                f"C2: expected an attempt id above {self._last_id}, found {attempt.attempt_id} "
+                f"expected an attempt id above {self._last_id}, found {attempt.attempt_id} "
                 f"(prompt {attempt.prompt.prompt_id!r})"
             )
         self._rows[attempt.attempt_id] = Row(
@@ -164,7 +164,7 @@ class Ledger:
         """
         (row,) = self._live([attempt_id])
         if row.stage not in ENDS_FROM[outcome]:
-            raise ContractViolation(f"C2: cannot end as {outcome} from {row.stage}: {row}")
+            raise ContractViolation(f"cannot end as {outcome} from {row.stage}: {row}")
         del self._rows[attempt_id]
         self._stages[row.stage] -= 1
         self._ended[outcome] += 1
@@ -211,13 +211,13 @@ class Ledger:
         balance, rows = self.balance(), self._rows.values()
         accounted = balance.in_flight + balance.buffered + balance.cut + sum(balance.ended.values())
         if balance.issued != accounted or len(rows) != sum(self._stages.values()):
-            raise ContractViolation(f"C2: issued ≠ in flight + buffered + cut + ended: {balance}; live: {self.live()}")
+            raise ContractViolation(f"issued ≠ in flight + buffered + cut + ended: {balance}; live: {self.live()}")
         for stage, held in ((Stage.IN_FLIGHT, in_flight), (Stage.BUFFERED, buffered)):
             expected = {row.attempt_id for row in rows if row.stage is stage}
             found = expected if held is None else set(held)
             if expected != found:
                 raise ContractViolation(
-                    f"C2: attempts that are {stage} in the ledger and nowhere else: "
+                    f"attempts that are {stage} in the ledger and nowhere else: "
                     f"{[self._rows[i] for i in sorted(expected - found)]}; held as {stage} but not in the "
                     f"ledger: {[self._rows.get(i, i) for i in sorted(found - expected)]}"
                 )
@@ -271,7 +271,7 @@ class Ledger:
         if len(rows) < len(attempt_ids):
             unknown = [attempt_id for attempt_id in attempt_ids if attempt_id not in self._rows]
             raise ContractViolation(
-                f"C2: not live: ended already {[i for i in unknown if i <= self._last_id]}, "
+                f"not live: ended already {[i for i in unknown if i <= self._last_id]}, "
                 f"never issued {[i for i in unknown if i > self._last_id]}"
             )
         return rows
@@ -279,7 +279,7 @@ class Ledger:
     def _move(self, rows: list[Row], before: Stage, after: Stage) -> None:
         wrong = [row for row in rows if row.stage is not before]
         if wrong or len({row.attempt_id for row in rows}) < len(rows):
-            raise ContractViolation(f"C2: expected distinct attempts that are {before}, found {wrong or rows}")
+            raise ContractViolation(f"expected distinct attempts that are {before}, found {wrong or rows}")
         for row in rows:
             row.stage = after
         self._stages[before] -= len(rows)

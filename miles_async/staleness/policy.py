@@ -25,7 +25,7 @@ def age(oldest_version: int, target_version: int) -> int:
         )
     if oldest_version > target_version:
         raise ContractViolation(
-            f"C1: sampled by version {oldest_version}, but the optimizer steps from version {target_version}"
+            f"sampled by version {oldest_version}, but the optimizer steps from version {target_version}"
         )
     return target_version - oldest_version
 
@@ -56,7 +56,7 @@ def check_ages(oldest_versions: Iterable[int], target_version: int, bound: int |
     }
     if too_old:
         raise ContractViolation(
-            f"C1: expected ages up to --max-weight-staleness {bound} in a batch cut for version "
+            f"expected ages up to --max-weight-staleness {bound} in a batch cut for version "
             f"{target_version}, found (sample: age) {too_old}"
         )
 

@@ -152,12 +152,12 @@ class Pool:
         """
         if self._policy.action == "wait" and (stale := self._buffer.count_stale(target_version)):
             raise ContractViolation(
-                f"C5: expected nothing to be too old with --stale-group-action wait, found {stale} buffered groups at "
+                f"expected nothing to be too old with --stale-group-action wait, found {stale} buffered groups at "
                 f"the cut for version {target_version}"
             )
         if target_version < self._reviewed_for:
             raise ContractViolation(
-                f"C5: a cut for version {target_version}, after attempts were ended as too old for {self._reviewed_for}"
+                f"a cut for version {target_version}, after attempts were ended as too old for {self._reviewed_for}"
             )
         cut = self._buffer.cut(target_version)
         for trimmed in cut.trimmed:
@@ -217,7 +217,7 @@ class Pool:
         self._ledger.check(buffered=(group.attempt.attempt_id for group in self._buffer))
         live = {row.attempt_id for row in self._ledger.live()}
         if live != self._live.keys():
-            raise ContractViolation(f"C2: the ledger and the pool disagree about {sorted(live ^ self._live.keys())}")
+            raise ContractViolation(f"the ledger and the pool disagree about {sorted(live ^ self._live.keys())}")
         stages = {row.attempt_id: row.stage for row in self._ledger.live()}
         self._observer.checked(self._ledger.balance().issued, stages)
 

@@ -187,4 +187,4 @@ def _has_logprobs(branch: Branch) -> bool:
 
 def _refuse(expected: str, without: Int64) -> None:
     if len(without):
-        raise ContractViolation(f"C12: expected a finite {expected}; samples {np.unique(without)} differ")
+        raise ContractViolation(f"expected a finite {expected}; samples {np.unique(without)} differ")

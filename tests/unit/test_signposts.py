@@ -112,3 +112,9 @@ def test_what_is_gone_is_found() -> None:
     names = "``staleness.gone.parse``, ``staleness.versions.parse_spans``, :func:`wiring.replay.gone`"
     assert absent_names(names, "") == ["staleness.gone.parse", "wiring.replay.gone"]
     assert absent_names("``staleness.bound_of``", "def cut(staleness: Staleness): ...") == []
+
+
+def test_messages_name_no_contract_by_its_id() -> None:
+    """Ids such as C2 are for maintainers: comments, docstrings and tests have them, what users read has not."""
+    found = [str(path) for path in sources() if re.search(r"[\"']C\d+: |\(C\d+\)[.;,]?\",?$", path.read_text(), re.M)]
+    assert [path for path in found if "/tests/" not in path] == []

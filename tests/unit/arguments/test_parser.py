@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +14,7 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.argument_files import presets
 from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.help_pages import MOST_NEEDED
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.pass_through import flatten, unflatten
 from miles_async.arguments.specification import argument_groups, flag_specifications
@@ -111,8 +114,8 @@ class TestUnknownFlags:
             ("--batch-size", "did you mean --global-batch-size or --rollout-batch-size?"),
             ("--temperature", "did you mean --eval-temperature or --rollout-temperature?"),
             ("--save-file", "did you mean --save?"),
-            ("--group-size", "`miles-async train --help` lists the flags"),
-            ("--tp", "`miles-async train --help` lists the flags"),
+            ("--group-size", "`miles-async train --help-all` lists the flags"),
+            ("--tp", "`miles-async train --help-all` lists the flags"),
         ],
     )
     def test_only_flags_that_are_close_or_share_the_words_are_suggested(self, flag: str, says: str):
@@ -319,12 +322,60 @@ class TestPassThrough:
         assert dict(unflatten(flatten(collected))) == collected
 
 
+def explained(page: str) -> list[str]:
+    """The flags that a page of the help explains."""
+    return re.findall(r"^  (--[\w-]+)", page, flags=re.MULTILINE)
+
+
 class TestHelp:
-    def test_shows_every_group_flag_and_default(self, capsys: pytest.CaptureFixture[str]):
-        with pytest.raises(SystemExit) as caught:
-            parse_arguments(["--help"])
-        text = capsys.readouterr().out
-        assert caught.value.code == 0
+    @pytest.fixture
+    def shown(self, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+        def shown(*words: str) -> str:
+            with pytest.raises(SystemExit, match="0"):
+                parse_arguments(words)
+            return capsys.readouterr().out
+
+        return shown
+
+    def test_the_short_page_has_a_line_for_each_of_the_most_needed_flags(self, shown: Callable[..., str]):
+        lines = shown("--help").splitlines()
+        assert lines == shown("-h").splitlines()
+        assert 60 <= len(lines) <= 80
+        assert max(map(len, lines)) <= 80
+        flags = [line.split()[0] for line in lines if line.startswith("  --") and "--help" not in line]
+        assert set(flags) == {f"--{name.replace('_', '-')}" for name in MOST_NEEDED} | {"--config", "--dry-run"}
+        assert len(flags) == len(set(flags))
+
+    @pytest.mark.parametrize("name", ["prompts", "data", "Prompts"])
+    def test_the_page_of_a_group_explains_all_its_flags(self, name: str, shown: Callable[..., str]):
+        page = shown("--help", name)
+        assert explained(page) == [one.flag for one in flag_specifications().values() if one.group == "data"]
+        assert page.startswith("Prompts:")
+
+    @pytest.mark.parametrize(
+        ("words", "found", "absent"),
+        [
+            (["kl", "reward"], "--kl-coef", "--kl-loss-coef"),  # each of the words, in names or texts
+            (["stale"], "--max-weight-staleness", "--kl-coef"),  # beginnings of words
+            (["lr"], "--lr-warmup-iters", "--save"),  # not the "lr" of "already"
+            (["grpo_std"], "--grpo-std-normalization", "--lr"),
+        ],
+    )
+    def test_words_find_the_flags_that_have_them_all(
+        self, words: list[str], found: str, absent: str, shown: Callable[..., str]
+    ):
+        flags = explained(shown("@preset:grpo", "--help", *words))
+        assert found in flags
+        assert absent not in flags
+
+    def test_a_word_that_nothing_has_is_an_error_with_the_groups(self):
+        assert "did you mean algorithm?; groups: cluster, model, prompts" in refusal("--help", "algoritm")
+
+    def test_no_text_names_a_contract(self, shown: Callable[..., str]):
+        assert not re.search(r"\b[ACM]\d+\b", shown("--help-all"))
+
+    def test_everything_has_every_group_flag_and_default(self, shown: Callable[..., str]):
+        text = shown("--help-all")
         for specification in flag_specifications().values():
             assert specification.flag in text
         for dataclass in argument_groups().values():

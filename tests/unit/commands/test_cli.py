@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from miles_async import __version__
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.parser import EPILOG
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, write_manifest
-from miles_async.cli import main
-from miles_async.errors import ConfigurationError, TrainerError
+from miles_async.cli import COMMANDS, main
+from miles_async.errors import ConfigurationError, ContractViolation, TrainerError
 from miles_async.prompts.templates import load_tokenizer
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports
@@ -67,6 +68,18 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     assert "Examples:" in capsys.readouterr().out
     assert main([]) == 2
+
+
+def test_a_broken_contract_is_reported_as_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def train(words: Sequence[str]) -> int:
+        raise ContractViolation("the ledger and the pool disagree about [3]")
+
+    monkeypatch.setitem(COMMANDS, "train", train)  # type: ignore[arg-type]
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: the ledger and the pool disagree about [3]",
+        "This is a bug of miles_async: please report it with logs/ of the run directory.",
+    ]
 
 
 def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]):
@@ -404,7 +417,9 @@ def test_outputs_never_overwrite_inputs(flags: list[str], tmp_path: Path, capsys
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "pyarrow", "aiohttp")
 
 
-@pytest.mark.parametrize("words", [["train", "--help"], ["train", "--foo"], ["train"]], ids=str)
+@pytest.mark.parametrize(
+    "words", [["train", "--help"], ["train", "--help-all"], ["train", "--foo"], ["train"]], ids=str
+)
 def test_help_and_errors_load_nothing_heavy(words: list[str]):
     code = (
         "import sys\nfrom miles_async.cli import main\n"
@@ -421,7 +436,7 @@ def test_a_port_beyond_the_last_one_is_refused_with_the_range(flags: list[str], 
 
 
 def test_a_terminal_without_the_characters_gets_question_marks():
-    code = "import sys; from miles_async.cli import main; sys.exit(main(['train', '--help']))"
+    code = "import sys; from miles_async.cli import main; sys.exit(main(['train', '--help-all']))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, timeout=30, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stderr) == (0, b"")
@@ -431,7 +446,7 @@ def test_a_terminal_without_the_characters_gets_question_marks():
 def test_examples_in_the_help_keep_their_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "70")
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "--help"])
+        main(["train", "--help-all"])
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if line.startswith("  miles-async train")] == EPILOG.splitlines()[1:]
 

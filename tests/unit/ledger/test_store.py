@@ -104,7 +104,7 @@ def test_an_impossible_event_is_refused_and_nothing_of_its_batch_is_written(
     ended = EndedEvent(at=0.0, attempt_id=0, outcome=Outcome.TRAINED)
     store.write([*life(0), ended, IssuedEvent(at=0.0, attempt=make_attempt(1))])
     store.write([CheckedEvent(at=0.0, issued=2, live={1: Stage.IN_FLIGHT})])
-    with pytest.raises(ContractViolation, match="C2"):
+    with pytest.raises(ContractViolation, match="attempt"):
         store.write([IssuedEvent(at=0.0, attempt=make_attempt(3)), event])
     with open_ledger(path) as reader:
         assert reader.balance().issued == 2
@@ -135,7 +135,7 @@ def test_the_balance_on_disk_is_compared_with_the_pools(store: LedgerStore) -> N
     store.write([IssuedEvent(at=0.0, attempt=make_attempt(0))])
     store.compare(ledger.balance())
     ledger.end(0, Outcome.FAILED, "data: no reward")
-    with pytest.raises(ContractViolation, match="C2: the ledger on disk has"):
+    with pytest.raises(ContractViolation, match="the ledger on disk has"):
         store.compare(ledger.balance())
 
 

@@ -73,7 +73,7 @@ def test_same_attempt_twice_is_refused() -> None:
 
 
 def test_empty_group_is_refused() -> None:
-    with pytest.raises(ContractViolation, match="C7"):
+    with pytest.raises(ContractViolation, match="the group of attempt 0 is empty"):
         StalenessBuffer(1, 1).put(msgspec.structs.replace(make_group(0), samples=()))
 
 

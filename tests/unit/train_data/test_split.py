@@ -138,7 +138,7 @@ def test_an_estimator_may_tell_tokens_apart() -> None:
     assert batch.advantages.tolist() == [0, 0, 3, 0, 0, 6, 0, 0, 9, 0, 11]
     assert batch.advantages.dtype == np.float32
     assert table.join([2, 0]).advantages.tolist() == [0, 0, 9, 0, 11, 0, 0, 3]
-    with pytest.raises(ContractViolation, match=r"C12: .* advantage for every loss token; samples \[1\]"):
+    with pytest.raises(ContractViolation, match=r".* advantage for every loss token; samples \[1\]"):
         tabulate([group], np.where(given == 9, np.inf, given))
 
 
