@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_async.arguments.data import SUFFIXES, split_slice
 from miles_async.arguments.flag import flag
 from miles_async.errors import ConfigurationError
 
@@ -54,12 +55,16 @@ def parse_data_sets(words: Sequence[str]) -> dict[str, Path]:
     name: str | None = None
     for word in words:
         path = Path(word).expanduser()
-        if path.suffix not in (".jsonl", ".parquet"):
+        try:
+            file, _ = split_slice(path)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--eval-prompt-data {error}") from None
+        if file.suffix not in SUFFIXES:
             if name is not None or "/" in word or not word:
                 raise ConfigurationError(f"--eval-prompt-data: expected a .jsonl or .parquet file, found {word!r}")
             name = word
             continue
-        name = name or path.stem
+        name = name or file.stem
         if name in data_sets:
             raise ConfigurationError(
                 f"--eval-prompt-data: {data_sets[name]} and {path} are both called {name}: give one a name before it"

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.data import SUFFIXES, split_slice
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model import EXPERT_COUNTS
 from miles_async.arguments.model_files import directory_problems, read_config
@@ -85,9 +86,14 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
     for flag, path in files:
         if path is None:
             continue
-        if not os.path.exists(path):
+        try:
+            file, _ = split_slice(path)
+        except ConfigurationError as error:
+            yield f"{flag} {error}"
+            continue
+        if not os.path.exists(file):
             yield f"{flag} {path}: there is no such file"
-        elif not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
+        elif not file.is_file() or file.suffix not in SUFFIXES:
             yield f"{flag} {path}: expected a .jsonl or .parquet file"
 
 

@@ -38,6 +38,8 @@ def _shared_gpus(given: Given) -> str:
 DEFAULTS: tuple[ForeignDefault, ...] = (
     ForeignDefault("--input-key", "input"),
     ForeignDefault("--label-key", "none"),
+    ForeignDefault("--metadata-key", "metadata"),
+    ForeignDefault("--tool-key", "tools", needs="--apply-chat-template"),
     ForeignDefault("--no-apply-chat-template", ""),
     ForeignDefault("--no-rollout-shuffle", ""),
     ForeignDefault("--n-samples-per-prompt", "1"),

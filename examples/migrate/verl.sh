@@ -5,8 +5,8 @@ TRAIN_TP=${TRAIN_TP:-2}
 python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=False \
-    data.train_files=/root/dapo-math-17k.jsonl \
-    data.val_files="['/root/aime-2024.jsonl']" \
+    data.train_files=/root/dapo-math-17k.parquet \
+    data.val_files="['/root/aime-2024.parquet']" \
     data.truncation='left' \
     data.max_prompt_length=${max_prompt_length} \
     data.max_response_length=${max_response_length} \

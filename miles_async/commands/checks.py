@@ -226,14 +226,22 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
     )
 
 
-def check_prompts(arguments: Arguments) -> dict[str, int]:
-    """Check every row, its reward too; path → number of prompts. Raises DataError naming file and line."""
+def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
+    """Check every row, its reward too; path → number of prompts, and notes. Raises DataError naming file and line."""
+    from miles_async.prompts.keys import lacking
     from miles_async.prompts.source import open_prompts
     from miles_async.rewards.row_check import RewardOfRow
 
     rewarded = arguments.rewards.rm_type is not None and not arguments.algorithm.supervised
     check = RewardOfRow(arguments.rewards) if rewarded else None
-    return {str(data.prompt_data): len(open_prompts(data, check)) for data in _prompt_files(arguments)}
+    counts, notes = dict[str, int](), list[str]()
+    for data in _prompt_files(arguments):
+        rows = open_prompts(data, check)
+        counts[str(data.prompt_data)] = len(rows)
+        for flag, key in {"--metadata-key": data.metadata_key, "--tool-key": data.tool_key}.items():
+            if key is not None and (number := lacking(rows, key)):
+                notes.append(f"{data.prompt_data}: {number} of {len(rows)} rows have no {key!r} ({flag})")
+    return counts, notes
 
 
 def check_tokenizer(arguments: Arguments) -> list[str]:

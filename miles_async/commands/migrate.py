@@ -49,9 +49,9 @@ ONE_STEP_OFF = """\
 --max-weight-staleness 1
 """
 VERL = """\
-# verl chooses the reward by data_source, and reads the answer from a column reward_model; here the answer is in the
-# column of --label-key, as python -m examples.math.prepare writes it. verl's sides take turns on the same GPUs; here
-# each has its own, and what versions of at most two steps ago generated is trained.
+# verl chooses the reward by data_source. Its sides take turns on the same GPUs; here each has its own, and what
+# versions of at most two steps ago generated is trained.
+--label-key reward_model.ground_truth
 --rm-type math
 --max-weight-staleness 2
 """

@@ -74,7 +74,8 @@ def _check(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
     """
     notes = check_surroundings(arguments)
     check_hooks(arguments)
-    return check_prompts(arguments), notes
+    prompts, lacking = check_prompts(arguments)
+    return prompts, [*notes, *lacking]
 
 
 def _memory(arguments: Arguments) -> str:

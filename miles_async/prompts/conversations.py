@@ -17,7 +17,7 @@ import numpy as np
 
 from miles_async.errors import DataError
 from miles_async.prompts.templates import ChatTemplate
-from miles_async.types import Int32, JsonObject, UInt8
+from miles_async.types import Int32, JsonObject, Label, UInt8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +64,20 @@ def answered_text(template: ChatTemplate, prompt: str, answer: str) -> list[Answ
     return [Answered(tokens=np.array(before + after, np.int32), loss_mask=np.array(mask, np.uint8))]
 
 
-def conversation(messages: Sequence[JsonObject], label: str | None) -> Sequence[JsonObject]:
+def one_answer(label: Label) -> str:
+    """Return the label to learn. Raises DataError if there are several."""
+    if not isinstance(label, str):
+        raise DataError(f"expected one answer to learn, found {len(label)} in its label (--label-key)")
+    return label
+
+
+def conversation(messages: Sequence[JsonObject], label: Label | None) -> Sequence[JsonObject]:
     """The messages if they end with the assistant's, else with the label as its turn. Raises DataError."""
     if messages[-1]["role"] == "assistant":
         return messages
     if label is None:
         raise DataError("expected an answer, found neither a last turn of the assistant nor a label (--label-key)")
-    return [*messages, {"role": "assistant", "content": label}]
+    return [*messages, {"role": "assistant", "content": one_answer(label)}]
 
 
 def tools_of(metadata: JsonObject) -> Sequence[JsonObject]:

@@ -8,7 +8,7 @@ import structlog
 
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError, TrajectoryError
-from miles_async.prompts.conversations import Answered, answered, answered_text, conversation, tools_of
+from miles_async.prompts.conversations import Answered, answered, answered_text, conversation, one_answer, tools_of
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.types import JsonObject, Prompt
@@ -33,7 +33,7 @@ class ExampleSource:
         self._template = template
         self._templated = arguments.apply_chat_template
         self._most = most_tokens
-        self._source = FilePromptSource(arguments, lambda content: (0,))  # whole examples are tokenized here
+        self._source = FilePromptSource(arguments, lambda content, tools: (0,))  # whole examples are tokenized here
         self.skipped = 0
 
     def take(self, count: int) -> list[Example]:
@@ -72,7 +72,7 @@ class ExampleSource:
             if not self._templated:
                 if prompt.label is None:
                     raise DataError("expected an answer, found no label (--label-key)")
-                return answered_text(self._template, prompt.text, prompt.label)
+                return answered_text(self._template, prompt.text, one_answer(prompt.label))
             messages = conversation(prompt.messages, prompt.label)
             return answered(self._template, messages, tools_of(prompt.metadata))
         except (DataError, TrajectoryError) as error:

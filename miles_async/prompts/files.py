@@ -10,14 +10,16 @@ import hashlib
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import msgspec
 import numpy as np
 
-from miles_async.arguments.data import DataArguments
+from miles_async.arguments.data import DataArguments, split_slice
 from miles_async.errors import DataError
+from miles_async.prompts.keys import holder, may_lack, root
 from miles_async.types import Int64, JsonObject
 
 if TYPE_CHECKING:
@@ -51,30 +53,37 @@ class RowFile(Protocol):
 
 def open_row_file(path: Path, arguments: DataArguments) -> RowFile:
     """Open ``path`` by its suffix. Raises DataError when it is unreadable, empty or of another kind."""
+    file, chosen = split_slice(path)
     try:
-        match path.suffix:
+        match file.suffix:
             case ".jsonl":
-                rows: RowFile = JsonlFile(path)
+                rows: RowFile = JsonlFile(file)
             case ".parquet":
-                rows = ParquetFile(path, arguments)
+                rows = ParquetFile(file, arguments)
             case other:
                 raise DataError(f"{path}: prompt data must be .jsonl or .parquet, found {other or 'no suffix'!r}")
     except OSError as error:
         raise DataError(f"{path}: cannot read prompt data: {error.strerror or error}") from None
     if not len(rows):
         raise DataError(f"{path}: holds no prompts")
-    return rows
+    if chosen is None:
+        return rows
+    part = RowSlice(rows, chosen)
+    if not len(part):
+        raise DataError(f"{path}: holds no prompts, the file has {len(rows)} rows")
+    return part
 
 
-def _columns(arguments: DataArguments) -> dict[str, str]:
-    """Column → the flag that names it."""
+def _keys(arguments: DataArguments) -> dict[str, str]:
+    """Flag → the key that it names."""
     keys = {
         "--input-key": arguments.input_key,
         "--label-key": arguments.label_key,
         "--metadata-key": arguments.metadata_key,
+        "--tool-key": arguments.tool_key,
         "--prompt-id-key": arguments.prompt_id_key,
     }
-    return {key: flag for flag, key in keys.items() if key is not None}
+    return {flag: key for flag, key in keys.items() if key is not None}
 
 
 def file_digest(path: Path) -> str:
@@ -149,19 +158,22 @@ class ParquetFile:
 
         self.path = path
         self.digest = file_digest(path)
-        self._input, self._metadata = arguments.input_key, arguments.metadata_key
-        columns = _columns(arguments)
+        rendered = (arguments.input_key, arguments.tool_key, f"{arguments.metadata_key}.tools")
+        self._rendered = [key for key in rendered if key is not None]
         try:
             with parquet.ParquetFile(path) as file:
-                found = file.schema_arrow.names
-                for column, flag in columns.items():
-                    if column not in found:
-                        raise DataError(f"{path}: no column {column!r} ({flag}); columns: {', '.join(found)}")
-                groups = [file.read_row_group(i, columns=list(columns)) for i in range(file.num_row_groups)]
+                schema = file.schema_arrow
+                columns = {
+                    root(schema, key, f"{path}: no column {key!r} ({flag})")
+                    for flag, key in _keys(arguments).items()
+                    if key in schema.names or not may_lack(flag, key)
+                }
+                groups = [file.read_row_group(i, columns=sorted(columns)) for i in range(file.num_row_groups)]
         except arrow.ArrowException as error:
             raise DataError(f"{path}: not a readable Parquet file: {error}") from None
         if arguments.label_key is not None:
-            groups = [_with_short_floats(group, arguments.label_key) for group in groups]
+            column = root(schema, arguments.label_key, "")
+            groups = [_with_short_floats(group, column) for group in groups]
         self._batches = [batch for group in groups for batch in group.to_batches()]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
@@ -185,10 +197,36 @@ class ParquetFile:
                 yield from map(self._row, batch.slice(start, 1024).to_pylist())
 
     def _row(self, row: dict[str, Any]) -> JsonObject:
-        row[self._input] = _without_nulls(row[self._input])
-        if self._metadata is not None and isinstance(metadata := row[self._metadata], dict) and "tools" in metadata:
-            metadata["tools"] = _without_nulls(metadata["tools"])
+        for key in self._rendered:
+            with suppress(KeyError):
+                inner, name = holder(row, key)
+                inner[name] = _without_nulls(inner[name])
         return row
+
+
+class RowSlice:
+    """Some consecutive rows of a file, which keep their numbers."""
+
+    def __init__(self, rows: RowFile, chosen: slice) -> None:
+        self._rows = rows
+        self._indices = range(len(rows))[chosen]
+        self.path = rows.path
+        self.digest = f"{rows.digest}[{self._indices.start}:{self._indices.stop}]"
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def number(self, index: int) -> int:
+        return self._rows.number(self._indices[index])
+
+    def location(self, index: int) -> str:
+        return self._rows.location(self._indices[index])
+
+    def read(self, index: int) -> JsonObject:
+        return self._rows.read(self._indices[index])
+
+    def __iter__(self) -> Iterator[JsonObject]:
+        return map(self._rows.read, self._indices)
 
 
 def _without_nulls(value: object) -> object:
@@ -199,10 +237,23 @@ def _without_nulls(value: object) -> object:
 
 
 def _with_short_floats(table: pyarrow.Table, column: str) -> pyarrow.Table:
-    """Turn float32 to the float64 with the same shortest text: 0.1, not 0.10000000149011612."""
+    """Turn float32, in lists and objects too, to the float64 with the same shortest text: 0.1, not 0.10000000149."""
     import pyarrow as arrow
 
     index = table.schema.get_field_index(column)
-    if table.schema.field(index).type != arrow.float32():
+    texts, floats = (_without_float32(table.schema.field(index).type, to) for to in (arrow.string(), arrow.float64()))
+    if floats == table.schema.field(index).type:
         return table
-    return table.set_column(index, column, table.column(index).cast(arrow.string()).cast(arrow.float64()))
+    return table.set_column(index, column, table.column(index).cast(texts).cast(floats))
+
+
+def _without_float32(kind: pyarrow.DataType, replacement: pyarrow.DataType) -> pyarrow.DataType:
+    import pyarrow as arrow
+
+    if kind == arrow.float32():
+        return replacement
+    if arrow.types.is_struct(kind):
+        return arrow.struct([field.with_type(_without_float32(field.type, replacement)) for field in kind])
+    if arrow.types.is_list(kind):
+        return arrow.list_(kind.value_field.with_type(_without_float32(kind.value_type, replacement)))
+    return kind

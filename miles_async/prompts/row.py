@@ -10,8 +10,9 @@ import msgspec
 
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError, TrajectoryError
+from miles_async.prompts.keys import holder, may_lack
 from miles_async.trajectory.messages import Message, from_data
-from miles_async.types import JsonObject
+from miles_async.types import JsonObject, Label
 
 Content = str | list[Message]
 """A text, or messages ``[{"role": "user", "content": "rev 12"}]``."""
@@ -25,8 +26,9 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
 
     row_id: str | None  # value of --prompt-id-key, None without that flag
     content: Content
-    label: str | None
-    metadata: JsonObject
+    label: Label | None
+    metadata: JsonObject  # with the row's tools as "tools", too
+    tools: tuple[JsonObject, ...] = ()  # that the chat template renders, of --tool-key
 
     @property
     def text(self) -> str:
@@ -45,20 +47,24 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_row(row: JsonObject, arguments: DataArguments, location: str) -> PromptRow:
     """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
+    tools, metadata = _tools(row, arguments, location), _metadata(row, arguments, location)
     return PromptRow(
         row_id=_row_id(row, arguments, location),
         content=_content(row, arguments, location),
         label=_label(row, arguments, location),
-        metadata=_metadata(row, arguments, location),
+        metadata={**metadata, "tools": list(tools)} if tools else metadata,
+        tools=tools,
     )
 
 
 def _value(row: JsonObject, key: str, flag: str, location: str) -> object:
     try:
-        return row[key]
-    except KeyError:
-        found = ", ".join(sorted(row)) or "none"
-        raise DataError(f"{location}: no key {key!r} ({flag}); keys of this row: {found}") from None
+        inner, name = holder(row, key)
+    except KeyError as error:
+        if may_lack(flag, key):
+            return None
+        raise DataError(f"{location}: no key {key!r} ({flag}); keys of this row: {error.args[0]}") from None
+    return inner[name]
 
 
 def _content(row: JsonObject, arguments: DataArguments, location: str) -> Content:
@@ -81,17 +87,47 @@ def _content(row: JsonObject, arguments: DataArguments, location: str) -> Conten
     return messages
 
 
-def _label(row: JsonObject, arguments: DataArguments, location: str) -> str | None:
+def _label(row: JsonObject, arguments: DataArguments, location: str) -> Label | None:
     if arguments.label_key is None:
         return None
     value = _value(row, arguments.label_key, "--label-key; none: no labels", location)
+    answers = value if isinstance(value, list) else [value]
+    texts = [text for answer in answers if (text := _answer(answer)) is not None]
+    if not answers or len(texts) < len(answers):
+        named = f"{location}: {arguments.label_key!r} (--label-key)"
+        expected = "a text or a number, or a list of accepted ones"
+        raise DataError(f"{named} must be {expected}; found {_shown(value)}. Use --metadata-key for the rest")
+    return texts[0] if len(texts) == 1 else tuple(texts)
+
+
+def _answer(value: object) -> str | None:
+    """The label as a text; None if it is none."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         value = int(value)  # tables keep whole numbers as floats where a column has gaps
     is_label = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
     if not is_label or (isinstance(value, float) and not math.isfinite(value)):
-        named = f"{location}: {arguments.label_key!r} (--label-key)"
-        raise DataError(f"{named} must be a text or a number; found {_shown(value)}. Use --metadata-key for the rest")
+        return None
     return str(value)
+
+
+def _tools(row: JsonObject, arguments: DataArguments, location: str) -> tuple[JsonObject, ...]:
+    if arguments.tool_key is None:
+        return ()
+    value = _value(row, arguments.tool_key, "--tool-key", location)
+    named = f"{location}: {arguments.tool_key!r} (--tool-key)"
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{named} must be a list of objects, or one as JSON: {error}") from None
+    if value is not None and not (isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)):
+        raise DataError(f"{named} must be a list of objects; found {_shown(value)}")
+    if value and not arguments.apply_chat_template:
+        raise DataError(
+            f"{named} holds tools, which need the chat template: leave --no-apply-chat-template out, or give "
+            "--tool-key none"
+        )
+    return tuple(value or ())
 
 
 def _metadata(row: JsonObject, arguments: DataArguments, location: str) -> JsonObject:

@@ -21,7 +21,7 @@ from miles_async.arguments.prompt_limit import PromptLimit, asked_limit
 from miles_async.errors import CheckpointError, ConfigurationError, DataError, TrajectoryError
 from miles_async.prompts.files import RowFile, open_row_file
 from miles_async.prompts.row import Content, PromptRow, read_row
-from miles_async.types import Int64, JsonObject, Prompt
+from miles_async.types import Int64, JsonObject, Label, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,13 @@ POWERS_OF_TEN = frozenset(10**exponent for exponent in range(1, 12))
 CHECKED_ROWS = 100_000  # rows that are rendered at the start, in 2 to 5 s; of a larger file as many, evenly spaced
 SHOWN_ROWS = 3  # refused rows that an error names
 
-Encode = Callable[[Content], Sequence[int]]
-"""Encoder of a text or messages to token ids; usually ``ChatTemplate.encode``."""
+Tools = Sequence[JsonObject]
+
+Encode = Callable[[Content, Tools], Sequence[int]]
+"""Encoder of a text or messages, and the row's tools, to token ids; usually ``ChatTemplate.encode``."""
 
 
-CheckRow = Callable[[str | None, JsonObject, str], None]
+CheckRow = Callable[[Label | None, JsonObject, str], None]
 """Check of a row by its label, metadata and location; raises DataError that begins with the location."""
 
 
@@ -110,7 +112,7 @@ class FilePromptSource:
         for position, index in enumerate(self._epoch_order(0), start=1):
             row = self._row(int(index))
             if self._prompt_id(row, int(index)) == prompt_id:
-                return Place(position=position, tokens=self._length(row.content, int(index)))
+                return Place(position=position, tokens=self._length(row, int(index)))
         return None
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
@@ -131,12 +133,12 @@ class FilePromptSource:
 
     def require_usable(self) -> None:
         """Check that some prompt can be used, reading until one is found. Raises DataError."""
-        found = (self._tokens(self._row(index).content, index) for index in range(len(self._rows)))
+        found = (self._tokens(self._row(index), index) for index in range(len(self._rows)))
         limit = self._limit
         if not any(tokens is not None and (limit is None or len(tokens) <= limit.tokens) for tokens in found):
             raise self._none_usable()
 
-    def require_rendered(self, check: Callable[[Content], None]) -> None:
+    def require_rendered(self, check: Callable[[Content, Tools], None]) -> None:
         """Check that the chat template renders all rows, or ``CHECKED_ROWS`` of them, unless bad ones are skipped.
 
         ``check`` raises TrajectoryError for a row that is refused. Raises DataError naming the first such rows.
@@ -145,8 +147,9 @@ class FilePromptSource:
             return
         refused: list[str] = []
         for index in np.unique(np.linspace(0, len(self._rows) - 1, min(len(self._rows), CHECKED_ROWS)).astype(int)):
+            row = self._row(int(index))
             try:
-                check(self._row(int(index)).content)
+                check(row.content, row.tools)
             except TrajectoryError as error:
                 refused.append(f"{self._rows.location(int(index))}: {error}")
         if refused:
@@ -159,11 +162,11 @@ class FilePromptSource:
         stand for what the chat template adds to a message.
         """
         found = []
-        added = self._length(self._row(0).content, 0)
+        added = self._length(self._row(0), 0)
         for index in range(len(self._rows)):
             row = self._row(index)
-            if len(msgspec.json.encode(row.content)) + added * len(row.messages) > tokens:
-                found.append(self._length(row.content, index))
+            if len(msgspec.json.encode((row.content, row.tools))) + added * len(row.messages) > tokens:
+                found.append(self._length(row, index))
         return [length for length in found if length > tokens]
 
     def all_prompts(self) -> Iterator[Prompt]:
@@ -182,7 +185,7 @@ class FilePromptSource:
     def texts(self) -> Iterator[Sequence[int]]:
         """Token ids of every prompt in file order, of any length. Nothing is counted, and the cursor stays."""
         for index in range(len(self._rows)):
-            if tokens := self._tokens(self._row(index).content, index):
+            if tokens := self._tokens(self._row(index), index):
                 yield tokens
 
     def state(self) -> JsonObject:
@@ -243,23 +246,23 @@ class FilePromptSource:
             f"{'; '.join(problems[:SHOWN_ROWS])}{more}. Mend these rows, or leave them out (--bad-rows skip)"
         )
 
-    def _tokens(self, content: Content, index: int) -> Sequence[int] | None:
+    def _tokens(self, row: PromptRow, index: int) -> Sequence[int] | None:
         """Token ids, None if the template refuses the row and ``--bad-rows skip`` allows that. Raises DataError."""
         try:
-            return self._encode(content)
+            return self._encode(row.content, row.tools)
         except TrajectoryError as error:
             if self._arguments.bad_rows == "skip":
                 return None
             raise self._refused(f"{self._rows.location(index)}: {error}") from error
 
-    def _length(self, content: Content, index: int) -> int:
-        return len(self._tokens(content, index) or ())
+    def _length(self, row: PromptRow, index: int) -> int:
+        return len(self._tokens(row, index) or ())
 
     def _prompt(self, index: int) -> Prompt | None:
         """The prompt of one row, or None if it is too long or refused."""
         row = self._row(index)
         prompt_id = self._prompt_id(row, index)
-        tokens = self._tokens(row.content, index)
+        tokens = self._tokens(row, index)
         if tokens is None:
             self._count_skip(prompt_id, "the chat template refuses it")
             return None

@@ -69,7 +69,7 @@ class ChatTemplate:
         self._clock = {"strftime_now": datetime.now().strftime}
         self._role_problems: dict[tuple[str, ...], str | None] = {}  # roles of a conversation → why it is refused
 
-    def encode(self, content: str | Sequence[JsonObject]) -> tuple[int, ...]:
+    def encode(self, content: str | Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> tuple[int, ...]:
         """Encode a prompt for the engine, <bos> occurs once. The assistant's turn begins after it; a last message of
         the assistant is the beginning of that turn, which the model continues.
 
@@ -80,23 +80,23 @@ class ChatTemplate:
                 raise ConfigurationError("messages need the chat template: leave --no-apply-chat-template out")
             return self._encode_text(content)
         # The template writes <bos> itself where the model wants one; nothing is added to what it renders.
-        return tuple(self.tokenize(self._render_prompt(content)))
+        return tuple(self.tokenize(self._render_prompt(content, tools)))
 
-    def check(self, content: str | Sequence[JsonObject]) -> None:
+    def check(self, content: str | Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> None:
         """Render a prompt without tokenizing it. Raises TrajectoryError when the template refuses it."""
         if self._apply_chat_template:
-            self._render_prompt(content)
+            self._render_prompt(content, tools)
 
-    def _render_prompt(self, content: str | Sequence[JsonObject]) -> str:
+    def _render_prompt(self, content: str | Sequence[JsonObject], tools: Sequence[JsonObject]) -> str:
         messages = _messages(content)
         self.check_roles(messages)
         if messages[-1]["role"] != "assistant":
-            return self.render(messages, (), {}, generation_prompt=True)
+            return self.render(messages, tools, {}, generation_prompt=True)
         if not self._continues_answers:
             raise TrajectoryError("the last message is the assistant's, whose turn comes next: leave that message out")
         if messages[-1].get("tool_calls"):
             raise TrajectoryError("the last message is the assistant's and has tool calls, which nothing continues")
-        return self.render(messages, (), {"continue_final_message": True}, generation_prompt=False)
+        return self.render(messages, tools, {"continue_final_message": True}, generation_prompt=False)
 
     def check_roles(self, messages: Sequence[JsonObject]) -> None:
         """Check, once per sequence of roles, that the template knows them and writes each message.

@@ -83,8 +83,8 @@ def answer_part(response: str) -> str:
     return response.rpartition("</think>")[2]
 
 
-def label_of(prompt: Prompt) -> str:
-    """Return the label. Raises RewardError when the prompt has none."""
+def labels_of(prompt: Prompt) -> tuple[str, ...]:
+    """Return the accepted answers. Raises RewardError when the prompt has none."""
     if prompt.label is None:
         raise RewardError(f"prompt {prompt.prompt_id} has no label to compare with: set --label-key")
-    return prompt.label
+    return (prompt.label,) if isinstance(prompt.label, str) else prompt.label

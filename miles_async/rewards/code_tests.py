@@ -17,7 +17,7 @@ from miles_async.rewards.answers import answer_part
 from miles_async.rewards.programs import Limits, run_program, run_statements
 from miles_async.rewards.sandbox import Level
 from miles_async.rewards.workers import WorkerPool
-from miles_async.types import JsonObject, Prompt, Sample
+from miles_async.types import JsonObject, Label, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -92,12 +92,12 @@ def tests_of(prompt: Prompt) -> Tests | list[str]:
         raise RewardError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
-def read_tests(label: str | None, metadata: JsonObject) -> Tests | list[str]:
+def read_tests(label: Label | None, metadata: JsonObject) -> Tests | list[str]:
     """Read the tests of a row. Raises RewardError when it has none that can be run."""
     found: object = metadata.get("tests")
     try:
         if found is None:
-            found = msgspec.json.decode(label or "")
+            found = list(label) if isinstance(label, tuple) else msgspec.json.decode(label or "")
         tests = msgspec.convert(found, Tests | list[str])
     except msgspec.MsgspecError as error:
         raise RewardError(

@@ -6,17 +6,21 @@ import re
 import string
 from collections import Counter
 
-from miles_async.rewards.answers import answer_part, find_answer, label_of
+from miles_async.rewards.answers import answer_part, find_answer, labels_of
 from miles_async.types import Prompt, Sample
 
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 async def f1(prompt: Prompt, sample: Sample) -> float:
-    """Harmonic mean of precision and recall over words of the marked answer, failing that of all; 0 to 1."""
+    """Harmonic mean of precision and recall over words of the marked answer, failing that of all; 0 to 1.
+
+    Of several labels the best counts.
+    """
     answer = find_answer(sample.text)
     marked = answer.mark in ("box", "tags")
-    return word_f1(answer.text if marked else answer_part(sample.text), label_of(prompt))
+    text = answer.text if marked else answer_part(sample.text)
+    return max(word_f1(text, label) for label in labels_of(prompt))
 
 
 def word_f1(answer: str, label: str) -> float:

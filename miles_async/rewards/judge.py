@@ -10,7 +10,7 @@ import msgspec
 
 from miles_async.arguments.rewards import parse_judge_scale
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
-from miles_async.rewards.answers import answer_part
+from miles_async.rewards.answers import answer_part, labels_of
 from miles_async.rewards.posting import ERROR_TEXT, Poster
 from miles_async.rewards.verdict import read_verdict
 from miles_async.types import Prompt, Sample
@@ -101,7 +101,7 @@ def filled_in(template: str, prompt: Prompt, sample: Sample) -> str:
         "prompt": prompt.text,
         "response": sample.text,
         "answer": answer_part(sample.text).strip(),
-        "label": prompt.label or "",
+        "label": " or ".join(labels_of(prompt)) if prompt.label is not None else "",
     }
     return _BLANKS.sub(lambda blank: values[blank[1]], template)
 

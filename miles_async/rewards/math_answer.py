@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 
-from miles_async.rewards.answers import find_answer, label_of
+from miles_async.rewards.answers import find_answer, labels_of
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
@@ -20,7 +21,7 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 
 class MathReward:
-    r"""1 if the last answer in the response (``answers.find_answer``) equals the label, 0 if it doesn't.
+    r"""1 if the last answer in the response (``answers.find_answer``) equals a label, 0 if it doesn't.
 
     If equality cannot be decided, or not in time, that is a RewardError and not a 0.
     """
@@ -29,9 +30,23 @@ class MathReward:
         self._workers = workers
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        answer, label = find_answer(sample.text), label_of(prompt)
-        arguments = (answer.text, answer.mark != "none", label)
-        return float(await self._workers.call(is_right, *arguments, needs=["math_verify"]))
+        answer, labels = find_answer(sample.text), labels_of(prompt)
+        arguments = (answer.text, answer.mark != "none", labels)
+        return float(await self._workers.call(is_any_right, *arguments, needs=["math_verify"]))
+
+
+def is_any_right(answer: str, marked: bool, labels: Sequence[str]) -> bool:
+    """Compare with each of several labels; raise if no one is equal and one cannot be decided."""
+    problem: Exception | None = None
+    for label in labels:
+        try:
+            if is_right(answer, marked, label):
+                return True
+        except Exception as error:  # another label may be equal
+            problem = error
+    if problem is not None:
+        raise problem
+    return False
 
 
 def is_right(answer: str, marked: bool, label: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from miles_async.errors import RewardError
-from miles_async.rewards.answers import answer_part, find_answer, label_of
+from miles_async.rewards.answers import answer_part, find_answer, labels_of
 from miles_async.types import Prompt, Sample
 
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathbb)(?=\{)|[{}$*_]")
@@ -22,12 +22,12 @@ _IN_PROSE = (  # what says it most clearly first; the last match of the first pa
 
 
 async def multiple_choice(prompt: Prompt, sample: Sample) -> float:
-    """1 if the letter that the response chooses is the label's, else 0. Raises RewardError for another label."""
+    """1 if the letter that the response chooses is that of a label, else 0. Raises RewardError for another label."""
     try:
-        letter = read_letter(label_of(prompt))
+        letters = [read_letter(label) for label in labels_of(prompt)]
     except RewardError as error:
         raise RewardError(f"prompt {prompt.prompt_id}: {error}") from error
-    return float(chosen_letter(sample.text) == letter)
+    return float(chosen_letter(sample.text) in letters)
 
 
 def read_letter(label: str) -> str:

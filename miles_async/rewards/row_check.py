@@ -7,7 +7,7 @@ from miles_async.errors import ConfigurationError, DataError, RewardError
 from miles_async.rewards.code_tests import read_tests, sandbox_level
 from miles_async.rewards.multiple_choice import read_letter
 from miles_async.rewards.reasoning_gym_task import require_reasoning_gym
-from miles_async.types import JsonObject
+from miles_async.types import JsonObject, Label
 
 
 class RewardOfRow:
@@ -20,7 +20,7 @@ class RewardOfRow:
         self._arguments = arguments
         self._needs_checked: set[str] = set()
 
-    def __call__(self, label: str | None, metadata: JsonObject, location: str) -> None:
+    def __call__(self, label: Label | None, metadata: JsonObject, location: str) -> None:
         """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
         own = metadata.get("rm_type")
         try:
@@ -46,13 +46,16 @@ class RewardOfRow:
                 raise ConfigurationError("judge needs --judge-url")
 
 
-def _check_row(name: str, label: str | None, metadata: JsonObject) -> None:
+def _check_row(name: str, label: Label | None, metadata: JsonObject) -> None:
     if name in COMPARING_REWARDS and label is None:
         raise RewardError(f"{name} compares with a label, and the row has none (--label-key)")
     match name:
         case "multiple_choice":
-            read_letter(label or "")
+            for letter in (label,) if isinstance(label, str) else label or ():
+                read_letter(letter)
         case "code":
             read_tests(label, metadata)
         case "reasoning_gym" if not isinstance(metadata.get("source_dataset"), str):
             raise RewardError("its metadata names no task (source_dataset)")
+        case "reasoning_gym" if isinstance(label, tuple):
+            raise RewardError(f"its task compares with one answer, the label has {len(label)} (--label-key)")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_async.errors import DataError
-from miles_async.types import Attempt, Branch, FinishReason, Float32, Group, Int32, Prompt, RoutedExperts, Sample
+from miles_async.types import Attempt, Branch, FinishReason, Float32, Group, Int32, Label, Prompt, RoutedExperts, Sample
 
 if TYPE_CHECKING:
     import pyarrow
@@ -61,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     sample: int  # position in the group
     branch: int  # position in the sample
     prompt: str
-    label: str | None
+    label: str | None  # JSON, if there are several
     prompt_metadata: str  # JSON
     prompt_length: int  # tokens
     response: str
@@ -157,7 +157,7 @@ def _rows(dump: RolloutDump) -> Iterator[Pair]:
                     sample=position,
                     branch=number,
                     prompt=prompt.text,
-                    label=prompt.label,
+                    label=_text(prompt.label),
                     prompt_metadata=msgspec.json.encode(prompt.metadata).decode(),
                     prompt_length=branch.prompt_length,
                     response=sample.text,
@@ -166,6 +166,10 @@ def _rows(dump: RolloutDump) -> Iterator[Pair]:
                     metadata=msgspec.json.encode(sample.metadata).decode(),
                 )
                 yield row, branch
+
+
+def _text(label: Label | None) -> str | None:
+    return msgspec.json.encode(label).decode() if isinstance(label, tuple) else label
 
 
 def _group(pairs: Sequence[Pair]) -> Group:

@@ -30,6 +30,10 @@ JsonObject = Mapping[str, Any]
 FinishReason = Literal["stop", "length", "abort"]
 
 
+Label = str | tuple[str, ...]
+"""The answer, or several of which any is right."""
+
+
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the prompt data.
 
@@ -40,7 +44,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]  # rendered by the chat template, ready for the engine
     text: str  # what was rendered, for rewards and logs
     messages: tuple[JsonObject, ...] = ()  # what was rendered, for environments and agents
-    label: str | None = None
+    label: Label | None = None
     metadata: JsonObject = {}
 
 

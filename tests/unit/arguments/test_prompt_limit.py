@@ -97,7 +97,7 @@ def test_notes_tell_how_many_are_skipped_and_how_many_outgrow_a_micro_batch(mode
     data.write_text("".join(json.dumps({"prompt": "x" * length, "label": ""}) + "\n" for length in lengths))
     arguments = assemble({"hf_checkpoint": model, "prompt_data": data, "max_tokens_per_gpu": 1824}, {})
     limit = prompt_limit(arguments)
-    source = FilePromptSource(arguments.data, lambda content: [7] * len(content), limit)
+    source = FilePromptSource(arguments.data, lambda content, tools: [7] * len(content), limit)
     assert list(length_notes(arguments, source, limit)) == [
         f"{data}: 2 of 11 prompts are skipped: they have up to 1300 tokens, and --rollout-max-response-len 1024 leaves "
         "1024 of the model's 2048 positions",
@@ -113,7 +113,7 @@ def test_long_prompts_are_tokenized_once_and_none_where_any_sample_may_outgrow_a
     data.write_text("".join(json.dumps({"prompt": "x" * length, "label": ""}) + "\n" for length in (10, 900, 1500)))
     tokenized: list[int] = []
 
-    def encode(content: Any) -> list[int]:
+    def encode(content: Any, tools: Any) -> list[int]:
         tokenized.append(len(content))
         return [7] * len(content)
 

@@ -152,9 +152,8 @@ def test_defaults_of_slime_are_written_out(
     (tmp_path / "run.args").write_text(text)
     arguments = parse_arguments([f"@{tmp_path}/run.args"]).arguments
     data, algorithm, optimizer = arguments.data, arguments.algorithm, arguments.optimizer
-    assert (data.input_key, data.label_key, data.apply_chat_template, data.rollout_shuffle) == (
-        *("input", None, False, False),
-    )
+    assert (data.input_key, data.label_key, data.metadata_key) == ("input", None, "metadata")
+    assert (data.apply_chat_template, data.rollout_shuffle, data.tool_key) == (False, False, None)
     assert (arguments.rollout.n_samples_per_prompt, arguments.cluster.actor_num_gpus_per_node) == (1, 8)
     assert (algorithm.loss_aggregation, algorithm.eps_clip_c, algorithm.kl_loss_type) == ("sequence_mean", None, "k1")
     assert (optimizer.lr_decay_style, optimizer.weight_decay, optimizer.adam_beta2) == ("linear", 0.01, 0.999)
@@ -165,6 +164,7 @@ def test_defaults_stay_out_where_the_script_decides(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, text = from_stdin("--input-key=q --apply-chat-template --calculate-per-token-loss", monkeypatch, capsys)
+    assert "\n--tool-key tools\n" in text
     for absent in ("--input-key input", "--no-apply", "--loss-aggregation", "--kl-loss-type", "--eval-temperature"):
         assert f"\n{absent}" not in text
     assert "--input-key q\n" in text or "--input-key=q\n" in text

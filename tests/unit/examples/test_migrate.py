@@ -48,7 +48,8 @@ def test_ours_is_in_order(
     build_tokenizer().save_pretrained(model)
     shutil.copyfile(CONFIGS / f"{config}.json", model / "config.json")
     save_file({}, model / "model.safetensors")
-    prompts.write_text(json.dumps({"prompt": [{"role": "user", "content": "rev 12"}], "label": "21"}) + "\n")
+    row = {"prompt": [{"role": "user", "content": "rev 12"}], "label": "21", "reward_model": {"ground_truth": "21"}}
+    prompts.write_text(json.dumps(row) + "\n")
     here = (
         f"--hf-checkpoint {model} --prompt-data {prompts} --eval-prompt-data aime {prompts} "
         f"--save {tmp_path}/save --load {tmp_path}/save --run-dir {tmp_path}/run --device cpu "

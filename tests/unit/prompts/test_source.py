@@ -24,7 +24,7 @@ from miles_async.seams import PromptSource
 ROWS = [{"prompt": f"rev {number}", "label": str(number)} for number in range(10)]
 
 
-def encode(content: Content) -> list[int]:
+def encode(content: Content, tools: Any = ()) -> list[int]:
     """One token per character."""
     text = content if isinstance(content, str) else "".join(message["content"] for message in content)
     return [ord(character) for character in text]
@@ -120,7 +120,7 @@ class TestMalformedFiles:
             ('{"prompt": [{"role": "user"}], "label": "1"}', "must be a text or a list of messages"),
             ('{"prompt": "", "label": "1"}', "'prompt' (--input-key) is an empty text"),
             ('{"prompt": "a", "label": null}', "'label' (--label-key) must be a text or a number"),
-            ('{"prompt": "a", "label": ["1"]}', "found list ['1']"),
+            ('{"prompt": "a", "label": [["1"]]}', "found list [['1']]"),
             ("\xff", "not valid JSON"),
         ],
     )
@@ -161,7 +161,7 @@ class TestMalformedFiles:
 
     def test_prompt_without_tokens(self, tmp_path: Path):
         path = write_jsonl(tmp_path / "t.jsonl", ROWS)
-        source = FilePromptSource(DataArguments(prompt_data=path), lambda content: [])
+        source = FilePromptSource(DataArguments(prompt_data=path), lambda content, tools: [])
         with pytest.raises(DataError, match=r"t\.jsonl:\d+: the tokenizer makes no tokens"):
             source.take(1)
 
@@ -254,7 +254,7 @@ class TestTooLongPrompts:
         rows = [{"prompt": "x" * length, "label": "1"} for length in (5, 100, 2000, 30, 1500)]
         tokenized: list[int] = []
 
-        def counting(content: Any) -> list[int]:
+        def counting(content: Any, tools: Any) -> list[int]:
             tokenized.append(len(content))
             return encode(content)
 
@@ -336,7 +336,7 @@ class TestRefusedRows:
     ROWS = ({"prompt": "rev 1"}, {"prompt": "bad 2"}, {"prompt": "rev 3"}, *({"prompt": "bad"} for _ in range(3)))
 
     @staticmethod
-    def encode(content: Content) -> list[int]:
+    def encode(content: Content, tools: Any = ()) -> list[int]:
         if str(content).startswith("bad"):
             raise TrajectoryError("the chat template refuses this conversation: roles must alternate")
         return encode(content)
@@ -375,5 +375,7 @@ class TestRefusedRows:
     def test_a_large_file_is_looked_at_in_samples(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("miles_async.prompts.source.CHECKED_ROWS", 3)
         seen: list[Content] = []
-        self.source(tmp_path, [{"prompt": str(n)} for n in range(11)]).require_rendered(seen.append)
+        self.source(tmp_path, [{"prompt": str(n)} for n in range(11)]).require_rendered(
+            lambda content, tools: seen.append(content)
+        )
         assert seen == ["0", "5", "10"]

@@ -25,9 +25,14 @@ from miles_async.errors import (
     ServiceUnavailableError,
 )
 from miles_async.rewards import guard
+from miles_async.rewards.code_tests import read_tests
 from miles_async.rewards.exact_match import exact_match
+from miles_async.rewards.f1 import f1
 from miles_async.rewards.guard import GuardedReward
 from miles_async.rewards.hub import RewardHub, resolve_reward
+from miles_async.rewards.judge import filled_in
+from miles_async.rewards.math_answer import is_any_right
+from miles_async.rewards.multiple_choice import multiple_choice
 from miles_async.runtime.hooks import load_object
 from miles_async.runtime.services import Services
 from miles_async.seams import PromptSource
@@ -67,6 +72,34 @@ class TestExactMatch:
     async def test_prompt_without_label_is_an_error(self):
         with pytest.raises(RewardError, match="t:1 has no label"):
             await exact_match(Prompt(prompt_id="t:1", token_ids=(1,), text="rev"), sample("21"))
+
+
+class TestSeveralAnswers:
+    """# covers: P8"""
+
+    @pytest.mark.parametrize(
+        ("reward", "labels", "right", "wrong"),
+        [
+            (exact_match, ("21", "twenty-one"), "twenty-one", "twenty"),
+            (f1, ("red house", "the red one"), "red one", "blue"),
+            (multiple_choice, ("A", "(c)"), "The answer is C.", "The answer is B."),
+        ],
+    )
+    async def test_any_is_right(self, reward: Reward, labels: tuple[str, ...], right: str, wrong: str):
+        prompt = structs.replace(PROMPT, label=labels)
+        assert await reward(prompt, sample(right)) == 1.0
+        assert await reward(prompt, sample(wrong)) == 0.0
+
+    def test_in_mathematics_one_that_cannot_be_compared_does_not_matter_if_another_is_right(self):
+        assert is_any_right("0.5", True, ["\\frac{1}{2}", ""]) is True
+        assert is_any_right("0.5", True, ["1", "2"]) is False
+        with pytest.raises(ValueError, match="finds no mathematics"):
+            is_any_right("0.5", True, ["1", ""])
+
+    def test_of_a_judge_and_of_code(self):
+        prompt = structs.replace(PROMPT, label=("21", "XXI"))
+        assert filled_in("{label}", prompt, sample("a")) == "21 or XXI"
+        assert read_tests(("assert f(1) == 2", "assert f(2) == 3"), {}) == ["assert f(1) == 2", "assert f(2) == 3"]
 
 
 def hub_with(rm_type: str | None, **rewards: Any) -> RewardHub:

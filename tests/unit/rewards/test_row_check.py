@@ -10,11 +10,12 @@ import pytest
 from miles_async.arguments import RewardArguments
 from miles_async.errors import DataError
 from miles_async.rewards.row_check import RewardOfRow
+from miles_async.types import Label
 
 TESTS = {"inputs": ["1"], "outputs": ["2"]}
 
 
-def problem(label: str | None, metadata: dict[str, Any], **flags: Any) -> str:
+def problem(label: Label | None, metadata: dict[str, Any], **flags: Any) -> str:
     with pytest.raises(DataError) as caught:
         RewardOfRow(RewardArguments(**{"rm_type": "exact_match", **flags}))(label, metadata, "train.jsonl:7")
     return str(caught.value)
@@ -33,10 +34,11 @@ def problem(label: str | None, metadata: dict[str, Any], **flags: Any) -> str:
         (None, {"rm_type": "remote_rm"}, {}, "remote_rm needs --rm-url"),
         (None, {"rm_type": "judge:0.5+format"}, {}, "judge needs --judge-url"),
         (None, {"rm_type": 3}, {}, "expected one of exact_match"),
+        (("a", "12"), {}, {"rm_type": "multiple_choice"}, "compares letters, the label is '12'"),
     ],
 )
 def test_a_row_that_cannot_be_rewarded_is_named(
-    label: str | None, metadata: dict[str, Any], flags: dict[str, Any], expected: str
+    label: Label | None, metadata: dict[str, Any], flags: dict[str, Any], expected: str
 ) -> None:
     found = problem(label, metadata, **flags)
     assert found.startswith("train.jsonl:7: its")
@@ -45,9 +47,9 @@ def test_a_row_that_cannot_be_rewarded_is_named(
 
 @pytest.mark.parametrize(
     ("label", "metadata"),
-    [("21", {}), (None, {"rm_type": "format"}), ("(b)", {"rm_type": "multiple_choice"})],
+    [("21", {}), (None, {"rm_type": "format"}), ("(b)", {"rm_type": "multiple_choice"}), (("2", "two"), {})],
 )
-def test_other_rows_pass(label: str | None, metadata: dict[str, Any]) -> None:
+def test_other_rows_pass(label: Label | None, metadata: dict[str, Any]) -> None:
     RewardOfRow(RewardArguments(rm_type="exact_match"))(label, metadata, "train.jsonl:7")
 
 
