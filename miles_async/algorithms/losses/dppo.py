@@ -10,8 +10,8 @@ p = π, q = π_old and r = p / q, with sg for "no gradient"::
     L = -M · sg(min(r, eps_clip_c)) · A · log π
 
 The divergences, the mask and the bound of r are those of the authors' code (github.com/sail-sg/Stable-RL), whose flags
-for the two thresholds are those of the clip. The paper compares with the policy that sampled:
-``--use-rollout-logprobs``.
+for the two thresholds are those of the clip. The paper compares with the policy that sampled
+(``--use-rollout-logprobs``), and its DPPO has no bound of r (``--eps-clip-c none``). Its settings: ``@preset:dppo``.
 """
 
 from __future__ import annotations
