@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.staleness_study.corrections import BY_NAME, CORRECTIONS, UNCORRECTED
+from examples.staleness_study.corrections import BY_NAME, CORRECTIONS, UNCORRECTED, Correction
 from miles_async.arguments.argument_files import expand_argument_files
 
 AGES = (0, 2, 4, 8, 16)
@@ -68,5 +68,10 @@ def study_cells(seeds: int) -> Iterator[Cell]:
     """All cells in rounds of one seed, so that an unfinished study has every cell before it has any twice."""
     for seed in range(seeds):
         for age in AGES_AS_RUN:
-            for correction in CORRECTIONS if age else (UNCORRECTED,):
+            for correction in corrections_at(age):
                 yield Cell(age=age, correction=correction.name, seed=seed)
+
+
+def corrections_at(age: int) -> tuple[Correction, ...]:
+    """The corrections that have a cell at ``age``."""
+    return tuple(one for one in CORRECTIONS if age or one == UNCORRECTED or one.own_learning_rate)

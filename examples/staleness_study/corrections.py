@@ -18,17 +18,25 @@ class Correction:
     """One row of the table.
 
     On data of age 0 every correction here leaves the gradient as it is (a test compares them), so that one run without
-    correction stands for all of them there.
+    correction stands there for all that have its learning rate.
     """
 
     name: str
     title: str
     flags: tuple[str, ...]
+    own_learning_rate: bool = False  # then data of age 0 has a cell of its own, too
 
 
 UNCORRECTED = Correction(name="none", title="no correction", flags=(*TRAINER_RATIO, "--allow-uncorrected-off-policy"))
+SMALL_STEPS = Correction(
+    name="small-lr",
+    title="control: no correction, learning rate 1e-4",
+    flags=(*UNCORRECTED.flags, "--lr", "1e-4"),
+    own_learning_rate=True,
+)
 CORRECTIONS = (
     UNCORRECTED,
+    SMALL_STEPS,
     Correction(name="tis-token", title="TIS, token", flags=(*TRAINER_RATIO, "--use-tis")),
     Correction(
         name="tis-sequence",
@@ -65,7 +73,14 @@ CORRECTIONS = (
     Correction(name="opsm", title="PPO ratio and OPSM", flags=(*ENGINE_RATIO, "--use-opsm")),
     Correction(name="gspo", title="GSPO", flags=(*ENGINE_RATIO, "@preset:gspo", *TOKEN_MEAN)),
     Correction(name="cispo", title="CISPO", flags=(*ENGINE_RATIO, "@preset:cispo")),
-    Correction(name="dppo", title="DPPO, total variation", flags=(*ENGINE_RATIO, "@preset:dppo")),
+    Correction(
+        name="dppo",
+        title="DPPO, total variation",
+        flags=(
+            *(*ENGINE_RATIO, "@preset:dppo", "--grpo-std-normalization"),
+            *(*TOKEN_MEAN, "--loss-length-normalizer", "none"),
+        ),
+    ),
     Correction(
         name="sat",
         title="SAT",

@@ -15,7 +15,7 @@ import torch
 from examples.staleness_study import run_cell as running
 from examples.staleness_study import study
 from examples.staleness_study.cells import AGES, SEEDS, STEPS, Cell, exported, run_flags, study_cells
-from examples.staleness_study.corrections import BY_NAME, CORRECTIONS, UNCORRECTED, Correction
+from examples.staleness_study.corrections import BY_NAME, CORRECTIONS, SMALL_STEPS, UNCORRECTED, Correction
 from examples.staleness_study.report import ACCURACY, ESS, SPIKES, finished, table, verdict, write_report
 from examples.staleness_study.results import CellResult, Results
 from examples.staleness_study.run_cell import CellFailedError, console_log, read_result
@@ -68,9 +68,17 @@ def test_each_cell_is_a_valid_run_that_forces_its_age(cell: Cell, tmp_path: Path
     assert arguments.checkpoint.save_hf == exported(Path("runs/study/x"))
 
 
-def test_a_round_has_every_cell_once_and_one_of_age_0() -> None:
-    assert len(set(CELLS)) == len(CELLS) == 1 + (len(AGES) - 1) * len(CORRECTIONS)
-    assert [cell.correction for cell in CELLS if cell.age == 0] == [UNCORRECTED.name]
+def test_a_round_has_every_cell_once_and_at_age_0_one_per_learning_rate() -> None:
+    assert len(set(CELLS)) == len(CELLS) == 2 + (len(AGES) - 1) * len(CORRECTIONS)
+    assert [cell.correction for cell in CELLS if cell.age == 0] == [UNCORRECTED.name, SMALL_STEPS.name]
+
+
+def test_the_control_differs_from_no_correction_in_its_learning_rate_alone() -> None:
+    plain, control = (
+        parse_arguments(Cell(age=8, correction=one.name, seed=0).flags).arguments for one in (UNCORRECTED, SMALL_STEPS)
+    )
+    smaller = dataclasses.replace(plain.optimizer, lr=plain.optimizer.lr / 5)
+    assert control == dataclasses.replace(plain, optimizer=smaller)
     assert [cell.seed for cell in study_cells(2)] == [0] * len(CELLS) + [1] * len(CELLS)
 
 
@@ -286,7 +294,7 @@ def test_table_averages_over_seeds_and_says_where_some_are_missing() -> None:
     runs += [result(8, "tis-token", 0.5), result(8, "tis-token", 0.25, seed=1), result(16, "tis-token", 0.125)]
     found = row(table(runs, ACCURACY, 3), "TIS, token")
     assert found == ["", "0.70 (0.60–0.90)", "–", "0.38 (0.25–0.50; 2 of 3)", "0.12 (1 of 3)"]
-    assert row(table(runs, SPIKES, 3), "TIS, token")[1:] == ["0", "–", "0 (2 of 3)", "0 (1 of 3)"]
+    assert row(table(runs, SPIKES, 3), "TIS, token")[1:] == ["0 (0–0)", "–", "0 (0–0; 2 of 3)", "0 (1 of 3)"]
     assert row(table(runs, ESS, 3), "no correction") == ["–"] * len(AGES)
 
 
@@ -295,10 +303,10 @@ def test_verdict_tells_apart_only_what_differs_in_every_seed() -> None:
     runs = [result(8, name, value, seed) for name, values in greedy.items() for seed, value in enumerate(values)]
     runs.append(result(8, "opsm", 0.9))  # one seed is no spread
     few = "too few seeds to tell corrections apart."
-    assert list(verdict(runs)) == [
+    assert list(verdict(runs, UNCORRECTED, "no correction")) == [
         f"Age 2: {few}",
         f"Age 4: {few}",
-        "Age 8: no correction gives 0.35. In every seed better than in any of its seeds: TIS, token. "
+        "Age 8: no correction gives 0.35 (0.30–0.40). In every seed better than in any of its seeds: TIS, token. "
         "In every seed worse: CISPO. Not told apart from it: 1.",
         f"Age 16: {few}",
     ]
@@ -312,7 +320,7 @@ def test_the_page_says_how_much_is_finished() -> None:
 
 
 def test_report_of_a_part_of_the_study_has_page_and_figure(tmp_path: Path) -> None:
-    write_report([result(cell.age, cell.correction) for cell in CELLS[: 1 + len(CORRECTIONS)]], SEEDS, tmp_path)
+    write_report([result(cell.age, cell.correction) for cell in CELLS[: 2 + len(CORRECTIONS)]], SEEDS, tmp_path)
     assert (tmp_path / "staleness_study.png").stat().st_size > 10_000
     page = (tmp_path / "staleness_study.md").read_text()
     assert row(page.split("## Reward")[0], "CISPO") == ["", "–", "–", "0.50 (1 of 3)", "–"]
