@@ -112,7 +112,7 @@ def _first_adapter_problems(model: ModelArguments) -> Iterator[str]:
     path = model.lora_adapter_path / PEFT_CONFIG
     try:
         found = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         yield (
             f"--lora-adapter-path {model.lora_adapter_path}: cannot read {PEFT_CONFIG} ({error}): name a directory "
             "with an adapter in the peft library's format"

@@ -35,7 +35,7 @@ def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
         document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigurationError(f"--config: there is no file {path}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError(f"--config: cannot read {path}: {error}") from None
     values: dict[str, FlagValue] = {}
     passed: PassThrough = {}

@@ -47,7 +47,7 @@ def read_json(path: Path) -> JsonObject:
     """Object in a JSON file; empty if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -86,7 +86,7 @@ def read_shapes(file: Path) -> dict[str, Shape]:
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
             end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"expected the header of a safetensors file: {error!r}") from None
     if (expected := _LENGTH_BYTES + length + end) != size:
         raise ValueError(f"expected {expected} bytes, found {size}: the file was cut off or overwritten")

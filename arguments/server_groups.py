@@ -92,7 +92,7 @@ def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
                     raise ConfigurationError(f"{where}: sglang may not have {option}: {row.note}")
             model = group.model and str(Path(group.model).expanduser().absolute())
             groups.append(msgspec.structs.replace(group, model=model))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{where}: {error}") from error
     return tuple(groups)
 

@@ -107,6 +107,10 @@ class SummaryError(MilesAsyncError):
     """The run is over, and its summary could not be written."""
 
 
+class RunDirectoryError(MilesAsyncError):
+    """The run directory was removed, moved or replaced during the run."""
+
+
 class ReplayDifference(MilesAsyncError):
     """A replay did not decide what the run had decided."""
 

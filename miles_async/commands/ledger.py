@@ -100,7 +100,7 @@ def _save_directory(directory: Path) -> Path:
     try:
         config = tomllib.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         save = config["checkpoint"]["save"]
-    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+    except (OSError, KeyError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError(
             f"{directory / CONFIG_FILE} does not say where the checkpoints are ({error!r}); name the directory of "
             "--save instead"

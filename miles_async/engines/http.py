@@ -54,5 +54,5 @@ def decode_json(body: bytes, kind: type[Answer], source: str) -> Answer:
     """Decode ``body`` as ``kind``. Raises EngineError, since an unexpected answer is the failure of its ``source``."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise EngineError(f"{source}: unexpected answer ({error}): {body[:ERROR_TEXT]!r}") from error

@@ -20,6 +20,7 @@ import numpy as np
 from miles_async.arguments.data import DataArguments, split_slice
 from miles_async.errors import DataError
 from miles_async.prompts.keys import holder, may_lack, root
+from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.types import Int64, JsonObject
 
 if TYPE_CHECKING:
@@ -121,13 +122,18 @@ class JsonlFile:
 
     def _decode(self, line: bytes, index: int) -> JsonObject:
         try:
-            return self._decoder.decode(line)
+            row = self._decoder.decode(line)
+            if line.count(b"[") + line.count(b"{") > DEEPEST and too_deep(row):  # few have as many brackets
+                raise RecursionError
+        except RecursionError:
+            raise DataError(f"{self.location(index)}: expected JSON of at most {DEEPEST} nested levels") from None
         except msgspec.ValidationError as error:
             raise DataError(f"{self.location(index)}: a row must be a JSON object: {error}") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             shown = line.decode("utf-8", "replace").strip()
             shown = shown if len(shown) <= 80 else shown[:77] + "..."
             raise DataError(f"{self.location(index)}: not valid JSON: {error}: {shown}") from None
+        return row
 
 
 def _index_lines(file: BinaryIO) -> tuple[Int64, Int64, Int64, str]:

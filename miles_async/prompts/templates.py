@@ -36,7 +36,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise ConfigurationError(f"--hf-checkpoint {path}: there is no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: {error}") from error
     if tokenizer.vocab_size <= 1:  # by config.json transformers makes one without a vocabulary
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: expected tokenizer.json")
@@ -161,7 +161,10 @@ class ChatTemplate:
         ids = {self._tokenizer.eos_token_id}
         path = Path(self._tokenizer.name_or_path) / "generation_config.json"
         if path.is_file():
-            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            try:
+                named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (ValueError, AttributeError, RecursionError) as error:
+                raise ConfigurationError(f"{path}: expected a JSON object: {error}") from error
             ids.update(named if isinstance(named, list) else [named])
         return frozenset(ids - {None})
 

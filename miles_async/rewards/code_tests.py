@@ -99,7 +99,7 @@ def read_tests(label: Label | None, metadata: JsonObject) -> Tests | list[str]:
         if found is None:
             found = list(label) if isinstance(label, tuple) else msgspec.json.decode(label or "")
         tests = msgspec.convert(found, Tests | list[str])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise RewardError(
             "expected tests in its metadata, or as JSON in its label: "
             f'{{"inputs": [texts], "outputs": [texts]}} or a list of assert statements ({error})'

@@ -110,6 +110,6 @@ def _choice(body: bytes, url: str) -> _Choice:
     """Decode the judge's answer. Raises ServiceUnavailableError if it is no chat completion."""
     try:
         return msgspec.json.decode(body, type=_Completion).choices[0]
-    except (msgspec.MsgspecError, IndexError) as error:
+    except (msgspec.MsgspecError, IndexError, RecursionError) as error:
         what = f"expected a chat completion, found {body[:ERROR_TEXT]!r} ({error})"
         raise ServiceUnavailableError(f"{url}: {what}") from error

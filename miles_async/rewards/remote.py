@@ -30,7 +30,7 @@ class RemoteReward:
         )
         try:
             answer = msgspec.json.decode(content, type=float | _Reward)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             what = f"expected a number, found {content[:ERROR_TEXT]!r} ({error})"
             raise RewardError(f"{self._server.url}: {what}") from error
         return answer.reward if isinstance(answer, _Reward) else answer

@@ -20,6 +20,7 @@ from miles_async.runtime import garbage
 from miles_async.runtime.cluster.actor_link import ActorLink
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.runtime.cluster.ray_errors import why_gone
+from miles_async.runtime.user_code import contain_user_code
 from miles_async.seams import EngineFleet, RolloutSide
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class RolloutActor:
 
     async def start(self, call: CallId) -> None:
         """Build the parts. Raises what building raises; nothing is left running then."""
+        contain_user_code(asyncio.get_running_loop())
         await self._once.run_async(call, self._start)
 
     async def call(self, call: CallId, part: PartName, method: str, *arguments: object, **named: object) -> object:

@@ -69,7 +69,7 @@ class CommandAgent:
         if process.returncode != 0:
             last = "\n".join(lines)[-_SHOWN:]
             raise RequestRejectedError(f"the agent ended with status {process.returncode} ({self._log_path}): {last}")
-        with suppress(msgspec.DecodeError):
+        with suppress(msgspec.DecodeError, RecursionError):
             return msgspec.json.decode(lines[-1]) if lines else None
         return None
 

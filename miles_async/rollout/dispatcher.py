@@ -38,6 +38,7 @@ from miles_async.rollout.generate import routing_key
 from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.rollout.sample_guard import check_sample
 from miles_async.runtime.clock import now
+from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code
@@ -201,7 +202,9 @@ class Dispatcher:
             self._beginnings.watch(key)
             try:
                 sample = await run_user_code(self._hooks.generate(self._client, attempt, index))
-                return expect(sample, Sample, "a Sample")
+                if too_deep(expect(sample, Sample, "a Sample").metadata):
+                    raise UserCodeError(f"returned a Sample whose metadata has more than {DEEPEST} nested levels")
+                return sample
             except Exception:
                 self._beginnings.forget(key)  # it may begin again, and nothing of this try is kept
                 raise

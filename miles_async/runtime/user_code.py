@@ -37,9 +37,9 @@ async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | No
         OverdueError: it took longer than ``seconds``; the message is ``overdue``.
     """
     loop = asyncio.get_running_loop()
-    _contain_tasks(loop)
+    contain_user_code(loop)
     # No TaskGroup: it would wait forever for code that swallows its cancellation.
-    task = loop.create_task(_outcome(work))
+    task = asyncio.Task(_outcome(work), loop=loop)
     try:
         in_time = await _done(task, seconds)
     finally:
@@ -57,12 +57,15 @@ async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | No
 
 def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Call a function of the user's. Raises the Exceptions that it raises, and UserCodeError for anything else."""
+    inside = _in_user_code.set(True)
     try:
         return function(*arguments, **named)
     except Exception:
         raise
     except BaseException as error:  # supervision point: SystemExit would end the process, CancelledError its task
         raise UserCodeError(f"raised {shortened(repr(error))}") from error
+    finally:
+        _in_user_code.reset(inside)
 
 
 def expect(found: object, kind: type[T], expected: str) -> T:
@@ -113,10 +116,22 @@ async def _outcome(work: Coroutine[object, None, T]) -> tuple[T | None, BaseExce
         return None, error
 
 
-def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep SystemExit of tasks that user code starts itself (``asyncio.gather``) from ending the event loop."""
+def contain_user_code(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep user code from ending the event loop, by SystemExit of a task that it starts (``asyncio.gather``), and from
+    cancelling tasks that are created from now on by others (``asyncio.all_tasks``).
+    """
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
+
+
+class _OurTask(asyncio.Task[T]):
+    """A task that user code did not start."""
+
+    def cancel(self, msg: object = None) -> bool:
+        """Raises UserCodeError in user code."""
+        if _in_user_code.get():
+            raise UserCodeError(f"cancels a task that it did not start: {shortened(repr(self), 400)}")
+        return super().cancel(msg)
 
 
 def _make_task(
@@ -125,7 +140,9 @@ def _make_task(
     *,
     context: Context | None = None,
 ) -> asyncio.Task[T]:
-    if _in_user_code.get() and asyncio.iscoroutine(work):
+    if not _in_user_code.get():
+        return _OurTask(work, loop=loop, context=context)
+    if asyncio.iscoroutine(work):
         work = _without_exits(work)
     return asyncio.Task(work, loop=loop, context=context)
 

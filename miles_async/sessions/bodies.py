@@ -54,5 +54,5 @@ async def read_object(request: web.Request, expected: str, kind: type[T]) -> T:
     body = await request.read()
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TrajectoryError(f"expected {expected}: {error}") from error

@@ -90,7 +90,7 @@ def read_request(body: bytes) -> ChatRequest:
     """Parse a request body. Raises TrajectoryError if it is malformed or asks for something unsupported."""
     try:
         request = msgspec.json.decode(body, type=ChatRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TrajectoryError(f"not a request for a chat completion: {error}") from error
     problems = {
         f"n = {request.n}: from 1 to {_MOST_CHOICES}": not 1 <= request.choices <= _MOST_CHOICES,

@@ -95,7 +95,7 @@ def _tool_call(call: object) -> Message:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             pass  # what a model wrote need not be JSON
     if arguments is None:  # "null" is what some clients send for a function without parameters
         arguments = {}

@@ -147,7 +147,7 @@ CALL_ENDS: Mapping[str, str] = {"qwen": "</tool_call>", "glm": "</tool_call>"}
 def _json_call(text: str) -> Call | None:
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
@@ -166,5 +166,5 @@ def _value(text: str, declared_type: object) -> object:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -51,7 +51,7 @@ from miles_async.runtime.cluster.ray_cluster import ray_cluster
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.environment import secret_environment, worker_environment
 from miles_async.runtime.files.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
-from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, claimed
+from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, Claim, claimed
 from miles_async.runtime.network.control import ControlServer, Handler
 from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.fork_server_process import ForkServers
@@ -105,22 +105,22 @@ def run(arguments: Arguments, imports: ForkServers) -> int:
     except OSError as error:
         raise ConfigurationError(f"the run has no place for temporary files (TMPDIR): {error}") from error
     try:
-        with claimed(run_dir, temporary.path / "control"):
+        with claimed(run_dir, temporary.path / "control") as claim:
             configure_logging(run_dir, arguments.observability.log_level)
             write_config(arguments, run_dir)
             _note_restarts(run_dir)
-            return _to_the_end(Run(arguments, imports, run_dir, temporary.path))
+            return _to_the_end(Run(arguments, imports, run_dir, temporary.path), claim)
     finally:
         temporary.remove()
         sweep_temporary(arguments.weights.weight_staging_dir)  # of engines and ranks that were killed
 
 
-def _to_the_end(training: Run) -> int:
+def _to_the_end(training: Run, claim: Claim) -> int:
     with LastResort(training.end_at_once, training.lost) as last_resort:
 
         async def main() -> None:
             last_resort.interrupts_this_task()
-            await training.main(last_resort.all_is_up)
+            await first_of(training.main(last_resort.all_is_up), claim.until_lost())
 
         try:
             asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,6 +189,23 @@ def test_interruption_stops_cleanly_with_every_transport(
         run.wait_for_steps(2, RUN_SECONDS)
         interrupt(run)
         assert_interrupted(run)
+
+
+def test_a_run_survives_a_reward_that_cancels_everything_and_says_that_its_directory_is_gone(
+    tmp_path: Path, imported_reverse: tuple[str, ...]
+) -> None:
+    # covers: C6, C10
+    reward = ("--rm-type", "none", "--custom-rm-path", "tests.integration.cancelling_reward:reward")
+    flags = (*ONE_EACH, *NO_EVALUATION, "--num-rollout", "1000", *reward)
+    with real_run(tmp_path / "run", *flags, command=imported_reverse) as run:
+        run.wait_for_steps(2, RUN_SECONDS)
+        log = (run.run_dir / "logs" / "rollout.log").read_text()
+        assert "reward cancels a task that it did not start" in log, log
+        shutil.rmtree(run.run_dir)
+        assert run.wait(60) == 1, run.output
+        assert f"error: --run-dir {run.run_dir} was removed, moved or replaced during the run" in run.output
+        assert not traceback_in(run.output), run.output
+        run.assert_nothing_left()
 
 
 def test_sigterm_to_the_group_ends_a_start_within_seconds(tmp_path: Path) -> None:

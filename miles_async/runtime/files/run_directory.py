@@ -6,6 +6,7 @@ whatever way it ends.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import fcntl
 import os
@@ -13,8 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
-from miles_async.errors import ConfigurationError
+from miles_async.errors import ConfigurationError, RunDirectoryError
 from miles_async.runtime.processes.run_process import (
     RUN_FILE,
     describe_driver,
@@ -27,9 +29,31 @@ CONFIG_FILE = "config.toml"  # every flag in force
 LEDGER_FILE = "ledger.sqlite"
 SCHEDULE_FILE = "schedule.msgpack"  # --record
 
+_WATCH_SECONDS = 1.0
+
+
+class Claim:
+    """A run directory that belongs to this process's run."""
+
+    def __init__(self, directory: Path, lock: int) -> None:
+        self._directory = directory
+        self._lock = lock
+
+    async def until_lost(self) -> NoReturn:
+        """Wait until the directory, or what is in it, is removed, replaced or moved; raise RunDirectoryError then.
+
+        Open files would hide that: what is written to them goes on, and is gone with the process.
+        """
+        while await asyncio.to_thread(_is_same_file, self._lock, self._directory / RUN_FILE):  # noqa: ASYNC110
+            await asyncio.sleep(_WATCH_SECONDS)
+        raise RunDirectoryError(
+            f"--run-dir {self._directory} was removed, moved or replaced during the run: its ledger, metrics and logs "
+            "cannot be written there any more, so the run ends. Go on from its last checkpoint with --load"
+        )
+
 
 @contextmanager
-def claimed(directory: Path, control: Path) -> Iterator[None]:
+def claimed(directory: Path, control: Path) -> Iterator[Claim]:
     """Claim ``directory`` for this process's run: empty but for ``run.json`` and a ``logs`` folder.
 
     An earlier run's directory is renamed to ``<name>.<time>``. ``control``: the socket of this run (control.py).
@@ -43,7 +67,7 @@ def claimed(directory: Path, control: Path) -> Iterator[None]:
     try:
         note_run_process(directory, control)
         (directory / "logs").mkdir()
-        yield
+        yield Claim(directory, lock)
     finally:
         os.close(lock)
 
@@ -133,7 +157,7 @@ def _locked(directory: Path) -> int:
 def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

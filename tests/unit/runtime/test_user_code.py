@@ -12,7 +12,7 @@ import pytest
 
 from miles_async.errors import OverdueError, UserCodeError
 from miles_async.runtime import user_code
-from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code
+from miles_async.runtime.user_code import call_user_code, contain_user_code, expect, raised, run_user_code
 
 
 async def returns() -> int:
@@ -92,6 +92,46 @@ async def test_tasks_that_it_starts_itself_do_not_end_the_event_loop(error: Base
     with pytest.raises(ExceptionGroup):
         await run_user_code(in_a_group())
     assert await run_user_code(forgotten()) == 7
+
+
+async def test_it_cannot_cancel_tasks_that_others_started() -> None:
+    contain_user_code(asyncio.get_running_loop())
+    started = asyncio.Event()
+
+    async def ours() -> int:
+        started.set()
+        await asyncio.sleep(0.1)
+        return 7
+
+    async def cancels_all() -> None:
+        for task in asyncio.all_tasks():
+            if task.get_name() == "ours":
+                task.cancel()
+
+    def cancels_in_a_function() -> None:
+        task.cancel()
+
+    async def cancels_its_own() -> int:
+        task = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(50):
+            return await run_user_code(returns())
+
+    task = asyncio.create_task(ours(), name="ours")
+    await started.wait()
+    with pytest.raises(UserCodeError, match=r"cancels a task that it did not start: .*ours"):
+        await run_user_code(cancels_all())
+    with pytest.raises(UserCodeError, match="cancels a task that it did not start"):
+        call_user_code(cancels_in_a_function)
+    assert await run_user_code(cancels_its_own()) == 7
+    assert await task == 7
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()  # by us
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_our_cancellation_ends_it_and_stays_one() -> None:

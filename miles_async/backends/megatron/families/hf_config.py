@@ -28,7 +28,7 @@ def read_config(directory: Path) -> JsonObject:
         raise ConfigurationError(f"--hf-checkpoint {directory}: the directory {what}; expected a Hugging Face model")
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not JSON ({error})") from error
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path}: expected a JSON object, found {type(config).__name__}")

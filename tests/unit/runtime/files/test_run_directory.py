@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from miles_async.errors import ConfigurationError
+from miles_async.errors import ConfigurationError, RunDirectoryError
+from miles_async.runtime.files import run_directory
 from miles_async.runtime.files.run_directory import check_run_directory, claimed
 from miles_async.runtime.processes.run_process import MARK, RUN_FILE, read_run_process
 
@@ -94,6 +97,22 @@ def test_a_claim_ends_with_its_run(tmp_path: Path) -> None:
     with claimed(tmp_path / "run", Path("control")), pytest.raises(ConfigurationError, match=f"process {os.getpid()} "):
         check_run_directory(tmp_path / "run")
     check_run_directory(tmp_path / "run")
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, lambda run: (run / RUN_FILE).unlink(), lambda run: run.rename("gone")])
+async def test_a_run_notices_that_its_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], object]
+) -> None:
+    monkeypatch.setattr(run_directory, "_WATCH_SECONDS", 0.01)
+    monkeypatch.chdir(tmp_path)
+    with claimed(tmp_path / "run", Path("control")) as claim:
+        watch = asyncio.create_task(claim.until_lost())
+        await asyncio.sleep(0.1)
+        assert not watch.done()
+        lose(tmp_path / "run")
+        with pytest.raises(RunDirectoryError, match=r"--run-dir .*/run was removed, moved or replaced .* --load"):
+            async with asyncio.timeout(50):
+                await watch
 
 
 def test_a_directory_that_no_run_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

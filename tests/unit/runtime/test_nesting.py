@@ -1,0 +1,84 @@
+"""JSON of any depth is an error that names its file, line or flag, wherever it comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.arguments.config_file import read_config_file
+from miles_async.arguments.data import DataArguments
+from miles_async.arguments.model_files import read_json, read_shapes
+from miles_async.arguments.server_groups import read_server_groups
+from miles_async.backends.megatron.families.hf_config import read_config
+from miles_async.engines.http import decode_json
+from miles_async.errors import ConfigurationError, DataError, EngineError, TrajectoryError
+from miles_async.prompts.source import open_prompts
+from miles_async.runtime.nesting import DEEPEST, too_deep
+from miles_async.sessions.chat_request import read_request
+from miles_async.trajectory.replies import parse_qwen
+
+DEEP = "[" * 50_000 + "]" * 50_000
+
+
+def _rows(line: str) -> Callable[[Path], object]:
+    def read(directory: Path) -> object:
+        path = directory / "train.jsonl"
+        path.write_text('{"prompt": "a"}\n' + line + "\n")
+        return open_prompts(DataArguments(prompt_data=path, label_key=None, metadata_key=None))
+
+    return read
+
+
+def _file(name: str, text: str, read: Callable[[Path], object], *, directory: bool = False) -> Callable[[Path], object]:
+    def read_file(folder: Path) -> object:
+        (folder / name).write_text(text)
+        return read(folder if directory else folder / name)
+
+    return read_file
+
+
+@pytest.mark.parametrize(
+    ("read", "error", "named"),
+    [
+        (_file("run.toml", f"a = {DEEP}", read_config_file), ConfigurationError, r"--config: cannot read .*run\.toml"),
+        (_file("fleet.toml", f"a = {DEEP}", read_server_groups), ConfigurationError, r"--server-groups .*fleet\.toml"),
+        (_file("config.json", DEEP, read_config, directory=True), ConfigurationError, r"config\.json: not JSON"),
+        (_rows(f'{{"prompt": "b", "metadata": {DEEP}}}'), DataError, r"train\.jsonl:2: expected JSON of at most 100"),
+        (
+            _rows(f'{{"prompt": "b", "x": {"[" * 101 + "]" * 101}}}'),
+            DataError,
+            r"train\.jsonl:2: expected JSON of",
+        ),
+        (lambda _: read_request(DEEP.encode()), TrajectoryError, "not a request for a chat completion"),
+        (lambda _: decode_json(DEEP.encode(), Any, "engine-0"), EngineError, "engine-0: unexpected answer"),
+    ],
+    ids=["config", "groups", "model", "row", "shallow row", "agent", "engine"],
+)
+def test_it_is_named(read: Callable[[Path], object], error: type[Exception], named: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=named):
+        read(tmp_path)
+
+
+def test_what_a_model_writes_is_a_text(tmp_path: Path) -> None:
+    parse_qwen(f"<tool_call>{DEEP}</tool_call>", ())
+    (tmp_path / "index.json").write_text(DEEP)
+    assert read_json(tmp_path / "index.json") == {}
+    (tmp_path / "a.safetensors").write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode())
+    with pytest.raises(ValueError, match="header of a safetensors file"):
+        read_shapes(tmp_path / "a.safetensors")
+
+
+def test_depth_is_counted_in_lists_and_objects() -> None:
+    nested: Any = 1
+    for _ in range(DEEPEST):
+        nested = {"a": [nested, nested]} if isinstance(nested, list) else [nested]
+    assert not too_deep(nested, levels=200)
+    circle: dict[str, Any] = {}
+    circle.update(a=circle, b=[circle, circle])
+    assert too_deep(circle)
+    assert not too_deep(json.loads("[" * DEEPEST + "]" * DEEPEST))
+    assert too_deep(json.loads("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)))
