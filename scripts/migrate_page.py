@@ -68,7 +68,12 @@ def lines() -> Iterator[str]:
     rows = sorted(FOREIGN_FLAGS.values(), key=lambda row: (row.origin, row.flag))
     for origin, of_origin in groupby(rows, key=lambda row: row.origin):
         yield from ("", f"## {origin}", "", "| flag | here | |", "|---|---|---|")
-        yield from (f"| `{row.flag}`{_values(row)} | {row.verdict} | {_as_code(row.note)} |" for row in of_origin)
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for row in of_origin:
+            alike.setdefault((_values(row), row.verdict, _as_code(row.note)), []).append(f"`{row.flag}`")
+        yield from (
+            f"| {', '.join(flags)}{values} | {here} | {note} |" for (values, here, note), flags in alike.items()
+        )
     yield from ("", "## Values", "", "| flag and value | here | |", "|---|---|---|")
     for value in FOREIGN_VALUES.values():
         here = f"works, as `{' '.join(value.ours)}`" if value.ours else "refused"

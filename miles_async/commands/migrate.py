@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from miles_async.arguments.argument_files import split_line
+from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.defaults import untold_defaults
 from miles_async.arguments.foreign.translate import Translation, mentions, translate
 from miles_async.arguments.megatron_fields import as_megatron_flags
@@ -71,7 +72,7 @@ class Migrated:
     words: list[tuple[str, ...]]  # for our parser: a flag and its values
     unmapped: list[str]  # with reasons
     not_needed: list[str]  # with reasons
-    checked: list[str] = field(default_factory=list)  # flags that config.json answers
+    checked: list[str] = field(default_factory=list)  # flags that config.json or another flag answers
 
 
 def migrate(words: Sequence[str]) -> int:
@@ -82,11 +83,12 @@ def migrate(words: Sequence[str]) -> int:
     command = _command(script)
     is_verl = command.program in VERL_PROGRAMS
     verl = from_verl(command.words) if is_verl else FromVerl(words=command.words)
-    migrated = _sorted_out(translate(verl.words))
+    translation = translate(verl.words)
+    migrated = _sorted_out(translation)
     migrated.not_needed += verl.not_needed
     migrated.unmapped += verl.unmapped
     flags = list(_flags(command, migrated, {} if is_verl else values_by_flag(command.words)))
-    refused = refusals("".join(flags))
+    refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
     remarks = [*_remarks(command, migrated), *_section("`train` would refuse this", refused)]
     print("".join([title, *flags, *remarks]), end="")
@@ -102,8 +104,11 @@ def values_by_flag(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def refusals(text: str) -> list[str]:
-    """Why ``miles-async train @FILE`` refuses ``text``, on a machine that has all files that it names."""
+def refusals(text: str, checks: Mapping[str, Sequence[str]]) -> list[str]:
+    """Why ``miles-async train @FILE`` refuses ``text``, on a machine that has all files that it names.
+
+    ``checks``: flags that are left out if they agree with ``text``.
+    """
     try:
         arguments = parse_arguments([word for line in text.splitlines() for word in split_line(line)]).arguments
     except ConfigurationError as error:
@@ -112,7 +117,8 @@ def refusals(text: str) -> list[str]:
     except ValueError as error:  # a value of several lines
         return [str(error)]
     arguments = replace(arguments, cluster=with_ray_address(arguments.cluster))
-    return [*flag_problems(arguments), *passed_on_problems(arguments)]
+    given = {flag: tuple(values) for flag, values in checks.items()}
+    return [*flag_problems(arguments), *passed_on_problems(arguments), *check_foreign(arguments, given)]
 
 
 def _command(script: Path) -> ShellCommand:
@@ -183,7 +189,8 @@ def _loop(program: str, given: set[str]) -> Iterator[str]:
 def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
     yield from _section("Not needed here", migrated.not_needed)
     if migrated.checked:
-        yield from _section("Left out, since config.json of --hf-checkpoint says it", [", ".join(migrated.checked)])
+        title = "Left out, since config.json of --hf-checkpoint or another flag says it"
+        yield from _section(title, [", ".join(migrated.checked)])
     yield from _section("Could not be mapped", migrated.unmapped)
     yield from _section("Only the shell knows these variables: write their values", command.unknown)
     yield from _section("Assigned more than once, the last one was taken: look at them", command.repeated)

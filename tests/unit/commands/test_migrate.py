@@ -118,7 +118,8 @@ def test_what_is_printed_is_read_by_train(tmp_path: Path, capsys: pytest.Capture
     assert not parsed.checks
     assert "#   --balance-data changes nothing: tokens always are balanced" in text
     assert (
-        "# Left out, since config.json of --hf-checkpoint says it:\n#   --num-layers, --swiglu, --rotary-base" in text
+        "# Left out, since config.json of --hf-checkpoint or another flag says it:\n"
+        "#   --num-layers, --swiglu, --rotary-base" in text
     )
 
 
@@ -186,10 +187,11 @@ def test_a_script_of_supervised_fine_tuning(
 def test_what_train_refuses_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--hf-checkpoint m --prompt-data p.jsonl --apply-chat-template --n-samples-per-prompt 8 --rm-type math"
     fine = f"{words} --label-key label"
-    assert from_stdin(fine, monkeypatch, capsys)[0] == 0
+    assert from_stdin(f"{fine} --eval-input-key input", monkeypatch, capsys)[0] == 0
     refused = {
         words: "--rm-type math compares with a label: --label-key none leaves it without",
         f"{fine} --rollout-top-p 0.9": "--rollout-top-p 0.9: SGLang samples from what is left",
+        f"{fine} --eval-input-key q": "--eval-input-key q: held-out files have the columns of --prompt-data, and",
         f"{fine} --lr fast": "--lr: expected a number, found 'fast'",
         f"{fine} --eval-interval 5": "--eval-interval 5 has no effect without --eval-prompt-data",
         f"{fine} --sglang-frobnicate 1": "--sglang-frobnicate is passed on",
