@@ -15,8 +15,10 @@ STEPS = 3
 
 
 def run_of(example: str, run_dir: Path) -> RealRun:
-    flags = ("--num-rollout", str(STEPS), "--eval-prompt-data", "none", "--eval-interval", "none", "--record")
-    with real_run(run_dir, *flags, command=(f"examples/{example}/run.sh",)) as run:
+    no_evaluation = ("--eval-prompt-data", "none", "--eval-interval", "none", "--eval-temperature", "none")
+    with real_run(
+        run_dir, "--num-rollout", str(STEPS), *no_evaluation, "--record", command=(f"examples/{example}/run.sh",)
+    ) as run:
         assert run.wait(300) == 0, run.output
         run.assert_nothing_left()
     return run
