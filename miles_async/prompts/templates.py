@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imported when a tokenizer is loaded
 
 RENDER_SECONDS = 10.0  # that a template may take for a short conversation, which is thousands of times what it needs
 
-_PROBE = "a message of the developer"
+_PROBE = "a message that no template has"
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of OpenAI's API, which templates follow
 
 
@@ -148,11 +148,33 @@ class ChatTemplate:
         return tuple(self._tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos))))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode a response without special tokens, otherwise exactly as sampled."""
-        text: str = self._tokenizer.decode(
-            [int(token) for token in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        """Decode a response exactly as sampled, without the tokens at its ends that bound a text or pad it.
+
+        Special tokens inside stay: with many tokenizers, thoughts, answers and calls of tools are marked by them.
+        """
+        opening, closing = self._bounds
+        return closing.sub("", opening.sub("", self.decode_all(token_ids))[::-1])[::-1]
+
+    @cached_property
+    def _bounds(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """Patterns of what opens a response, and of what closes it in the reversed text."""
+        tokenizer = self._tokenizer
+        bounds = {self.decode_all([token]) for token in self.stop_ids}
+        bounds |= {token for token in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) if token}
+        written = self._written_after_a_turn() if tokenizer.chat_template else ""
+        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        bounds.update(token for token in special if token in written)
+        opening = "|".join(map(re.escape, bounds)) or r"(?!)"
+        closing = "|".join(re.escape(token[::-1]) for token in bounds) or r"(?!)"
+        # Models that no turn's end stops may write white space between it and the end of the text.
+        return re.compile(rf"\A(?:{opening})+"), re.compile(rf"\A(?:{closing})(?:\s*(?:{closing}))*")
+
+    def _written_after_a_turn(self) -> str:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            return self.render(turns, (), {}, generation_prompt=False).partition(_PROBE)[2]
+        except TrajectoryError:
+            return ""
 
     # What trajectories need (``trajectory.rendering.ChatFormat``).
     @cached_property
@@ -225,19 +247,11 @@ class ChatTemplate:
         return ids
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Decode with special tokens."""
+        """Decode with all tokens."""
         text: str = self._tokenizer.decode(
             [int(token) for token in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
-
-    def without_special(self, text: str) -> str:
-        """Remove the texts of special tokens."""
-        return self._special.sub("", text)
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        return re.compile("|".join(re.escape(token) for token in self._tokenizer.all_special_tokens) or r"(?!)")
 
 
 def _messages(content: str | Sequence[JsonObject]) -> Sequence[JsonObject]:

@@ -19,6 +19,9 @@ _HASHES = re.compile(r"^[ \t]*####[ \t]*(.*)$", re.MULTILINE)  # as GSM8K writes
 _PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is\b|:|=)[*_ \t]*:?\s*((?:(?!\banswer\b).)+)", re.IGNORECASE)
 _CLAUSE_END = re.compile(r"[.;](?=\s|$)|,(?=\s+(?:not|since|because|so)\b)")
 
+THOUGHT_ENDS = ("</think>", "[/THINK]", "<|channel|>final<|message|>")
+"""What stands between thoughts and answer; the second in models of Mistral, the last in gpt-oss."""
+
 Mark = Literal["box", "tags", "hashes", "phrase", "none"]
 _BLOCKS: tuple[tuple[re.Pattern[str], Mark], ...] = ((_TAGS, "tags"), (_HASHES, "hashes"))
 
@@ -79,8 +82,8 @@ def _last_box(text: str) -> tuple[int, str, Mark]:
 
 
 def answer_part(response: str) -> str:
-    """Return the text after the last ``</think>``; the whole response if it has none."""
-    return response.rpartition("</think>")[2]
+    """Return the text after the last end of thoughts (``THOUGHT_ENDS``); the whole response if it has none."""
+    return response[max((at + len(end) for end in THOUGHT_ENDS if (at := response.rfind(end)) >= 0), default=0) :]
 
 
 def labels_of(prompt: Prompt) -> tuple[str, ...]:

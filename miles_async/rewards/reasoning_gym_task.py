@@ -33,9 +33,10 @@ def require_reasoning_gym() -> None:
 
 
 def final_answer(response: str) -> str:
-    """Return the text of the last ``<answer>`` tags; without tags, the whole answer."""
-    tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, re.DOTALL)
-    return str(tagged[-1] if tagged else answer_part(response)).strip()
+    """Return the text of the last ``<answer>`` tags behind the thoughts; without tags, everything there."""
+    part = answer_part(response)
+    tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", part, re.DOTALL)
+    return str(tagged[-1] if tagged else part).strip()
 
 
 def score(task: str, answer: str, entry: JsonObject) -> float:

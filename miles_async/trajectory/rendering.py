@@ -46,15 +46,11 @@ class ChatFormat(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode without special tokens."""
-        ...
-
-    def without_special(self, text: str) -> str:
-        """Remove the texts of special tokens."""
+        """Decode a response without the tokens that bound it, such as the one that ends a turn."""
         ...
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Decode with special tokens."""
+        """Decode with all tokens."""
         ...
 
 

@@ -53,17 +53,14 @@ class ReplyParser:
             stops: texts that end the turn, and are not part of the message.
             parallel: the message may have several calls; else it has the first one.
         """
-        ids = [int(token) for token in output_ids]
-        if ids and ids[-1] in self.chat.stop_ids:
-            ids.pop()
-        text, reasoning = _until(self.chat.decode_all(ids), stops), None
+        text, reasoning = _until(self.chat.decode(output_ids), stops), None
         if self.splits_reasoning:
             reasoning, text = split_reasoning(text, begun=before.rstrip().endswith("<think>"))
         calls: list[Call] = []
         if tools and self.parse_calls is not None:
             text, calls = self.parse_calls(text, tools)
             calls = calls if parallel else calls[:1]
-        message: dict[str, object] = {"role": "assistant", "content": self.chat.without_special(text)}
+        message: dict[str, object] = {"role": "assistant", "content": text}
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:

@@ -80,7 +80,7 @@ class Turn:
     context: Context
     sampled: SampledTurn
     reply: Message
-    text: str  # the whole turn, without special tokens
+    text: str  # the whole turn, without the tokens that bound it
 
 
 @dataclass(eq=False)

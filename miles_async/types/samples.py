@@ -130,7 +130,7 @@ class Sample(Branch, frozen=True, kw_only=True):
     that carry loss. Whatever counts or compares samples sees one.
     """
 
-    text: str  # response text, special tokens removed
+    text: str  # response as sampled, without tokens at its ends that bound a text (end of turn, <bos>, padding)
     finish_reason: FinishReason
     reward: float | None = None
     metadata: JsonObject = {}
@@ -154,7 +154,7 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int  # 0 for the first
     message: JsonObject  # role, content, and if they could be read: tool_calls, reasoning_content
-    text: str  # all of it, without special tokens
+    text: str  # all of it, as ``Sample.text``
     finish_reason: FinishReason  # "length": it was cut
 
 

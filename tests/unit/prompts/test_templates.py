@@ -1,14 +1,21 @@
-"""Text → tokens → text with a real tokenizer: <bos> once, special tokens out of responses, clear refusals."""
+"""Text → tokens → text with a real tokenizer: <bos> once, responses as sampled between their bounds, clear refusals."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.rewards.answers import find_answer
+from miles_async.rewards.format_match import matches
+from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.replies import ReplyParser
+from miles_async.trajectory.tree import Trajectory
+from miles_async.trajectory.turn import SampledTurn
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", *"0123456789 rev"]
 TEMPLATE = (
@@ -57,7 +64,7 @@ def test_bos_occurs_once_with_and_without_template(tokenizer: Any):
     assert ChatTemplate(tokenizer, apply_chat_template=True).encode("rev").count(VOCABULARY.index("<bos>")) == 1
 
 
-def test_decode_removes_special_tokens_only(tokenizer: Any):
+def test_decode_removes_the_token_that_ends_the_turn(tokenizer: Any):
     template = ChatTemplate(tokenizer, apply_chat_template=True)
     assert template.decode(ids("2", "1", "<eos>")).replace(" ", "") == "21"
 
@@ -108,3 +115,92 @@ def test_a_prompt_that_the_template_refuses_is_the_prompts_fault(tokenizer: Any,
         with pytest.raises(TrajectoryError, match="the chat template refuses this conversation: users only"):
             refused([{"role": "system", "content": "a"}])
     ChatTemplate(tokenizer, apply_chat_template=False).check("a plain text needs no template")
+
+
+# --------------------------------------------------------------------------------------------------- responses
+TURNS = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+MARKS = ("<think>", "</think>", "<answer>", "</answer>", "[TOOL_CALLS]")
+
+
+@pytest.fixture(params=["special", "ordinary"])
+def thinking(request: pytest.FixtureRequest, tmp_path: Path) -> ChatTemplate:
+    """A template over bytes, with the marks of structure as special tokens or not. Only <eos> is known to end a turn,
+    not the template's <|end|>, as with base models.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<pad>", "<|start|>", "<|end|>"])
+    tokenizer.add_tokens([AddedToken(mark, special=request.param == "special", normalized=False) for mark in MARKS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=TURNS
+    )
+    fast.save_pretrained(tmp_path)
+    template = ChatTemplate(load_tokenizer(tmp_path), apply_chat_template=True)
+    assert len(template.tokenize("".join(MARKS))) == len(MARKS)
+    return template
+
+
+@pytest.mark.parametrize(
+    ("sampled", "text"),
+    [
+        ("<think>\n3+4\n</think>\n <answer>7</answer><eos>", "<think>\n3+4\n</think>\n <answer>7</answer>"),
+        ('[TOOL_CALLS][{"name": "f"}]<|end|>', '[TOOL_CALLS][{"name": "f"}]'),
+        (" 7 \n<eos><pad><pad>", " 7 \n"),
+        ("7<|end|>\n<eos>", "7"),
+        ("<bos>7", "7"),
+        ("<think>7</think><eos>", "<think>7</think>"),
+        ("<eos>", ""),
+        ("7<|end|>\n<|start|>user\n8<eos>", "7<|end|>\n<|start|>user\n8"),  # what the model wrote, nothing hidden
+        ("<pad>" * 20_000 + "7" + "<pad>\n" * 20_000 + "<eos>", "7"),  # in time
+        ("<pad>" * 20_000 + "7", "7"),
+        ("7" + "<pad>" * 20_000 + "8", "7" + "<pad>" * 20_000 + "8"),
+    ],
+    ids=range(11),
+)
+def test_a_response_keeps_the_tokens_that_mark_its_parts(thinking: ChatTemplate, sampled: str, text: str) -> None:
+    assert thinking.decode(thinking.tokenize(sampled)) == text
+
+
+def test_rewards_see_thoughts_as_thoughts(thinking: ChatTemplate) -> None:
+    text = thinking.decode(thinking.tokenize(r"<think>or \boxed{3}?</think>It is 7.<eos>"))
+    assert matches("<think>.*</think>.*", text)
+    assert find_answer(text).text == "It is 7."
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_replies_to_agents_have_the_same_text(thinking: ChatTemplate, splits: bool) -> None:
+    parser = ReplyParser(chat=thinking, splits_reasoning=splits)
+    trajectory = Trajectory(Renderer(thinking), parser)
+    context = trajectory.extend([{"role": "user", "content": "3+4?"}])
+    ids = np.array(thinking.tokenize("<think>\nhm\n</think>\n<answer>7</answer><|end|>"), np.int32)
+    turn = trajectory.add(context, sampled_turn(ids))
+    assert turn.text == "<think>\nhm\n</think>\n<answer>7</answer>"
+    assert turn.reply == (
+        {"role": "assistant", "content": "<answer>7</answer>", "reasoning_content": "hm"}
+        if splits
+        else {"role": "assistant", "content": turn.text}
+    )
+    sample = trajectory.sample()
+    assert sample is not None
+    assert sample.text == turn.text
+
+
+def sampled_turn(ids: Any) -> SampledTurn:
+    return SampledTurn(
+        output_ids=ids,
+        logprobs=np.full(len(ids), -1, np.float32),
+        weight_versions=np.zeros(len(ids), np.int32),
+        finish_reason="stop",
+        engines=("engine-0",),
+        chunks=1,
+        prompt_tokens=1,
+        cached_tokens=0,
+    )

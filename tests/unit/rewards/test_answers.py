@@ -45,6 +45,9 @@ async def test_mathematical_answers_are_compared_by_what_they_mean(workers: Work
         (r"The answer is 42.", "42", 1.0),
         (r"<think>\boxed{42}</think> It is \boxed{41}.", "42", 0.0),  # thoughts are not the answer
         (r"<think>\boxed{42}</think> I give up.", "42", 0.0),
+        (r"[THINK]\boxed{42}[/THINK]41", "42", 0.0),
+        (r"<|channel|>analysis<|message|>\boxed{42}<|end|><|start|>assistant<|channel|>final<|message|>41", "42", 0.0),
+        ("<|channel|>analysis<|message|>41<|end|><|start|>assistant<|channel|>final<|message|>42", "42", 1.0),
         (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
         (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
         (r"\boxed{7}", "$8$", 0.0),
@@ -193,6 +196,8 @@ async def test_the_task_of_the_row_scores_the_answer():
 def test_the_answer_is_in_the_last_tags():
     assert final_answer("<answer>1</answer> no: <answer>\n2 </answer> done") == "2"
     assert final_answer("<think><answer></think> 3 ") == "3"
+    assert final_answer("<think><answer>2</answer>?</think> <answer>3</answer>") == "3"
+    assert final_answer("<think><answer>2</answer>?</think> I give up.") == "I give up."
 
 
 def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch):
