@@ -34,6 +34,8 @@ def translate(words: Sequence[str]) -> Translation:
     last = {flag: place for place, (flag, _) in enumerate(found)}
     for place, (flag, values) in enumerate(found):
         takes = _takes(flag)
+        if flag == "--rollout-external" and not values and "--rollout-external-engine-addrs" in last:
+            continue  # a switch of miles, whose addresses are the other flag's
         if takes is None:
             done.words += [*([flag] if flag else []), *values]
             continue

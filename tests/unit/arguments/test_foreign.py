@@ -127,6 +127,10 @@ class TestTranslation:
         assert arguments.rollout.rollout_concurrency_per_engine == 64
         assert arguments.engines.sglang_extra == ()
 
+    def test_engines_of_miles_that_run_already(self):
+        words = ["--rollout-external-engine-addrs", "a:1", "b:2", "--rollout-external"]
+        assert parse(*words).arguments.engines.rollout_external == ("a:1", "b:2")
+
     def test_a_filter_by_its_path(self):
         path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
         assert parse("--dynamic-sampling-filter-path", path).arguments.rewards.group_filter == ("zero_variance",)
