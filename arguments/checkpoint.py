@@ -45,6 +45,13 @@ class CheckpointArguments:
         "resume from this checkpoint (a directory iter_N), or from the newest of the run that saved here; with the "
         "directory of --save, a run in which nothing was saved yet begins",
     )
+    load_anyway: tuple[str, ...] = flag(
+        (),
+        "what may differ between --hf-checkpoint and the model that was saved: names that the refusal gives, such as "
+        "rope_theta, generation.eos_token_id, tokenizer or chat_template",
+        metavar="NAME",
+        needs=("load",),
+    )
 
     def due(self, step: int, *, last: bool) -> bool:
         """True if a checkpoint is written after ``step`` trained steps; ``last``: these are all."""

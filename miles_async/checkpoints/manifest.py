@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from miles_async.arguments.adapters import target_layers
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import read_config
 from miles_async.checkpoints.files import Checkpoint, list_checkpoints, write_synced
+from miles_async.checkpoints.model_function import differing, model_function
 from miles_async.errors import CheckpointError
 from miles_async.types import JsonObject
 
@@ -77,7 +78,8 @@ def new_run_name(run_dir: Path) -> str:
 
 
 def fingerprint(model: ModelArguments) -> JsonObject:
-    """Return fields of config.json and flags of adapters that differ between models with different tensors.
+    """Return fields of config.json and flags of adapters that differ between models with different tensors, and as
+    ``function`` what else decides what the model computes (``model_function.py``).
 
     A checkpoint of adapters holds no other weights, so it also says which weights they belong to.
     """
@@ -85,6 +87,7 @@ def fingerprint(model: ModelArguments) -> JsonObject:
     assert directory is not None
     config = read_config(directory)
     shape = {name: config[name] for name in SHAPING if config.get(name) is not None}
+    shape = {**shape, "function": model_function(directory)}
     if not model.lora_rank:
         return {**shape, "lora_rank": 0}
     return {
@@ -118,10 +121,13 @@ def write_manifest(directory: Path, identity: RunIdentity) -> None:
     write_synced(directory / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest)))
 
 
-def check_whole(checkpoint: Checkpoint, model: JsonObject) -> Manifest:
-    """Read the manifest; check that all files are there and belong to ``model``. Raises CheckpointError."""
+def check_whole(checkpoint: Checkpoint, model: JsonObject, anyway: Collection[str] = ()) -> Manifest:
+    """Read the manifest; check that all files are there and belong to ``model``. Raises CheckpointError.
+
+    ``anyway``: names of ``model["function"]`` that may differ (``--load-anyway``).
+    """
     manifest = _read(checkpoint)
-    problems = [*_broken_files(checkpoint.directory, manifest), *_differences(manifest.model, model)]
+    problems = [*_broken_files(checkpoint.directory, manifest), *_differences(manifest.model, model, anyway)]
     if problems:
         raise CheckpointError(f"--load {checkpoint.directory}: {'; '.join(problems)}{_advice(checkpoint)}")
     return manifest
@@ -167,16 +173,24 @@ def _sample(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _differences(saved: JsonObject, model: JsonObject) -> list[str]:
-    """Compare configs; a field that one of them leaves to its default is ignored."""
+def _differences(saved: JsonObject, model: JsonObject, anyway: Collection[str]) -> list[str]:
+    """Compare configs; a field of shapes that one of them leaves to its default is ignored."""
     differ = [
         f"{name} {saved[name]}, not {model[name]}"
         for name in (*SHAPING, *ADAPTING)
         if name in saved and name in model and saved[name] != model[name]
     ]
-    if not differ:
+    if differ:
+        return [f"it is of another model than --hf-checkpoint: expected what was saved, {', '.join(differ)}"]
+    if not isinstance(saved.get("function"), dict):  # of an earlier version
         return []
-    return [f"it is of another model than --hf-checkpoint: expected what was saved, {', '.join(differ)}"]
+    others = differing(saved["function"], model.get("function", {}), anyway)
+    if not others:
+        return []
+    return [
+        f"--hf-checkpoint is not as it was when this was saved: {'; '.join(others.values())}. Restore it, or if the "
+        f"change is meant, add --load-anyway {' '.join(others)}"
+    ]
 
 
 def _advice(checkpoint: Checkpoint) -> str:

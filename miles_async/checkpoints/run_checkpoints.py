@@ -26,6 +26,7 @@ from miles_async.checkpoints.files import (
     write_synced,
 )
 from miles_async.checkpoints.manifest import Manifest, RunIdentity, check_whole, write_manifest
+from miles_async.checkpoints.model_function import differing
 from miles_async.checkpoints.start import continues
 from miles_async.controller import Position
 from miles_async.errors import CheckpointError
@@ -127,7 +128,11 @@ class RunCheckpoints:
 
     def _read(self, load: Path) -> tuple[Checkpoint, Manifest, Position]:
         loaded = find_checkpoint(load)
-        manifest = check_whole(loaded, self._identity.model)
+        anyway = self._arguments.load_anyway
+        manifest = check_whole(loaded, self._identity.model, anyway)
+        changed = differing(manifest.model.get("function", {}), self._identity.model.get("function", {}))
+        if anyway and changed:
+            log.warning("resumed with another model than was saved, by --load-anyway", changed=list(changed.values()))
         try:
             position = msgspec.json.decode((loaded.directory / POSITION_FILE).read_bytes(), type=SavedPosition)
         except (OSError, msgspec.MsgspecError) as error:

@@ -5,7 +5,7 @@ Only paths, nothing heavy, milliseconds: ``--dry-run`` asks here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from miles_async.checkpoints.files import (
@@ -33,17 +33,24 @@ def where_to_resume(save: Path | None, load: Path | None) -> Path | None:
 
 
 def checkpoint_problems(
-    *, save: Path | None, load: Path | None, overwrite: bool, model: JsonObject, least_bytes: int = 0
+    *,
+    save: Path | None,
+    load: Path | None,
+    overwrite: bool,
+    model: JsonObject,
+    least_bytes: int = 0,
+    anyway: Collection[str] = (),
 ) -> Iterator[str]:
     """Why the run cannot resume from ``load``, or not save to ``save``.
 
     ``model``: its ``fingerprint()``. ``least_bytes``: what a checkpoint takes at least, if there is none to measure.
+    ``anyway``: what may differ (``--load-anyway``).
     """
     loaded = None
     if load is not None:
         try:
             loaded = find_checkpoint(load)
-            least_bytes = sum(check_whole(loaded, model).files.values())
+            least_bytes = sum(check_whole(loaded, model, anyway).files.values())
         except CheckpointError as error:
             yield str(error)
             return

@@ -107,6 +107,7 @@ def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
         overwrite=checkpoint.save_overwrite,
         model=fingerprint(model),
         least_bytes=least_bytes(model),
+        anyway=checkpoint.load_anyway,
     )
 
 

@@ -1,0 +1,131 @@
+"""A resumed run goes on with the model that was saved: all of what it computes and samples is compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.arguments.model import ModelArguments
+from miles_async.checkpoints.files import find_checkpoint
+from miles_async.checkpoints.manifest import RunIdentity, check_whole, fingerprint, write_manifest
+from miles_async.checkpoints.model_function import model_function
+from miles_async.errors import CheckpointError
+from tests.unit.checkpoints.test_checkpoints import save
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 8,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float32",
+}
+GENERATION = {"eos_token_id": [1, 2], "temperature": 0.6, "repetition_penalty": 1.05}
+TOKENIZER = {"version": "1.0", "model": {"vocab": {"a": 0, "b": 1}}, "padding": None}
+SETTINGS = {"eos_token": "<e>", "chat_template": "{{ messages }}", "model_max_length": 9}
+FILES = {
+    "config.json": CONFIG,
+    "generation_config.json": GENERATION,
+    "tokenizer.json": TOKENIZER,
+    "tokenizer_config.json": SETTINGS,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name, content in FILES.items():
+        (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+def change(directory: Path, file: str, **fields: Any) -> None:
+    (directory / file).write_text(json.dumps({**FILES[file], **fields}, indent=2))
+
+
+async def resumed(model: Path, saved: Path, *anyway: str) -> str:
+    """Why a run of ``model`` does not resume from what was saved; empty if it does."""
+    try:
+        check_whole(find_checkpoint(saved), fingerprint(ModelArguments(hf_checkpoint=model)), anyway)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "name", "said"),
+    [
+        ("config.json", {"rope_theta": 500.0}, "rope_theta", "rope_theta was 10000.0 and is 500.0"),
+        ("config.json", {"rms_norm_eps": 1e-5}, "rms_norm_eps", "was 1e-06 and is 1e-05"),
+        ("config.json", {"sliding_window": 64}, "sliding_window", "was absent and is 64"),
+        ("config.json", {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling", "was absent"),
+        ("generation_config.json", {"eos_token_id": [1]}, "generation.eos_token_id", "was [1, 2] and is [1]"),
+        ("generation_config.json", {"repetition_penalty": 1.2}, "generation.repetition_penalty", "is 1.2"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 1, "b": 0}}}, "tokenizer", "tokenizer was"),
+        ("tokenizer_config.json", {"eos_token": "<f>"}, "tokenizer", "tokenizer was"),
+        ("tokenizer_config.json", {"chat_template": "{{ messages[0] }}"}, "chat_template", "chat_template was"),
+    ],
+)
+async def test_another_model_of_the_same_shapes_is_refused(
+    model: Path, tmp_path: Path, file: str, fields: dict[str, Any], name: str, said: str
+) -> None:
+    # covers: C12
+    await save("mine", 10, save=tmp_path / "saved")
+    identity = RunIdentity(run="mine", model=fingerprint(ModelArguments(hf_checkpoint=model)), ranks={})
+    write_manifest(tmp_path / "saved" / "iter_0000010", identity)
+    assert await resumed(model, tmp_path / "saved") == ""
+    change(model, file, **fields)
+    refusal = await resumed(model, tmp_path / "saved")
+    assert said in refusal
+    assert refusal.endswith(f"add --load-anyway {name}")
+    assert await resumed(model, tmp_path / "saved", "something_else") == refusal
+    assert await resumed(model, tmp_path / "saved", name) == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("config.json", {"torch_dtype": "bfloat16", "transformers_version": "5.0.0", "use_cache": False}),
+        ("config.json", {"rope_scaling": None, "use_sliding_window": False}),
+        ("generation_config.json", {"temperature": 1.0, "do_sample": True}),
+        ("tokenizer.json", {"padding": {"strategy": "BatchLongest"}}),
+        ("tokenizer_config.json", {"model_max_length": 10}),
+    ],
+)
+def test_what_changes_nothing_is_not_compared(model: Path, file: str, fields: dict[str, Any]) -> None:
+    before = model_function(model)
+    change(model, file, **fields)
+    assert model_function(model) == before
+
+
+def test_the_same_model_in_the_form_of_a_newer_library(model: Path) -> None:
+    before = model_function(model)
+    rest = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    (model / "config.json").write_text(json.dumps({**rest, "rope_parameters": rope}))
+    change(model, "tokenizer_config.json", chat_template=None)
+    (model / "chat_template.jinja").write_text("{{ messages }}\n")
+    assert model_function(model) == before
+
+
+async def test_checkpoints_of_earlier_versions_are_taken(model: Path, tmp_path: Path) -> None:
+    await save("mine", 10, save=tmp_path / "saved")
+    now = fingerprint(ModelArguments(hf_checkpoint=model))
+    before = {name: value for name, value in now.items() if name != "function"}
+    write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=before, ranks={}))
+    change(model, "config.json", rope_theta=500.0)
+    assert await resumed(model, tmp_path / "saved") == ""
+
+
+def test_a_vocabulary_of_another_form_counts(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "tiktoken.model").write_bytes(b"YQ== 0")
+    before = model_function(model)["tokenizer"]
+    (model / "tiktoken.model").write_bytes(b"YQ== 1")
+    assert model_function(model)["tokenizer"] != before
+    shutil.rmtree(model)
+    assert "tokenizer" in model_function(model)  # of nothing: --hf-checkpoint is checked elsewhere
