@@ -118,7 +118,7 @@ def _tools(row: JsonObject, arguments: DataArguments, location: str) -> tuple[Js
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise DataError(f"{named} must be a list of objects, or one as JSON: {error}") from None
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)):
         raise DataError(f"{named} must be a list of objects; found {_shown(value)}")

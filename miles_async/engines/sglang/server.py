@@ -93,6 +93,9 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
         # The router asks for /health twice before it takes an engine, and by default each answer takes a second.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
+    # A server whose scheduler or detokenizer has died ends at once, rather than after a minute of dumps.
+    for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+        environment[dump] = os.environ.get(dump, "false")
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         # Ranks of one engine look at the same memory one after the other, while neighbours take theirs.

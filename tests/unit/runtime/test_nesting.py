@@ -24,11 +24,11 @@ from miles_async.trajectory.replies import parse_qwen
 DEEP = "[" * 50_000 + "]" * 50_000
 
 
-def _rows(line: str) -> Callable[[Path], object]:
+def _rows(line: str, **keys: str) -> Callable[[Path], object]:
     def read(directory: Path) -> object:
         path = directory / "train.jsonl"
-        path.write_text('{"prompt": "a"}\n' + line + "\n")
-        return open_prompts(DataArguments(prompt_data=path, label_key=None, metadata_key=None))
+        path.write_text('{"prompt": "a", "t": "[]"}\n' + line + "\n")
+        return open_prompts(DataArguments(prompt_data=path, label_key=None, metadata_key=None, **keys))
 
     return read
 
@@ -53,10 +53,15 @@ def _file(name: str, text: str, read: Callable[[Path], object], *, directory: bo
             DataError,
             r"train\.jsonl:2: expected JSON of",
         ),
+        (
+            _rows(f'{{"prompt": "b", "t": "{DEEP}"}}', tool_key="t"),
+            DataError,
+            r"train\.jsonl:2: 't' \(--tool-key\) must be",
+        ),
         (lambda _: read_request(DEEP.encode()), TrajectoryError, "not a request for a chat completion"),
         (lambda _: decode_json(DEEP.encode(), Any, "engine-0"), EngineError, "engine-0: unexpected answer"),
     ],
-    ids=["config", "groups", "model", "row", "shallow row", "agent", "engine"],
+    ids=["config", "groups", "model", "row", "shallow row", "tools", "agent", "engine"],
 )
 def test_it_is_named(read: Callable[[Path], object], error: type[Exception], named: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=named):

@@ -8,9 +8,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.router import router_command, tls_flags
-from miles_async.engines.sglang.server import server_command
+from miles_async.engines.sglang.server import server_command, server_environment
 from miles_async.runtime.network.addresses import LOOPBACK
 from miles_async.runtime.network.tls import Tls
 
@@ -29,6 +31,20 @@ def test_engines_tell_experts_where_they_are_replayed() -> None:  # covers: M19
     flag = "--enable-return-routed-experts"
     assert flag in server_command(telling, LOOPBACK, 1, RENDEZVOUS, 0, 0)
     assert flag not in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+
+
+def test_a_server_that_lost_a_process_ends_without_a_minute_of_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C10
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.origin is not None
+    defaults = (Path(package.origin).parent / "srt" / "environ.py").read_text()
+    wait = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
+    dumps = {name: value for name, value in server_environment(SPEC).items() if name.endswith("_BEFORE_CRASH")}
+    assert dumps == {wait: "false", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false"}
+    assert all(f"{name} = EnvBool(True)" in defaults for name in dumps)
+    monkeypatch.setenv(wait, "true")
+    assert server_environment(SPEC)[wait] == "true"
 
 
 def test_sglang_still_registers_the_memory_of_experts_with_cuda_on_a_cpu() -> None:
